@@ -1,0 +1,1 @@
+"""Every private name of Lightning, torch and torchmetrics that this package touches."""

@@ -1,0 +1,43 @@
+"""Private names of Lightning, each with its reason. Checked on lightning 2.6.6; `tests/compat` fails when one moves.
+
+Private hooks that strategies override or read, held by a test:
+
+    _configure_launcher   last call of the Trainer's constructor: the only place where every argument is known and
+                          nothing has started yet
+    _layer_sync           whether `Trainer(sync_batchnorm=True)`
+"""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import device as Device  # noqa: N812
+from torch import nn
+
+PRIVATE_STRATEGY_NAMES = frozenset({"_configure_launcher", "_layer_sync"})
+
+# Attributes of a `LightningModule` that a replica has values of its own for: its device, the cache of its metrics'
+# names, which is keyed by object id, and the `log` that records.
+REPLICA_ATTRIBUTES = frozenset({"_device", "_metric_attributes", "log"})
+
+
+def adopt_device(module: nn.Module, device: Device) -> None:
+    """Make `LightningModule.device` of a replica the replica's; there is no public setter."""
+    for part in module.modules():
+        if isinstance(part, _DeviceDtypeModuleMixin):
+            part.__dict__["_device"] = device
+            part.__dict__.pop("_metric_attributes", None)
+            if isinstance(part, LightningModule):
+                part.__dict__["_metric_attributes"] = None
+
+
+def data_hook_owner(trainer: Trainer, hook: str) -> Any:
+    """Return the object whose override of a batch transfer hook counts: the module or the data module."""
+    selector = trainer._data_connector._datahook_selector
+    return trainer.lightning_module if selector is None else selector.get_instance(hook)
+
+
+def takes_dataloader_iter(module: LightningModule, step: str) -> bool:
+    """Tell whether a step asks for the iterator itself, `training_step(self, dataloader_iter)`."""
+    return is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)

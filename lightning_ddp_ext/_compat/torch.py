@@ -1,0 +1,38 @@
+"""Private names of torch, each with its reason. Checked on torch 2.13.0; `tests/compat` fails when one moves."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Instance attributes of `nn.Module` that hold the module tree rather than the user's attributes. A replica has its own.
+STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
+
+# `nn.Module.compile()` stores the compiled call here; it is bound to the module it was compiled for.
+COMPILED_CALL = "_compiled_call_impl"
+
+
+def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add many tensors in place in few kernel launches; `torch.optim` relies on the same function."""
+    torch._foreach_add_(list(targets), list(sources))
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy many tensors in place in few kernel launches; `torch.optim` relies on the same function."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was used; torch has no public question."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Tell whether a module is what `torch.compile(module)` returns."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def recompile(wrapper: Any) -> None:
+    """Bind a copied `torch.compile` wrapper to its own inner module."""
+    wrapper._initialize()

@@ -1,0 +1,126 @@
+"""Private names of torchmetrics, each with its reason. Checked on torchmetrics 1.9.0; `tests/compat` guards them.
+
+`Metric.merge_state` is public, but refuses `full_state_update`, puts the incoming entries of lists first, leaves the
+update count alone and divides by it for means: states have to be read and written one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+State = dict[str, Tensor | list[Tensor]]
+
+_MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
+
+
+def has_mergeable_state(metric: Metric) -> bool:
+    """Tell whether the state over a batch follows from the states over its chunks."""
+    wraps_metrics = any(isinstance(child, Metric | MetricCollection) for child in metric.children())
+    reductions = metric._reductions.values()
+    return (
+        bool(metric._defaults)
+        and metric.full_state_update is not True
+        and not wraps_metrics
+        and all(reduction in _MERGEABLE for reduction in reductions)
+    )
+
+
+def read_state(metric: Metric) -> State:
+    """Return a metric's state tensors, shared with it."""
+    return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def merge_states(metric: Metric, states: Sequence[State]) -> State:
+    """Merge states in the order given, by each state's own reduction."""
+    return {name: _merge_one(metric._reductions[name], [state[name] for state in states]) for name in metric._defaults}
+
+
+def _merge_one(reduction: Any, values: list[Any]) -> Tensor | list[Tensor]:
+    if any(isinstance(value, list) for value in values):
+        return [item for value in values for item in (value if isinstance(value, list) else [value])]
+    if reduction is dim_zero_cat:
+        return torch.cat(values)
+    stacked = torch.stack(values)
+    if reduction is dim_zero_sum:
+        return stacked.sum(0)
+    return stacked.amax(0) if reduction is dim_zero_max else stacked.amin(0)
+
+
+def write_state(metric: Metric, state: State, updates: int) -> None:
+    """Replace a metric's state and add to the number of its updates."""
+    for name, value in state.items():
+        setattr(metric, name, value)
+    metric._update_count += updates
+    metric._computed = None
+
+
+def compute_over(metric: Metric, state: State) -> Any:
+    """Compute a metric over a state that is not its own, as `forward` does for the batch it was given."""
+    kept, count, synced = read_state(metric), metric._update_count, metric._to_sync
+    metric._to_sync = False
+    write_state(metric, state, updates=1)
+    value = metric.compute()
+    write_state(metric, kept, updates=0)
+    metric._update_count, metric._to_sync = count, synced
+    return value
+
+
+def last_forward_value(metric: Metric) -> Any:
+    """Return what the metric's last `forward` returned, None if it was only updated since the last reset."""
+    return metric._forward_cache
+
+
+def set_forward_value(metric: Metric, value: Any) -> None:
+    """Set the value that `self.log(name, metric, on_step=True)` logs."""
+    metric._forward_cache = value
+
+
+def forget_compute_groups(collection: MetricCollection) -> None:
+    """Keep a replica's collection from grouping metrics whose states happen to agree on a small chunk."""
+    collection._enable_compute_groups = False
+    collection._groups_checked = False
+
+
+def restore_compute_groups(collection: MetricCollection, form: bool) -> None:
+    """Make the members of each group share one state again after their states were replaced.
+
+    Args:
+        collection: The master's collection.
+        form: Whether groups may be formed now, from the states after a first update.
+    """
+    if not collection._enable_compute_groups:
+        return
+    if form and not collection._groups_checked:
+        collection._merge_compute_groups()
+        collection._groups_checked = True
+    collection._state_is_copy = False
+    if collection._groups_checked:
+        collection._compute_groups_create_state_ref()
+
+
+Recorder = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+
+
+def record_calls(metric: Metric, recorder: Recorder) -> None:
+    """Report the outermost calls of `update` and `forward` of one metric instance."""
+    depth = 0
+
+    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if depth == 0:
+                recorder(name, args, kwargs)
+            depth += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    for name in ("update", "forward"):
+        metric.__dict__[name] = wrap(name, getattr(metric, name))

@@ -1,0 +1,65 @@
+"""Entry point: where configuration is looked for, and how errors leave the process."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_ddp_ext.cli.problems import LaunchError, describe
+from lightning_ddp_ext.cli.train import train
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+
+# Warnings that every run would print and nobody can act on.
+_UPSTREAM_WARNINGS = (
+    r"Experiment logs directory .* exists and is not empty",  # the run folder already holds Hydra's files
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # lightning 2.6.6 on torch 2.13
+)
+
+
+def main() -> None:
+    """Run the command with the arguments of the process.
+
+    The working directory is searched for people's own classes (`_target_`), and its folder `conf` for their
+    configuration. An error before the run starts ends with one message and exit code 1; `HYDRA_FULL_ERROR=1` asks for
+    the traceback.
+    """
+    for message in _UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    sys.path.insert(0, os.getcwd())
+    if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
+        sys.argv.append("--config-dir=conf")
+    wants_traceback = os.environ.get(_FULL_ERROR)
+    # Hydra prints and exits by itself unless told to raise; the run then gets its own setting back.
+    os.environ[_FULL_ERROR] = "1"
+
+    @hydra.main(version_base="1.3", config_path="pkg://lightning_ddp_ext.conf", config_name="train")
+    def application(config: DictConfig) -> None:
+        if wants_traceback is None:
+            del os.environ[_FULL_ERROR]
+        else:
+            os.environ[_FULL_ERROR] = wants_traceback
+        try:
+            train(config)
+        except LaunchError as error:
+            if wants_traceback == "1":
+                raise
+            _exit(error.__cause__ or error)
+
+    try:
+        application()
+    except (HydraException, OmegaConfBaseException) as error:
+        if wants_traceback == "1":
+            raise
+        _exit(error)
+
+
+def _exit(error: BaseException) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(f"lightning-ddp-ext: {describe(error)}\n")
+    raise SystemExit(1)

@@ -1,0 +1,105 @@
+"""The main job: build what the configuration describes, train, test, and leave the results in the run folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_ddp_ext.callbacks import BalanceReport
+from lightning_ddp_ext.cli.picture import draw_run
+from lightning_ddp_ext.cli.problems import LaunchError
+from lightning_ddp_ext.cli.summary import LaunchSummary, print_results
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+
+_SINGLE = "single"
+
+
+@dataclass(slots=True)
+class _Run:
+    """Everything a run needs, built before anything starts."""
+
+    trainer: Trainer
+    model: LightningModule
+    data: LightningDataModule
+    folder: Path
+
+
+def train(config: DictConfig) -> None:
+    """Fit and test.
+
+    Args:
+        config: The composed configuration, see `lightning_ddp_ext.config.TrainConfig`.
+
+    Raises:
+        LaunchError: If the run cannot start; nothing has been started then.
+    """
+    run = _build(config)
+    OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
+    try:
+        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=config.ckpt_path)
+    except UnsupportedFeatureError as error:
+        raise LaunchError from error
+    results = run.trainer.test(run.model, datamodule=run.data, verbose=False)[0] if config.test else {}
+    if not run.trainer.is_global_zero:
+        return
+    if config.picture:
+        draw_run(run.folder, _records(run.trainer))
+    print_results(results, run.trainer, run.folder)
+
+
+def _build(config: DictConfig) -> _Run:
+    try:
+        OmegaConf.resolve(config)
+        choices = HydraConfig.get().runtime.choices
+        _check_groups(config, choices)
+        _set_devices(config, choices)
+        seed_everything(config.seed, workers=True, verbose=False)
+        strategy = instantiate(config.strategy)
+        model = instantiate(config.model)
+        data = instantiate(config.data)
+        callbacks = [instantiate(node) for node in config.callbacks.values()]
+        loggers = [instantiate(node) for node in config.logger.values()]
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        trainer = instantiate(
+            config.trainer,
+            strategy=strategy,
+            callbacks=[LaunchSummary(folder, str(choices.strategy)), *callbacks],
+            logger=loggers or False,
+            default_root_dir=config.trainer.default_root_dir or str(folder),
+        )
+    except Exception as error:
+        # Whatever a constructor raises, the run has not started: the command prints it as one message.
+        raise LaunchError(str(error)) from error
+    return _Run(trainer, model, data, folder)
+
+
+def _check_groups(config: DictConfig, choices: Any) -> None:
+    """Refuse settings that the chosen strategy would ignore."""
+    for group, key in {"network": "network_interface", "process_group": "process_group_backend"}.items():
+        if config[group] is not None and key not in config.strategy:
+            raise LaunchError(
+                f"`{group}={choices[group]}` is set, but `strategy={choices.strategy}` runs in one process and has no"
+                f" {group.replace('_', ' ')}. Leave it out, or choose `strategy=ddp` or `strategy=fsdp`."
+            )
+
+
+def _set_devices(config: DictConfig, choices: Any) -> None:
+    trainer = config.trainer
+    single = choices.strategy == _SINGLE
+    if trainer.accelerator is None:
+        trainer.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    if trainer.devices is None:
+        several = torch.cuda.device_count() if trainer.accelerator in ("cuda", "gpu") else 2
+        trainer.devices = 1 if single else several
+    if single and trainer.devices not in (1, "1"):
+        raise LaunchError(f"`strategy=single` uses one device, got `trainer.devices={trainer.devices}`. Leave it out.")
+
+
+def _records(trainer: Trainer) -> list[Any]:
+    reports = [callback for callback in trainer.callbacks if isinstance(callback, BalanceReport)]  # type: ignore[attr-defined]
+    return [record for report in reports for record in report.records]

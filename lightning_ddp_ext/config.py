@@ -1,0 +1,176 @@
+"""Dataclass schemas behind the packaged Hydra groups. A mistyped key or value fails when a configuration is composed."""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+# ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
+
+
+@dataclass(kw_only=True)
+class BalancedDataParallelConfig:
+    """Arguments of `BalancedDataParallelStrategy`."""
+
+    _target_: str = "lightning_ddp_ext.BalancedDataParallelStrategy"
+    gpu0_batch_size: Optional[int] = None
+    split: Optional[list[float]] = None
+    balance: Optional[str] = None
+    weight_by: Any = "samples"
+    batch_dim: int = 0
+
+
+@dataclass(kw_only=True)
+class DDPConfig:
+    """Arguments of Lightning's `DDPStrategy`, with the process group and the network interface."""
+
+    _target_: str = "lightning_ddp_ext.strategies.upstream.ddp_strategy"
+    process_group_backend: Optional[str] = None
+    timeout_seconds: float = 1800.0
+    network_interface: Optional[str] = None
+    start_method: str = "popen"
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+
+
+@dataclass(kw_only=True)
+class FSDPConfig:
+    """Arguments of Lightning's `FSDPStrategy`, with the process group and the network interface."""
+
+    _target_: str = "lightning_ddp_ext.strategies.upstream.fsdp_strategy"
+    process_group_backend: Optional[str] = None
+    timeout_seconds: float = 1800.0
+    network_interface: Optional[str] = None
+    sharding_strategy: str = "FULL_SHARD"
+    cpu_offload: bool = False
+    state_dict_type: str = "full"
+
+
+@dataclass(kw_only=True)
+class SingleDeviceConfig:
+    """Lightning's choice for a single device."""
+
+    _target_: str = "lightning_ddp_ext.strategies.upstream.single_device_strategy"
+
+
+@dataclass(kw_only=True)
+class ProcessGroupConfig:
+    """How processes find each other: back-end (None: what suits the devices) and time limit of a collective."""
+
+    backend: Optional[str] = None
+    timeout_seconds: float = 1800.0
+
+
+@dataclass(kw_only=True)
+class NetworkConfig:
+    """The network interface: `"auto"`, `"loopback"` or a name."""
+
+    interface: str = "auto"
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """Where the job runs."""
+
+    num_nodes: int = 1
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """Arguments of `lightning.pytorch.Trainer` that no other group sets.
+
+    `accelerator` and `devices` left empty choose the CUDA devices if there are any, and otherwise the CPU, with two
+    replicas or processes if the strategy uses several devices.
+    """
+
+    _target_: str = "lightning.pytorch.Trainer"
+    accelerator: Optional[str] = None
+    devices: Any = None
+    num_nodes: int = 1
+    precision: Any = None
+    fast_dev_run: Any = False
+    max_epochs: Optional[int] = None
+    min_epochs: Optional[int] = None
+    max_steps: int = -1
+    min_steps: Optional[int] = None
+    max_time: Any = None
+    limit_train_batches: Any = None
+    limit_val_batches: Any = None
+    limit_test_batches: Any = None
+    limit_predict_batches: Any = None
+    overfit_batches: Any = 0.0
+    val_check_interval: Any = None
+    check_val_every_n_epoch: Optional[int] = 1
+    num_sanity_val_steps: Optional[int] = None
+    log_every_n_steps: Optional[int] = None
+    enable_checkpointing: Optional[bool] = None
+    enable_progress_bar: Optional[bool] = None
+    enable_model_summary: Optional[bool] = None
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: Any = None
+    gradient_clip_algorithm: Optional[str] = None
+    deterministic: Any = None
+    benchmark: Optional[bool] = None
+    inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    profiler: Any = None
+    detect_anomaly: bool = False
+    barebones: bool = False
+    plugins: Any = None
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    default_root_dir: Optional[str] = None
+    enable_autolog_hparams: bool = True
+    model_registry: Optional[str] = None
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The whole configuration of the command.
+
+    Attributes:
+        seed: Seed of Python, NumPy and torch, in every process.
+        test: Whether to test after training.
+        picture: Whether to draw the curves of the run.
+        ckpt_path: A checkpoint to resume from.
+    """
+
+    seed: int = 1
+    test: bool = True
+    picture: bool = True
+    ckpt_path: Optional[str] = None
+    strategy: Any = MISSING
+    process_group: Any = None
+    network: Any = None
+    cluster: Any = MISSING
+    trainer: Any = MISSING
+    model: Any = MISSING
+    data: Any = MISSING
+    callbacks: Any = field(default_factory=dict)
+    logger: Any = field(default_factory=dict)
+
+
+def register_schemas() -> None:
+    """Put the schemas where the packaged files look for them, in groups below `lightning_ddp_ext`."""
+    schemas: dict[str, dict[str, type]] = {
+        "lightning_ddp_ext": {"train": TrainConfig},
+        "lightning_ddp_ext/strategy": {
+            "balanced_dp": BalancedDataParallelConfig,
+            "ddp": DDPConfig,
+            "fsdp": FSDPConfig,
+            "single": SingleDeviceConfig,
+        },
+        "lightning_ddp_ext/process_group": {"process_group": ProcessGroupConfig},
+        "lightning_ddp_ext/network": {"network": NetworkConfig},
+        "lightning_ddp_ext/cluster": {"cluster": ClusterConfig},
+        "lightning_ddp_ext/trainer": {"trainer": TrainerConfig},
+    }
+    store = ConfigStore.instance()
+    for group, nodes in schemas.items():
+        for name, node in nodes.items():
+            store.store(group=group, name=name, node=node, provider="lightning_ddp_ext")
+
+
+register_schemas()

@@ -1,0 +1,116 @@
+"""Handwritten digits: 1,797 real 8x8 images from scikit-learn, and a small convolutional network."""
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+_CLASSES = 10
+_TRAIN, _VAL = 1257, 180  # of 1797; the rest is for testing
+
+
+class DigitsCNN(LightningModule):
+    """Two convolutions and two linear layers.
+
+    Args:
+        width: Channels of the first convolution; the second has twice as many.
+        learning_rate: Peak learning rate of AdamW, reached after a tenth of the steps.
+    """
+
+    def __init__(self, width: int = 32, learning_rate: float = 2e-3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.learning_rate = learning_rate
+        self.network = nn.Sequential(
+            nn.Conv2d(1, width, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(2 * width * 16, 128),
+            nn.ReLU(),
+            nn.Linear(128, _CLASSES),
+        )
+        self.train_accuracy = MulticlassAccuracy(_CLASSES, average="micro")
+        self.val_accuracy = MulticlassAccuracy(_CLASSES, average="micro")
+        self.test_accuracy = MulticlassAccuracy(_CLASSES, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Classify images of shape (batch, 1, 8, 8); returns logits of shape (batch, 10)."""
+        logits: Tensor = self.network(images)
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Compute the cross-entropy of a batch (images, labels)."""
+        return self._step(batch, "train", self.train_accuracy)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log loss and accuracy on validation data."""
+        self._step(batch, "val", self.val_accuracy)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log loss and accuracy on test data."""
+        self._step(batch, "test", self.test_accuracy)
+
+    def _step(self, batch: tuple[Tensor, Tensor], stage: str, accuracy: MulticlassAccuracy) -> Tensor:
+        images, labels = batch
+        logits = self(images)
+        loss = functional.cross_entropy(logits, labels)
+        accuracy(logits, labels)
+        self.log(f"{stage}_loss", loss, on_step=stage == "train", on_epoch=True, prog_bar=stage == "val")
+        self.log(f"{stage}_accuracy", accuracy, on_step=False, on_epoch=True, prog_bar=stage == "val")
+        return loss
+
+    def configure_optimizers(self) -> dict[str, object]:
+        """Return AdamW with a one-cycle learning rate."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+        steps = max(2, int(self.trainer.estimated_stepping_batches))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, steps, pct_start=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class DigitsData(LightningDataModule):
+    """Scikit-learn's digits, shuffled once into 1,257 images to train, 180 to validate and 360 to test.
+
+    Args:
+        batch_size: Samples per batch, over all devices of a process.
+        seed: Seed of the split.
+
+    Raises:
+        ValueError: If `batch_size` is below 1.
+    """
+
+    def __init__(self, batch_size: int = 32, seed: int = 1) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}. The default is 32.")
+        self.batch_size = batch_size
+        self.seed = seed
+
+    def setup(self, stage: str) -> None:
+        """Load the images, scaled to [0, 1], and split them."""
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        data = TensorDataset(
+            torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(labels, dtype=torch.int64)
+        )
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(self.seed)).tolist()
+        self.train_data = Subset(data, order[:_TRAIN])
+        self.val_data = Subset(data, order[_TRAIN : _TRAIN + _VAL])
+        self.test_data = Subset(data, order[_TRAIN + _VAL :])
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return the shuffled training batches."""
+        return DataLoader(self.train_data, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return the validation batches."""
+        return DataLoader(self.val_data, self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return the test batches."""
+        return DataLoader(self.test_data, self.batch_size)

@@ -1,0 +1,1 @@
+"""Mechanisms that need the Trainer or a LightningModule."""

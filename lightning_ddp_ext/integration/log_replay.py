@@ -1,0 +1,115 @@
+"""`self.log` in a step that several replicas run ends as one call, with one value for the whole batch."""
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_ddp_ext.integration.metric_folding import MetricFolder
+from lightning_ddp_ext.parallel.replicas import Replicas
+
+_SIGNATURE = inspect.signature(LightningModule.log)
+
+
+@dataclass(slots=True)
+class _Logged:
+    replica: int
+    value: Any
+    options: dict[str, Any]
+
+
+class LogReplay:
+    """Records `log` on the replicas and repeats it once per key on the master, after the step.
+
+    Overrides of `log` run once, with the value of the whole batch. `log_dict` arrives here key by key.
+
+    Args:
+        replicas: The replicas, just built.
+        metrics: Knows the master's metric for each replica's.
+    """
+
+    def __init__(self, replicas: Replicas, metrics: MetricFolder) -> None:
+        self._master: LightningModule = replicas.master  # type: ignore[assignment]
+        self._metrics = metrics
+        self._home = replicas[0].device
+        self._recorded: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in replicas]
+        for replica, recorded in zip(replicas, self._recorded, strict=True):
+            replica.module.__dict__["log"] = _recorder(recorded)
+
+    def replay(self, active: Sequence[int], sizes: Sequence[int], weights: Sequence[float]) -> None:
+        """Log every recorded key once.
+
+        Args:
+            active: Indices of the replicas that ran the step, in order.
+            sizes: Chunk size of each of them.
+            weights: What each of their chunks counts in a mean.
+        """
+        grouped: dict[tuple[str, int], list[_Logged]] = {}
+        for index in active:
+            occurrence: Counter[str] = Counter()
+            for name, value, options in self._recorded[index]:
+                grouped.setdefault((name, occurrence[name]), []).append(_Logged(index, value, options))
+                occurrence[name] += 1
+            self._recorded[index].clear()
+        size_of = dict(zip(active, sizes, strict=True))
+        weight_of = dict(zip(active, weights, strict=True))
+        for (name, _), logged in grouped.items():
+            options = dict(logged[0].options)
+            if isinstance(logged[0].value, Metric):
+                self._master.log(name, self._metrics.original(logged[0].value), **options)
+                continue
+            chunk_sizes = [size_of[entry.replica] for entry in logged]
+            chunk_weights = [weight_of[entry.replica] for entry in logged]
+            counts, options["batch_size"] = _counts([e.options.get("batch_size") for e in logged], chunk_sizes)
+            value = _combine([e.value for e in logged], counts or chunk_weights, options, self._home)
+            self._master.log(name, value, **options)
+
+
+def _recorder(recorded: list[tuple[str, Any, dict[str, Any]]]) -> Any:
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if args:
+            bound = _SIGNATURE.bind(None, name, value, *args, **kwargs).arguments
+            kwargs = {key: item for key, item in bound.items() if key not in ("self", "name", "value")}
+        keeps_graph = kwargs.get("enable_graph", False)
+        recorded.append((name, value.detach() if isinstance(value, Tensor) and not keeps_graph else value, kwargs))
+
+    return log
+
+
+def _counts(batch_sizes: Sequence[int | None], chunk_sizes: Sequence[int]) -> tuple[list[float] | None, int]:
+    """Interpret the `batch_size` that replicas logged with.
+
+    Returns:
+        What each value counts in the mean (None: what its chunk counts), and the batch size to log with.
+    """
+    given = [size for size in batch_sizes if size is not None]
+    if len(given) < len(batch_sizes) or given == list(chunk_sizes):
+        return None, sum(chunk_sizes)
+    if len(set(given)) == 1:  # the same number on every replica is that of the whole batch, such as `hparams.batch_size`
+        return None, given[0]
+    return [float(size) for size in given], int(sum(given))
+
+
+def _combine(values: Sequence[Any], weights: Sequence[float], options: dict[str, Any], device: torch.device) -> Any:
+    reduce_fx = options.get("reduce_fx", "mean")
+    reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx.__name__
+    if len(values) == 1:
+        return values[0]
+    if not any(isinstance(value, Tensor) for value in values):
+        numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
+        return float(_combine(numbers, weights, options, torch.device("cpu")))
+    stacked = torch.stack([torch.as_tensor(value).to(device).squeeze() for value in values])
+    if not stacked.is_floating_point():
+        stacked = stacked.to(torch.get_default_dtype())
+    if reduction == "sum":
+        return stacked.sum(0)
+    if reduction in ("max", "min"):
+        return stacked.amax(0) if reduction == "max" else stacked.amin(0)
+    factors = torch.tensor(weights, dtype=torch.promote_types(stacked.dtype, torch.float32), device=device)
+    return (stacked * (factors / factors.sum())).sum(0)

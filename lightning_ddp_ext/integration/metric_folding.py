@@ -1,0 +1,181 @@
+"""Metrics that replicas update end in the module's own metric, as if one device had seen the whole batch."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_ddp_ext._compat.torchmetrics import (
+    compute_over,
+    forget_compute_groups,
+    has_mergeable_state,
+    last_forward_value,
+    merge_states,
+    read_state,
+    record_calls,
+    restore_compute_groups,
+    set_forward_value,
+    write_state,
+)
+from lightning_ddp_ext.parallel.replicas import Replicas
+from lightning_ddp_ext.parallel.scattering import to_device
+
+
+def copy_metric(module: nn.Module, device: torch.device) -> nn.Module | None:
+    """Copy a metric for a replica: its `update` is bound to the instance, so sharing attributes would update the original.
+
+    Args:
+        module: Any module.
+        device: Device of the replica.
+
+    Returns:
+        An empty copy on the device, or None if the module is not a metric.
+    """
+    if not isinstance(module, Metric | MetricCollection):
+        return None
+    metric = copy.deepcopy(module).to(device)
+    if isinstance(metric, MetricCollection):
+        forget_compute_groups(metric)
+    metric.reset()
+    return metric
+
+
+@dataclass(slots=True)
+class _Call:
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def has_scalars(self) -> bool:
+        return any(_is_scalar(value) for value in (*self.args, *self.kwargs.values()))
+
+
+@dataclass(slots=True)
+class _Entry:
+    metric: Metric
+    copies: list[Metric]
+    calls: list[list[_Call]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.calls = [[] for _ in self.copies]
+        for calls, copied in zip(self.calls, self.copies, strict=True):
+            record_calls(copied, lambda method, args, kwargs, calls=calls: calls.append(_Call(method, args, kwargs)))  # type: ignore[misc]
+
+
+class MetricFolder:
+    """Folds what replicas' metrics saw in one step into the master's metrics, and empties them.
+
+    States that follow from the chunks' states (sums, concatenations, maxima and minima) are merged in the order of the
+    replicas. Every other metric - and a call with scalars, whose place in the batch a state no longer shows - is given
+    the replicas' arguments once more, joined to those of the whole batch: tensors and lists are concatenated,
+    floating-point scalars are means and are averaged by weight, whole numbers are counts and are added.
+
+    Args:
+        replicas: The replicas, just built.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._home = replicas[0].device
+        inner = {
+            id(child)
+            for module in replicas.master.modules()
+            if isinstance(module, Metric)
+            for child in module.modules()
+            if child is not module
+        }
+        metrics = [m for m in replicas.master.modules() if isinstance(m, Metric) and id(m) not in inner]
+        self._entries = [_Entry(m, [replica.references.find(m) for replica in replicas]) for m in metrics]  # type: ignore[misc]
+        self._collections = [m for m in replicas.master.modules() if isinstance(m, MetricCollection)]
+        self._originals = {id(copied): entry.metric for entry in self._entries for copied in entry.copies}
+
+    def original(self, metric: Metric) -> Metric:
+        """Return the master's metric for a replica's."""
+        return self._originals.get(id(metric), metric)
+
+    def fold(self, active: Sequence[int], weights: Sequence[float]) -> None:
+        """Fold what the step added.
+
+        Args:
+            active: Indices of the replicas that ran the step, in order.
+            weights: What each of their chunks counts.
+        """
+        touched = False
+        for entry in self._entries:
+            called = [(index, weight) for index, weight in zip(active, weights, strict=True) if entry.calls[index]]
+            if not called:
+                continue
+            touched = True
+            scalars = any(call.has_scalars for index, _ in called for call in entry.calls[index])
+            if has_mergeable_state(entry.metric) and not scalars:
+                self._merge(entry, [index for index, _ in called])
+            else:
+                self._replay(entry, [index for index, _ in called], [weight for _, weight in called])
+            for index, _ in called:
+                entry.calls[index].clear()
+                entry.copies[index].reset()
+        if touched:
+            for collection in self._collections:
+                updated_only = all(last_forward_value(metric) is None for metric in collection.values(copy_state=False))
+                restore_compute_groups(collection, form=updated_only)
+
+    def _merge(self, entry: _Entry, indices: Sequence[int]) -> None:
+        metric, copies = entry.metric, [entry.copies[index] for index in indices]
+        batch = merge_states(metric, [to_device(read_state(copied), self._home) for copied in copies])
+        if any(last_forward_value(copied) is not None for copied in copies):
+            set_forward_value(metric, compute_over(metric, batch))
+        calls = max(len(entry.calls[index]) for index in indices)
+        write_state(metric, merge_states(metric, [read_state(metric), batch]), updates=calls)
+
+    def _replay(self, entry: _Entry, indices: Sequence[int], weights: Sequence[float]) -> None:
+        by_replica = [entry.calls[index] for index in indices]
+        same_calls = len({tuple(call.method for call in calls) for calls in by_replica}) == 1
+        if not same_calls:
+            for calls in by_replica:
+                for call in calls:
+                    getattr(entry.metric, call.method)(
+                        *to_device(call.args, self._home), **to_device(call.kwargs, self._home)
+                    )
+            return
+        for group in zip(*by_replica, strict=True):
+            args = _join([call.args for call in group], weights, self._home)
+            kwargs = _join([call.kwargs for call in group], weights, self._home)
+            getattr(entry.metric, group[0].method)(*args, **kwargs)
+
+
+def _is_scalar(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.ndim == 0) or (
+        isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+def _join(values: Sequence[Any], weights: Sequence[float], device: torch.device) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat([value.detach().to(device) for value in values])
+    if _is_scalar(first):
+        return _join_scalars(to_device(list(values), device), weights)
+    if isinstance(first, dict):
+        return {key: _join([value[key] for value in values], weights, device) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_join(items, weights, device) for items in zip(*values, strict=True))
+    if isinstance(first, list):
+        return [to_device(item, device) for value in values for item in value]
+    return first
+
+
+def _join_scalars(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        stacked = torch.stack([value.detach() for value in values])
+        if not stacked.is_floating_point():
+            return stacked.sum()
+        return (stacked * torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)).sum() / sum(weights)
+    if isinstance(first, int):
+        return sum(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

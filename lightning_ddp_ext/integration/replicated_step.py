@@ -1,0 +1,195 @@
+"""One step of a LightningModule, run by its replicas: replicate, scatter, apply in parallel, gather."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device, data_hook_owner
+from lightning_ddp_ext.integration.log_replay import LogReplay
+from lightning_ddp_ext.integration.metric_folding import MetricFolder, copy_metric
+from lightning_ddp_ext.parallel.attributes import AttributeMirror
+from lightning_ddp_ext.parallel.batch_norm import SingleSampleGuard
+from lightning_ddp_ext.parallel.buffers import merge_buffers
+from lightning_ddp_ext.parallel.chunking import merge_single_samples
+from lightning_ddp_ext.parallel.replicas import Replicas
+from lightning_ddp_ext.parallel.scattering import batch_size_of, split_batch
+from lightning_ddp_ext.parallel.weighting import WeightBy, combination_weights
+from lightning_ddp_ext.parallel.workers import ReplicaWorkers
+
+
+@dataclass(slots=True)
+class ScatteredBatch:
+    """A batch and its chunks.
+
+    Attributes:
+        batch: The whole batch, where the loader left it.
+        chunks: One chunk per replica, on its device; None for a replica without samples.
+        sizes: Number of samples of each chunk.
+        active: Indices of the replicas that have samples.
+        weights: What each active replica's loss counts in the loss of the batch.
+        seconds: Time each replica has spent on its chunk so far, forward and backward.
+    """
+
+    batch: Any
+    chunks: list[Any]
+    sizes: list[int]
+    active: list[int]
+    weights: list[float]
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def active_sizes(self) -> list[int]:
+        """Number of samples of each active replica."""
+        return [self.sizes[index] for index in self.active]
+
+
+class ReplicatedModule:
+    """A LightningModule and its replicas.
+
+    The module itself never runs in a worker thread, so it is never half changed; what a step does to replicas - logged
+    values, metrics, buffers, attributes - is brought back to it when all have finished.
+
+    Args:
+        module: The user's module, on the first device.
+        devices: Device of each replica.
+        chunk_sizes: Maps a batch size to one chunk size per replica.
+        weight_by: See `combination_weights`.
+        batch_dim: Dimension of tensors that counts samples.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        devices: Sequence[torch.device],
+        chunk_sizes: Callable[[int], list[int]],
+        weight_by: WeightBy,
+        batch_dim: int,
+    ) -> None:
+        self._module = module
+        self._devices = list(devices)
+        self._chunk_sizes = chunk_sizes
+        self._weight_by = weight_by
+        self._batch_dim = batch_dim
+        self._workers = ReplicaWorkers(devices)
+        self._replicas = Replicas(module, devices, copy_metric, self._attach)
+        self._scattered: ScatteredBatch | None = None
+
+    def _attach(self, replicas: Replicas) -> None:
+        for replica in replicas:
+            adopt_device(replica.module, replica.device)
+        self._guard = SingleSampleGuard(replicas)
+        self._metrics = MetricFolder(replicas)
+        self._logs = LogReplay(replicas, self._metrics)
+        self._attributes = AttributeMirror(replicas, own=REPLICA_ATTRIBUTES)
+
+    def run(self, step: str, batch: Any, args: Sequence[Any], dataloader_idx: int) -> tuple[list[Any], ScatteredBatch]:
+        """Run a step on every replica that has samples.
+
+        Args:
+            step: Name of the method, such as `"training_step"`.
+            batch: The whole batch.
+            args: The step's other arguments.
+            dataloader_idx: Which loader the batch is from.
+
+        Returns:
+            What each active replica returned, and the scattered batch.
+
+        Raises:
+            BatchSplitError: If the batch cannot be cut.
+            BaseException: The exception of a replica, with a note that names replica, device and chunk.
+        """
+        self._replicas.refresh()
+        self._attributes.push()
+        scattered = self._scatter(batch, dataloader_idx)
+        self._attributes.lend(scattered.active)
+        jobs = {
+            index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
+            for index in scattered.active
+        }
+        results, seconds = self._apply(jobs, scattered)
+        scattered.seconds = [seconds.get(index, 0.0) for index in range(len(self._devices))]
+        self._bring_back(scattered)
+        return [results[index] for index in scattered.active], scattered
+
+    def backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], scattered: ScatteredBatch) -> None:
+        """Run every replica's backward pass and add its gradients to the module's.
+
+        Args:
+            losses: The loss of each active replica.
+            gradients: The gradient of the batch's loss with respect to each of them; None where it has none.
+            scattered: What the losses were computed from.
+        """
+        jobs = {
+            index: partial(torch.autograd.backward, loss, gradient.to(loss.device, loss.dtype))
+            for index, loss, gradient in zip(scattered.active, losses, gradients, strict=True)
+            if gradient is not None
+        }
+        if not jobs:
+            return
+        _, seconds = self._apply(jobs, scattered)
+        self._replicas.reduce_gradients(sorted(jobs))
+        for index, spent in seconds.items():
+            scattered.seconds[index] += spent
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self._workers.close()
+
+    def _scatter(self, batch: Any, dataloader_idx: int) -> ScatteredBatch:
+        # An optimizer may call the step several times for one batch (L-BFGS): augmentations then run once, as on one
+        # device, where the batch is transferred once.
+        if self._scattered is not None and self._scattered.batch is batch:
+            return self._scattered
+        self._scattered = None
+        sizes = self._chunk_sizes(batch_size_of(batch, self._batch_dim))
+        if 1 in sizes and self._guard.refuses_single_samples():
+            sizes = merge_single_samples(sizes)
+        chunks = split_batch(batch, sizes, self._batch_dim)
+        active = [index for index, size in enumerate(sizes) if size]
+        for index in active:
+            chunks[index] = self._transfer(chunks[index], index, dataloader_idx)
+        weights = combination_weights(self._weight_by, [chunks[i] for i in active], [sizes[i] for i in active])
+        self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights)
+        return self._scattered
+
+    def _transfer(self, chunk: Any, index: int, dataloader_idx: int) -> Any:
+        """Apply the transfer hooks to a chunk; they are the replica's where the module overrides them."""
+        replica = self._replicas[index]
+        hooks = {"transfer_batch_to_device": (replica.device, dataloader_idx), "on_after_batch_transfer": (dataloader_idx,)}
+        for hook, args in hooks.items():
+            owner = data_hook_owner(self._module.trainer, hook)
+            owner = replica.module if owner is self._module else owner
+            chunk = getattr(owner, hook)(chunk, *args)
+        return chunk
+
+    def _apply(
+        self, jobs: dict[int, Callable[[], Any]], scattered: ScatteredBatch
+    ) -> tuple[dict[int, Any], dict[int, float]]:
+        def describe(index: int) -> str:
+            start = sum(scattered.sizes[:index])
+            return (
+                f"Raised in replica {index} of {len(self._devices)} on device {self._devices[index]},"
+                f" whose chunk is samples {start} to {start + scattered.sizes[index] - 1} of a batch of"
+                f" {sum(scattered.sizes)}."
+            )
+
+        try:
+            return self._workers.run(jobs, describe)
+        except BaseException:
+            # What the step half did to the replicas must not reach the next one.
+            self._scattered = None
+            self._replicas.discard()
+            raise
+
+    def _bring_back(self, scattered: ScatteredBatch) -> None:
+        active, sizes = scattered.active, scattered.active_sizes
+        means = [float(size) for size in sizes] if self._weight_by == "sum" else scattered.weights
+        merge_buffers(self._replicas, active, [float(size) for size in sizes])
+        self._attributes.collect(active)
+        self._metrics.fold(active, means)
+        self._logs.replay(active, sizes, means)

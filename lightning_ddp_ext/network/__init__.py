@@ -1,0 +1,1 @@
+"""Choosing the network that processes talk over; nothing here imports Lightning."""

@@ -1,0 +1,1 @@
+"""Torch-level mechanisms; nothing here imports Lightning."""

@@ -1,0 +1,42 @@
+"""Batch normalisation needs more than one value per channel to train."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_ddp_ext.parallel.replicas import Replicas
+
+
+class SingleSampleGuard:
+    """Knows whether the module's batch normalisation refuses a chunk of one sample.
+
+    It does where a sample has one value per channel, as behind a linear layer; over the pixels of an image one sample
+    is enough. The first batch shows which; until then the answer is the careful one.
+
+    Args:
+        replicas: The replicas, just built.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._layers = [module for module in replicas.master.modules() if isinstance(module, _BatchNorm)]
+        self._values_per_sample: set[int] = set()
+        for replica in replicas:
+            for layer in self._layers:
+                self._observe_once(replica.references.find(layer))
+
+    def _observe_once(self, layer: Any) -> None:
+        def forward(inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
+            # The instance attribute hides the method for one call. A hook would be shared with the master.
+            layer.__dict__.pop("forward", None)
+            if inputs.numel():
+                self._values_per_sample.add(inputs.numel() // (inputs.size(0) * inputs.size(1)))
+            return layer.forward(inputs, *args, **kwargs)
+
+        layer.__dict__["forward"] = forward
+
+    def refuses_single_samples(self) -> bool:
+        """Tell whether a chunk of one sample would raise an error now."""
+        if not any(layer.training or layer.running_mean is None for layer in self._layers):
+            return False
+        return not self._values_per_sample or 1 in self._values_per_sample

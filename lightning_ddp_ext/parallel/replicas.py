@@ -1,0 +1,254 @@
+"""Replicas of a module, one per device, and what travels between them and the master."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_ext._compat.torch import (
+    COMPILED_CALL,
+    STRUCTURE,
+    add_all_,
+    copy_all_,
+    has_gradient_hooks,
+    is_compiled_wrapper,
+    recompile,
+)
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.parallel.references import References
+
+CopyModule = Callable[[nn.Module, torch.device], nn.Module | None]
+
+
+class Replica:
+    """One copy of the master's module tree.
+
+    Each module of a replica has its own attribute dictionary, its own leaf parameters and its own buffers. On the
+    master's device the parameters alias the master's storage, elsewhere they are copies.
+
+    Args:
+        master: The user's module.
+        home: Device of the master.
+        device: Device of this replica.
+        copy_module: Returns an independent copy of a module (with everything below it) that must not be replicated by
+            reference, or None for ordinary ones.
+    """
+
+    def __init__(self, master: nn.Module, home: torch.device, device: torch.device, copy_module: CopyModule) -> None:
+        self.device = device
+        self.references = References(home, device)
+        self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.modules: list[tuple[nn.Module, nn.Module]] = []
+        for original in master.modules():
+            if self.references.find(original) is None:
+                self._add_module(original, copy_module)
+        for original, copy in self.modules:
+            self._fill(original, copy)
+        for original, copy in self.modules:
+            for name, value in original.__dict__.items():
+                if name not in STRUCTURE:
+                    copy.__dict__[name] = self.references.rewrite(value)
+            self._rebind_compiled(original, copy)
+        self.module: nn.Module = self.references.find(master)  # type: ignore[assignment]
+
+    def _add_module(self, original: nn.Module, copy_module: CopyModule) -> None:
+        independent = copy_module(original, self.device)
+        if independent is not None:
+            for part, copy in zip(original.modules(), independent.modules(), strict=True):
+                self.references.add(part, copy)
+            return
+        copy = original.__new__(type(original))
+        copy.__dict__ = dict(original.__dict__)
+        self.references.add(original, copy)
+        self.modules.append((original, copy))
+
+    def _fill(self, original: nn.Module, copy: nn.Module) -> None:
+        def counterpart(part: Any, make: Callable[[Any], Any]) -> Any:
+            if part is None:
+                return None
+            found = self.references.find(part)
+            return make(part) if found is None else found
+
+        copy.__dict__["_modules"] = type(original._modules)(
+            (name, counterpart(child, lambda child: child)) for name, child in original._modules.items()
+        )
+        copy.__dict__["_parameters"] = type(original._parameters)(
+            (name, counterpart(parameter, self._add_parameter)) for name, parameter in original._parameters.items()
+        )
+        copy.__dict__["_buffers"] = type(original._buffers)(
+            (name, counterpart(buffer, self._add_buffer)) for name, buffer in original._buffers.items()
+        )
+
+    def _add_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        data = parameter.detach()
+        own = data if data.device == self.device else data.to(self.device)
+        leaf = own.as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
+        leaf.__dict__.update(parameter.__dict__)
+        self.references.add(parameter, leaf)
+        self.parameters.append((parameter, leaf))
+        return leaf
+
+    def _add_buffer(self, buffer: Tensor) -> Tensor:
+        own = buffer.detach().clone().to(self.device)
+        self.references.add(buffer, own)
+        return own
+
+    @staticmethod
+    def _rebind_compiled(original: nn.Module, copy: nn.Module) -> None:
+        if original.__dict__.get(COMPILED_CALL) is not None:
+            copy.__dict__[COMPILED_CALL] = None
+            copy.compile()
+        if is_compiled_wrapper(original):
+            recompile(copy)
+
+    def receive_parameters(self) -> None:
+        """Take over the master's parameter values and `requires_grad` flags."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for parameter, leaf in self.parameters:
+            if leaf.requires_grad != parameter.requires_grad:
+                leaf.requires_grad_(parameter.requires_grad)
+            if parameter.device == leaf.device:
+                # `parameter.data = ...` (weight averaging, resizing) ends the aliasing.
+                if parameter.data_ptr() != leaf.data_ptr() or parameter.shape != leaf.shape:
+                    leaf.data = parameter.detach()
+            elif parameter.shape != leaf.shape or parameter.dtype != leaf.dtype:
+                leaf.data = parameter.detach().to(leaf.device)
+            else:
+                sources.append(parameter.detach())
+                targets.append(leaf.detach())
+        if targets:
+            copy_all_(targets, sources)
+
+    def receive_buffers(self) -> None:
+        """Take over the master's buffers, whatever changed them.
+
+        Version counters cannot tell which did: batch normalisation and `.data` do not advance them.
+        """
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for original, copy in self.modules:
+            own_buffers = copy._buffers
+            for name, buffer in original._buffers.items():
+                own = own_buffers.get(name)
+                if buffer is None:
+                    own_buffers[name] = None
+                elif own is None or own.shape != buffer.shape or own.dtype != buffer.dtype or own.is_inference():
+                    own_buffers[name] = buffer.detach().clone().to(self.device)
+                else:
+                    sources.append(buffer)
+                    targets.append(own)
+        if targets:
+            copy_all_(targets, sources)
+
+
+class Replicas(Sequence[Replica]):
+    """The replicas of one module, kept between steps and rebuilt when the module tree changes.
+
+    Args:
+        master: The user's module, on the first device.
+        devices: Device of each replica; the first is the master's. A device may be listed several times.
+        copy_module: See `Replica`.
+        on_build: Called with the new replicas after each (re)build.
+
+    Raises:
+        UnsupportedFeatureError: If a parameter has not been initialised yet.
+    """
+
+    def __init__(
+        self,
+        master: nn.Module,
+        devices: Sequence[torch.device],
+        copy_module: CopyModule = lambda module, device: None,
+        on_build: Callable[["Replicas"], None] = lambda replicas: None,
+    ) -> None:
+        self.master = master
+        self._devices = list(devices)
+        self._copy_module = copy_module
+        self._on_build = on_build
+        self._replicas: list[Replica] = []
+        self._structure: list[tuple[nn.Module, tuple[int, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._devices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._replicas[index]
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas)
+
+    def refresh(self) -> None:
+        """Bring every replica up to date with the master's structure, parameters and buffers."""
+        # Without inference mode: buffers written here are used by autograd in the next training step.
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._structure or any(_parts(module) != parts for module, parts in self._structure):
+                self._build()
+                return
+            for replica in self._replicas:
+                replica.receive_parameters()
+                replica.receive_buffers()
+
+    def discard(self) -> None:
+        """Forget the replicas; the next refresh builds new ones."""
+        self._structure = []
+
+    def _build(self) -> None:
+        for name, parameter in self.master.named_parameters():
+            if nn.parameter.is_lazy(parameter):
+                raise UnsupportedFeatureError(
+                    f"parameter `{name}` is not initialised yet, so it cannot be replicated."
+                    " Run one forward pass of the lazy module in `configure_model`."
+                )
+        self._replicas = [
+            Replica(self.master, self._devices[0], device, self._copy_module) for device in self._devices
+        ]
+        self._structure = [(module, _parts(module)) for module in self.master.modules()]
+        self._on_build(self)
+
+    def reduce_gradients(self, active: Sequence[int]) -> None:
+        """Add the gradients of the replicas to the master's, in the order of the replicas, and clear them.
+
+        Hooks on the master's parameters see the gradient of the whole batch, once.
+
+        Args:
+            active: Indices of the replicas that ran a backward pass.
+        """
+        totals: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        for index in active:
+            targets: list[Tensor] = []
+            sources: list[Tensor] = []
+            for parameter, leaf in self._replicas[index].parameters:
+                gradient, leaf.grad = leaf.grad, None
+                if gradient is None:
+                    continue
+                gradient = gradient.to(parameter.device)
+                if id(parameter) not in totals:
+                    totals[id(parameter)] = (parameter, gradient)
+                elif gradient.layout == torch.strided == totals[id(parameter)][1].layout:
+                    targets.append(totals[id(parameter)][1])
+                    sources.append(gradient)
+                else:
+                    totals[id(parameter)] = (parameter, totals[id(parameter)][1] + gradient)
+            if targets:
+                add_all_(targets, sources)
+        _accumulate(list(totals.values()))
+
+
+def _parts(module: nn.Module) -> tuple[int, ...]:
+    return (*map(id, module._modules.values()), *map(id, module._parameters.values()))
+
+
+def _accumulate(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    hooked: list[tuple[nn.Parameter, Tensor]] = []
+    for parameter, gradient in gradients:
+        if has_gradient_hooks(parameter):
+            hooked.append((parameter, gradient))
+        elif parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad = parameter.grad.add_(gradient)
+    if hooked:
+        # A backward pass that starts at the leaves accumulates as usual and runs the hooks.
+        torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])

@@ -1,0 +1,187 @@
+"""One persistent thread per replica."""
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Job = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """The thread-local state of torch that a fresh thread lacks: gradient, inference and autocast modes."""
+
+    grad: bool
+    inference: bool
+    autocast: dict[str, torch.dtype]
+    autocast_cache: bool
+
+    @classmethod
+    def capture(cls, device_types: set[str]) -> "ThreadState":
+        """Read the state of the calling thread."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast={t: torch.get_autocast_dtype(t) for t in sorted(device_types) if torch.is_autocast_enabled(t)},
+            autocast_cache=torch.is_autocast_cache_enabled(),
+        )
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the calling thread this state."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device_type, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=self.autocast_cache))
+            yield
+
+
+@dataclass(slots=True)
+class _Outcome:
+    result: Any = None
+    error: BaseException | None = None
+    seconds: float = 0.0
+
+
+class ReplicaWorkers:
+    """Runs one job per replica, each always on the same thread.
+
+    Persistent threads keep their OpenMP team, current CUDA device and allocator arena. On the CPU the intra-op threads
+    of the caller are shared out between them.
+
+    Args:
+        devices: The device of each replica.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+        self._device_types = {"cpu", *(device.type for device in devices)}
+        self._jobs: list[queue.SimpleQueue[Callable[[], None] | None]] = [queue.SimpleQueue() for _ in devices]
+        intra_op = torch.get_num_threads()
+        share = max(1, intra_op // len(self._devices))
+        started = threading.Barrier(len(self._devices) + 1)
+        self._threads = [
+            threading.Thread(
+                target=_serve, args=(jobs, device, share, started), name=f"replica-{index}-{device}", daemon=True
+            )
+            for index, (jobs, device) in enumerate(zip(self._jobs, self._devices, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
+        started.wait()
+        # A worker's `set_num_threads` also becomes the default of threads that start later: put that back.
+        torch.set_num_threads(intra_op)
+
+    def run(self, jobs: Mapping[int, Job], describe: Callable[[int], str]) -> tuple[dict[int, Any], dict[int, float]]:
+        """Run jobs at the same time and wait for all of them.
+
+        A single job runs on the calling thread, which has all intra-op threads to itself.
+
+        Args:
+            jobs: A callable for each index of a replica.
+            describe: What a replica was working on, for the note on an exception.
+
+        Returns:
+            The results, and the seconds each job took, by index.
+
+        Raises:
+            BaseException: The first failed replica's own exception, after every job has ended, with a note that names
+                the replica. `KeyboardInterrupt` too waits for the running jobs.
+        """
+        state = ThreadState.capture(self._device_types)
+        outcomes = {index: _Outcome() for index in jobs}
+        if len(jobs) == 1:
+            ((index, job),) = jobs.items()
+            with _current_device(self._devices[index]):
+                _execute(job, outcomes[index])
+        else:
+            self._run_on_threads(jobs, outcomes, state)
+        for index, outcome in sorted(outcomes.items()):
+            if outcome.error is not None:
+                raise _with_note(outcome.error, describe(index))
+        return (
+            {index: outcome.result for index, outcome in outcomes.items()},
+            {index: outcome.seconds for index, outcome in outcomes.items()},
+        )
+
+    def _run_on_threads(self, jobs: Mapping[int, Job], outcomes: dict[int, _Outcome], state: ThreadState) -> None:
+        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def task(index: int, job: Job) -> Callable[[], None]:
+            def run() -> None:
+                try:
+                    with state.applied():
+                        _execute(job, outcomes[index])
+                finally:
+                    finished.put(index)
+
+            return run
+
+        for index, job in jobs.items():
+            self._jobs[index].put(task(index, job))
+        waiting = set(jobs)
+        interrupt: KeyboardInterrupt | None = None
+        while waiting:
+            try:
+                waiting.discard(finished.get())
+            except KeyboardInterrupt as error:
+                # Replicas must not run into the teardown. A second interrupt gives up on a job that never ends.
+                if interrupt is not None:
+                    raise
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def close(self) -> None:
+        """End the threads. A thread stuck in a job is left behind; as a daemon it does not keep the process alive."""
+        for jobs in self._jobs:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+        self._threads.clear()
+
+
+def _serve(
+    jobs: "queue.SimpleQueue[Callable[[], None] | None]",
+    device: torch.device,
+    intra_op_threads: int,
+    started: threading.Barrier,
+) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(intra_op_threads)
+    # Reading the number pins it: otherwise the first parallel operation takes whatever was set last in the process.
+    torch.get_num_threads()
+    started.wait()
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # otherwise the last job's tensors live until the next one
+
+
+def _execute(job: Job, outcome: _Outcome) -> None:
+    start = time.perf_counter()
+    try:
+        outcome.result = job()
+    except BaseException as error:
+        outcome.error = error
+    outcome.seconds = time.perf_counter() - start
+
+
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _with_note(error: BaseException, note: str) -> BaseException:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:  # the attribute that Python 3.11 gave a method; pytest and rich print it on 3.10 as well
+        error.__notes__ = [*getattr(error, "__notes__", []), note]
+    return error

@@ -1,0 +1,296 @@
+"""One process, several devices: each batch is cut into chunks, one for each replica of the module."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.integration.replicated_step import ReplicatedModule, ScatteredBatch
+from lightning_ddp_ext.parallel.chunking import even_chunks, first_limited_chunks, proportional_chunks
+from lightning_ddp_ext.parallel.scattering import gather
+from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
+from lightning_ddp_ext.strategies.single_process import SingleProcessStrategy
+
+
+@dataclass(slots=True)
+class _PendingBackward:
+    """The replicas' losses, waiting for the gradient of the batch's loss."""
+
+    losses: list[Tensor]
+    leaves: list[Tensor]
+    scattered: ScatteredBatch
+
+
+class BalancedDataParallelStrategy(SingleProcessStrategy):
+    """Trains one module on several devices of one process, with chunks of a batch as large as each device can take.
+
+    Every device holds a replica of the module and runs the whole step on its chunk, loss included. The losses are
+    combined by weight, so that the gradient that reaches the optimizer is the one a single device would compute on the
+    whole batch; only the module itself has an optimizer, callbacks and checkpoints. The forward must treat samples
+    independently: batch normalisation and in-batch negatives see their chunk only, as in every data-parallel system.
+
+    Registered as `"balanced_dp"`. On the CPU, `devices=n` makes n logical replicas.
+
+    Args:
+        gpu0_batch_size: Most samples of a batch that the first device gets; the others share the rest evenly. Device 0
+            also holds the optimizer, so it often has room for fewer samples than the others; 0 leaves it none at all.
+            Counted per forward: Lightning does not divide a batch for gradient accumulation. Never more than an even
+            share; use `split` for that.
+        split: Proportions of the batch for each device, such as `[2, 3, 3]`; smaller batches are shared in the same
+            proportions.
+        balance: `"even"` shares a batch evenly, which is the default.
+        weight_by: What a chunk counts in the gradient. `"samples"` is exact for losses that are means over samples;
+            `"sum"` for losses that are sums; `"ranks"` counts every chunk once; a callable maps a chunk to a number,
+            such as its non-padding tokens.
+        batch_dim: Dimension of the batch's tensors that counts samples.
+        accelerator: See `lightning.pytorch.strategies.ParallelStrategy`.
+        parallel_devices: See `lightning.pytorch.strategies.ParallelStrategy`; by default the Trainer's `devices`.
+        checkpoint_io: See `lightning.pytorch.strategies.ParallelStrategy`.
+        precision_plugin: See `lightning.pytorch.strategies.ParallelStrategy`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range, if more than one of `gpu0_batch_size`, `split` and `balance` is
+            given, or, by the Trainer's constructor, if `split` and `devices` differ in length.
+        UnsupportedFeatureError: By the Trainer, before training starts, for manual optimization, steps that take
+            `dataloader_iter`, `sync_batchnorm`, and several processes or nodes.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_ddp_ext import BalancedDataParallelStrategy
+        >>> strategy = BalancedDataParallelStrategy(split=[1, 3])
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+        >>> strategy.split_sizes(8)
+        [2, 6]
+    """
+
+    strategy_name = "balanced_dp"
+
+    def __init__(
+        self,
+        gpu0_batch_size: int | None = None,
+        split: Sequence[float] | None = None,
+        balance: Literal["even"] | None = None,
+        weight_by: WeightBy = "samples",
+        batch_dim: int = 0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        given = {"gpu0_batch_size": gpu0_batch_size, "split": split, "balance": balance}
+        chosen = [f"`{name}={value!r}`" for name, value in given.items() if value is not None]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
+        _check_count("gpu0_batch_size", gpu0_batch_size, "Use 0 to keep the first device free of samples.")
+        _check_count("batch_dim", batch_dim, "Use 0 for batches whose first dimension counts samples.")
+        _check_split(split)
+        if balance not in (None, "even"):
+            raise ValueError(f'`balance` must be "even", got {balance!r}. Use `split` for other proportions.')
+        check_weight_by(weight_by)
+        self.gpu0_batch_size = gpu0_batch_size
+        self.split = None if split is None else list(split)
+        self.balance = balance
+        self.weight_by = weight_by
+        self.batch_dim = batch_dim
+        self._replicated: ReplicatedModule | None = None
+        self._last: ScatteredBatch | None = None
+        self._pending: _PendingBackward | None = None
+        self._dataloader_idx = 0
+        self._warned_of_skip = False
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        """Number of samples that each device had of the last batch; empty before the first."""
+        return [] if self._last is None else list(self._last.sizes)
+
+    @property
+    def replica_seconds(self) -> list[float]:
+        """Seconds that each device spent on the last batch, forward and backward; empty before the first."""
+        return [] if self._last is None else list(self._last.seconds)
+
+    def split_sizes(self, batch_size: int) -> list[int]:
+        """Return how many samples of a batch each device gets.
+
+        Args:
+            batch_size: Number of samples in the batch.
+
+        Returns:
+            One number per device, before a single sample is merged into a neighbour for batch normalisation.
+        """
+        num_devices = len(self.parallel_devices or ())
+        if self.split is not None:
+            return proportional_chunks(batch_size, self.split)
+        if self.gpu0_batch_size is not None:
+            return first_limited_chunks(batch_size, num_devices, self.gpu0_batch_size)
+        return even_chunks(batch_size, num_devices)
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        num_devices = len(self.parallel_devices or ())
+        if self.split is not None and len(self.split) != num_devices:
+            raise ValueError(
+                f"`split={self.split}` has {len(self.split)} entries for {num_devices} devices."
+                " Give one proportion per device."
+            )
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            raise UnsupportedFeatureError(
+                "`balanced_dp` cannot run manual optimization: every replica would step the optimizer on its own chunk."
+                ' Set `automatic_optimization = True`, or use `strategy="ddp"`.'
+            )
+        for step in ("training_step", "validation_step", "test_step", "predict_step"):
+            if takes_dataloader_iter(module, step):
+                raise UnsupportedFeatureError(
+                    f"`balanced_dp` cannot cut the batches of `{step}(self, dataloader_iter)`, which fetches them itself."
+                    f" Take `batch` and `batch_idx` in `{step}`."
+                )
+        super().setup(trainer)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # Chunks go straight to their devices, when the step runs: the whole batch never lands on device 0, and what
+        # hooks do to it before the step is not lost.
+        self._dataloader_idx = dataloader_idx
+        return batch
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._pending = None
+        with self.precision_plugin.train_step_context():
+            outputs, scattered = self._run("training_step", *args, **kwargs)
+        if any(output is None for output in outputs):
+            return self._skip(outputs)
+        losses = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
+        if not all(isinstance(loss, Tensor) for loss in losses):
+            return outputs[0]  # type: ignore[no-any-return]  # the Trainer says what is wrong with it
+        loss = self._combine(losses, scattered)
+        if not isinstance(outputs[0], Mapping):
+            return loss
+        extras = [{name: value for name, value in output.items() if name != "loss"} for output in outputs]
+        return {"loss": loss, **gather(extras, scattered.active_sizes, self.root_device, self.batch_dim)}
+
+    def _run(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], ScatteredBatch]:
+        if self._replicated is None:
+            assert self.lightning_module is not None
+            assert self.parallel_devices is not None
+            self._replicated = ReplicatedModule(
+                self.lightning_module, self.parallel_devices, self.split_sizes, self.weight_by, self.batch_dim
+            )
+        outputs, self._last = self._replicated.run(step, batch, args, self._dataloader_idx)
+        return outputs, self._last
+
+    def _combine(self, losses: Sequence[Tensor], scattered: ScatteredBatch) -> Tensor:
+        """Combine detached losses: Lightning runs its backward (precision, accumulation, overrides) on this sum."""
+        leaves = [loss.detach().to(self.root_device).requires_grad_(loss.requires_grad) for loss in losses]
+        self._pending = _PendingBackward(list(losses), leaves, scattered)
+        terms = [leaf * weight for leaf, weight in zip(leaves, scattered.weights, strict=True)]
+        return torch.stack(terms).sum(0)
+
+    def _skip(self, outputs: Sequence[Any]) -> None:
+        if not self._warned_of_skip and any(output is not None for output in outputs):
+            self._warned_of_skip = True
+            skipping = [index for index, output in zip(self._last.active, outputs, strict=True) if output is None]  # type: ignore[union-attr]
+            warnings.warn(
+                f"`training_step` returned None on the replicas {skipping} and a loss on others. The whole batch is"
+                " skipped, as one device would have done.",
+                category=UserWarning,
+                stacklevel=2,
+            )
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # type: ignore[assignment, arg-type]
+        self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self._backward_replicas()
+        # `on_after_backward` fires here and sees the gradient of the whole batch.
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)  # type: ignore[assignment]
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _backward_replicas(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise RuntimeError("`backward` was called without a loss from `training_step`.")
+        assert self._replicated is not None
+        self._replicated.backward(pending.losses, [leaf.grad for leaf in pending.leaves], pending.scattered)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", *args, **kwargs)  # type: ignore[no-any-return]
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test_step", *args, **kwargs)  # type: ignore[no-any-return]
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", *args, **kwargs)
+
+    def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        outputs, scattered = self._run(step, *args, **kwargs)
+        return gather(outputs, scattered.active_sizes, self.root_device, self.batch_dim)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+    @override
+    def teardown(self) -> None:
+        if self._replicated is not None:
+            self._replicated.close()
+        self._replicated = self._pending = None
+        super().teardown()
+
+
+def _check_count(name: str, value: object, remedy: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer, got {value!r}. {remedy}")
+    if value < 0:
+        raise ValueError(f"`{name}` must be at least 0, got {value}. {remedy}")
+
+
+def _check_split(split: object) -> None:
+    if split is None:
+        return
+    if isinstance(split, str) or not isinstance(split, Sequence):
+        raise TypeError(f"`split` must be a sequence of numbers, got {split!r}. Use for example [2, 3, 3].")
+    numbers = all(isinstance(part, int | float) and not isinstance(part, bool) for part in split)
+    if not numbers or any(not 0 <= part < float("inf") for part in split) or not sum(split):
+        raise ValueError(
+            f"`split` must hold non-negative numbers, not all zero, got {list(split)!r}. Use for example [2, 3, 3]."
+        )
