@@ -1,5 +1,6 @@
 """Entry point: where configuration is looked for, and how errors leave the process."""
 
+import logging
 import os
 import sys
 import warnings
@@ -29,8 +30,7 @@ def main() -> None:
     configuration. An error before the run starts ends with one message and exit code 1; `HYDRA_FULL_ERROR=1` asks for
     the traceback.
     """
-    for message in _UPSTREAM_WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+    _quieten()
     sys.path.insert(0, os.getcwd())
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
         sys.argv.append("--config-dir=conf")
@@ -57,6 +57,16 @@ def main() -> None:
         if wants_traceback == "1":
             raise
         _exit(error)
+
+
+def _quieten() -> None:
+    for message in _UPSTREAM_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    # Lightning advertises another package at every start.
+    advertisement = "litlogger"
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: advertisement not in record.getMessage()
+    )
 
 
 def _exit(error: BaseException) -> None:

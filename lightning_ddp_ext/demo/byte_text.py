@@ -79,14 +79,14 @@ class ByteTransformer(LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Log the loss on validation text."""
         loss = self._loss(batch)
-        self.log("val_loss", loss, prog_bar=True)
-        self.log("val_bits_per_byte", loss / math.log(2))
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+        self.log("val_bits_per_byte", loss / math.log(2), sync_dist=True)
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Log the loss on test text."""
         loss = self._loss(batch)
-        self.log("test_loss", loss)
-        self.log("test_bits_per_byte", loss / math.log(2))
+        self.log("test_loss", loss, sync_dist=True)
+        self.log("test_bits_per_byte", loss / math.log(2), sync_dist=True)
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self(batch["inputs"])

@@ -60,7 +60,8 @@ class DigitsCNN(LightningModule):
         logits = self(images)
         loss = functional.cross_entropy(logits, labels)
         accuracy(logits, labels)
-        self.log(f"{stage}_loss", loss, on_step=stage == "train", on_epoch=True, prog_bar=stage == "val")
+        train = stage == "train"
+        self.log(f"{stage}_loss", loss, on_step=train, on_epoch=True, prog_bar=stage == "val", sync_dist=not train)
         self.log(f"{stage}_accuracy", accuracy, on_step=False, on_epoch=True, prog_bar=stage == "val")
         return loss
 
