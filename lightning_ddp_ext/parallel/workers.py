@@ -49,6 +49,7 @@ class _Outcome:
     result: Any = None
     error: BaseException | None = None
     seconds: float = 0.0
+    finished: bool = False
 
 
 class ReplicaWorkers:
@@ -100,8 +101,7 @@ class ReplicaWorkers:
         outcomes = {index: _Outcome() for index in jobs}
         if len(jobs) == 1:
             ((index, job),) = jobs.items()
-            with _current_device(self._devices[index]):
-                _execute(job, outcomes[index])
+            _execute(job, outcomes[index], _current_device(self._devices[index]))
         else:
             self._run_on_threads(jobs, outcomes, state)
         for index, outcome in sorted(outcomes.items()):
@@ -113,25 +113,25 @@ class ReplicaWorkers:
         )
 
     def _run_on_threads(self, jobs: Mapping[int, Job], outcomes: dict[int, _Outcome], state: ThreadState) -> None:
-        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+        progress: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-        def task(index: int, job: Job) -> Callable[[], None]:
+        def task(job: Job, outcome: _Outcome) -> Callable[[], None]:
             def run() -> None:
-                try:
-                    with state.applied():
-                        _execute(job, outcomes[index])
-                finally:
-                    finished.put(index)
+                _execute(job, outcome, state.applied())
+                outcome.finished = True
+                progress.put(None)
 
             return run
 
         for index, job in jobs.items():
-            self._jobs[index].put(task(index, job))
-        waiting = set(jobs)
+            self._jobs[index].put(task(job, outcomes[index]))
         interrupt: KeyboardInterrupt | None = None
-        while waiting:
+        while True:
             try:
-                waiting.discard(finished.get())
+                # The flags decide, not the queue: an interrupt may come between taking an entry and counting it.
+                while not all(outcome.finished for outcome in outcomes.values()):
+                    progress.get()
+                break
             except KeyboardInterrupt as error:
                 # Replicas must not run into the teardown. A second interrupt gives up on a job that never ends.
                 if interrupt is not None:
@@ -166,10 +166,11 @@ def _serve(
         del job  # otherwise the last job's tensors live until the next one
 
 
-def _execute(job: Job, outcome: _Outcome) -> None:
+def _execute(job: Job, outcome: _Outcome, context: contextlib.AbstractContextManager[Any]) -> None:
     start = time.perf_counter()
     try:
-        outcome.result = job()
+        with context:
+            outcome.result = job()
     except BaseException as error:
         outcome.error = error
     outcome.seconds = time.perf_counter() - start

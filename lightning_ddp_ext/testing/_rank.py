@@ -33,6 +33,7 @@ class Rank:
         self.rank = rank
         self.failure: Failure | None = None
         self.exit_code: int | None = None
+        self.has_returned = False
         self._folder = folder
         self._seen_alive = time.monotonic()
         self.missing_stack = ""
@@ -50,11 +51,6 @@ class Rank:
                 pass_fds=(lifeline,),
             )
 
-    @property
-    def has_returned(self) -> bool:
-        """Whether the function returned a result; the process may still be on its way out."""
-        return (self._folder / "result").exists()
-
     def read_result(self) -> bytes:
         """The pickled result."""
         return (self._folder / "result").read_bytes()
@@ -70,12 +66,13 @@ class Rank:
         return list(deque(self.read_lines(), maxlen=count))
 
     def poll(self) -> None:
-        """Notice that the process ended or reported a failure."""
+        """Notice that the function returned or failed, and that the process ended; often in that order."""
         if self.exit_code is None:
             now = time.monotonic()
             self.exit_code = _poll_exit_code(self.process)
             if self.exit_code is None:
                 self._seen_alive = now
+        self.has_returned = (self._folder / "result").exists()
         if self.failure is None:
             self.failure = self._find_failure()
 

@@ -58,7 +58,7 @@ def _end_with_parent(lifeline: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _read_call(call_file: Path) -> Any:  # noqa: ANN401
+def _read_call(call_file: Path) -> Any:
     handover = pickle.loads(call_file.read_bytes())
     sys.path[:] = handover["sys_path"]
     sys.argv[:] = handover["argv"]
@@ -76,7 +76,7 @@ class _CallUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(handover["call"]))
         self._handover = handover
 
-    def find_class(self, module_name: str, global_name: str) -> Any:  # noqa: ANN401
+    def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == "__main__":
             _load_script(self._handover["script"], self._handover["script_module"])
         elif module_name == self._handover["function_module"]:

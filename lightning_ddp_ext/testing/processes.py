@@ -66,13 +66,18 @@ def run_processes(
         RankTimeoutError: If the hard limit passed first.
 
     Example:
-        >>> def sum_of_ranks(offset: int) -> float:
-        ...     torch.distributed.init_process_group("gloo")
-        ...     value = torch.tensor(float(torch.distributed.get_rank() + offset))
-        ...     torch.distributed.all_reduce(value)
-        ...     return value.item()
-        >>> run_processes(sum_of_ranks, 2, offset=10, timeout=30)
-        [21.0, 21.0]
+        ```python
+        # ranks.py
+        def sum_of_ranks(offset: int) -> float:
+            torch.distributed.init_process_group("gloo")
+            value = torch.tensor(float(torch.distributed.get_rank() + offset))
+            torch.distributed.all_reduce(value)
+            return value.item()
+
+        # test_ranks.py
+        def test_sum() -> None:
+            assert run_processes(sum_of_ranks, 2, offset=10, timeout=30) == [21.0, 21.0]
+        ```
     """
     _check_numbers(world_size, timeout, grace, last_lines)
     _check_platform_and_caller()

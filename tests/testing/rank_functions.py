@@ -4,6 +4,7 @@ A module of its own, because every rank imports the module of its function: noth
 torch only where it is used.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -74,6 +75,10 @@ def _init_gloo() -> tuple[ModuleType, "Tensor"]:
 def sleep_forever() -> None:
     while True:
         time.sleep(60)
+
+
+def sleep_in_c() -> None:
+    ctypes.PyDLL(None).sleep(60)  # PyDLL, other than CDLL, keeps the interpreter lock
 
 
 def raise_in_order(delays: dict[int, float]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -143,9 +144,9 @@ def test_unpicklable_arguments_are_named() -> None:
         ({"last_lines": -1}, "`last_lines` must be at least 0, got -1"),
     ],
 )
-def test_numbers_out_of_range_are_refused(arguments: dict[str, float], message: str) -> None:
+def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        run_processes(**{"function": ranks.rank, "world_size": 1, **arguments})
+        run_processes(ranks.rank, **{"world_size": 1, **arguments})
 
 
 def test_environment_values_must_be_strings() -> None:
@@ -200,7 +201,10 @@ def test_leaving_the_process_with_code_0_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize(("number", "remedy"), [(signal.SIGKILL, "ran out of memory"), (signal.SIGSEGV, "last lines")])
-def test_signal_is_reported_and_others_are_ended(number: signal.Signals, remedy: str) -> None:
+def test_signal_is_reported_and_others_are_ended(
+    number: signal.Signals, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # last words must arrive without it
     with raises_with(
         RankError,
         f"^rank 1 of 2 was killed by {number.name} before its function returned",
@@ -262,6 +266,11 @@ def test_hang_in_a_collective_shows_the_stack(healthy_run: tuple[list[float], fl
         run_processes(ranks.hang_in_all_reduce, 2, timeout=1 + 1.5 * healthy_run[1])
 
 
+def test_hang_in_c_with_the_interpreter_lock_shows_the_stack() -> None:
+    with raises_with(RankTimeoutError, "--- rank 0 not finished: it was still running", "in sleep_in_c"):
+        run_processes(ranks.sleep_in_c, 1, timeout=1)
+
+
 def test_rank_that_returned_but_does_not_end_is_named() -> None:
     with raises_with(RankTimeoutError, "^rank 0 of 1 did not finish", "its function returned, but", "in sleep_forever"):
         run_processes(ranks.return_but_stay, 1, timeout=1)
@@ -295,7 +304,7 @@ def test_grandchildren_of_hanging_ranks_are_killed(tmp_path: Path) -> None:
 
 
 def test_keyboard_interrupt_kills_everything(tmp_path: Path) -> None:
-    alive = []
+    alive: list[bool] = []
 
     def interrupt() -> None:
         wait_until(lambda: len(read_pids(tmp_path)) == 4)
@@ -317,7 +326,8 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path: Path) -> None:
         SCRIPT_HEADER + "import pathlib, rank_functions\n"
         f"run_processes(rank_functions.record_pids_and_hang, 2, pathlib.Path({str(tmp_path)!r}), timeout=100)\n"
     )
-    with subprocess.Popen([sys.executable, str(script)]) as parent:
+    # What a killed parent cannot clean up goes with the folder of this test.
+    with subprocess.Popen([sys.executable, str(script)], env={**os.environ, "TMPDIR": str(tmp_path)}) as parent:
         wait_until(lambda: len(read_pids(tmp_path)) == 4)
         pids = read_pids(tmp_path)
         assert all(is_running(pid) for pid in pids)

@@ -1,0 +1,99 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_ddp_ext.parallel.attributes import AttributeMirror
+from lightning_ddp_ext.parallel.replicas import Replicas
+
+CPU = torch.device("cpu")
+
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.scale = 1.0
+        self.outputs = []
+        self.calls = 0
+        self.registry = {"layer": self.layer}
+
+
+@pytest.fixture
+def mirrored():
+    module = Module()
+    replicas = Replicas(module, [CPU, CPU])
+    replicas.refresh()
+    return module, replicas, AttributeMirror(replicas)
+
+
+def test_attributes_set_on_the_module_reach_every_replica(mirrored):
+    module, replicas, mirror = mirrored
+    module.scale = 3.0
+    module.layer.note = "new"
+    module.fresh = [1]
+    del module.calls
+    mirror.push()
+    for replica in replicas:
+        assert replica.module.scale == 3.0
+        assert replica.module.layer.note == "new"
+        assert replica.module.fresh == [1]
+        assert not hasattr(replica.module, "calls")
+
+
+def test_modes_reach_every_replica(mirrored):
+    module, replicas, mirror = mirrored
+    module.eval()
+    mirror.push()
+    assert not any(part.training for replica in replicas for part in replica.module.modules())
+
+
+def test_containers_that_were_rewritten_follow_changes_in_place(mirrored):
+    module, replicas, mirror = mirrored
+    module.registry["again"] = module.layer
+    mirror.push()
+    assert replicas[1].module.registry["again"] is replicas[1].module.layer
+
+
+def test_appended_entries_come_back_in_the_order_of_the_replicas(mirrored):
+    module, replicas, mirror = mirrored
+    module.outputs.append("before")
+    mirror.push()
+    mirror.lend([0, 1])
+    replicas[1].module.outputs.append("b")
+    replicas[0].module.outputs.append("a")
+    assert replicas[0].module.outputs == ["before", "a"]
+    mirror.collect([0, 1])
+    assert module.outputs == ["before", "a", "b"]
+    mirror.lend([0, 1])
+    assert replicas[1].module.outputs == ["before", "a", "b"]
+
+
+def test_a_counter_that_every_replica_advances_comes_back(mirrored):
+    module, replicas, mirror = mirrored
+    mirror.lend([0, 1])
+    for replica in replicas:
+        replica.module.calls += 1
+    mirror.collect([0, 1])
+    assert module.calls == 1
+
+
+def test_values_that_disagree_are_warned_about_once_and_dropped(mirrored):
+    module, replicas, mirror = mirrored
+    for expect_warning in (True, False):
+        mirror.lend([0, 1])
+        for index, replica in enumerate(replicas):
+            replica.module.scale = 10.0 + index + expect_warning
+        if expect_warning:
+            with pytest.warns(UserWarning, match=r"`self.scale` was set inside a step"):
+                mirror.collect([0, 1])
+        else:
+            mirror.collect([0, 1])
+    assert module.scale == 1.0
+
+
+def test_a_new_attribute_of_a_step_is_warned_about(mirrored):
+    _, replicas, mirror = mirrored
+    mirror.lend([0])
+    replicas[0].module.features = torch.zeros(2)
+    with pytest.warns(UserWarning, match=r"`self.features` was set inside a step"):
+        mirror.collect([0])

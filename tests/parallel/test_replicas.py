@@ -1,0 +1,172 @@
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.parallel.replicas import Replicas
+
+CPU = torch.device("cpu")
+
+
+def replicate(module, count=2):
+    replicas = Replicas(module, [CPU] * count)
+    replicas.refresh()
+    return replicas
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 2)
+        self.tied = self.first
+        self.register_buffer("count", torch.zeros(()))
+        self.layers = [self.first, self.second]
+        self.by_method = self.second.forward
+        self.by_partial = functools.partial(self.second.forward)
+        self.by_closure = lambda inputs: self.second(inputs)
+        self.data = list(range(5))
+
+    def forward(self, inputs):
+        return self.by_closure(self.tied(inputs)) + self.layers[1](self.first(inputs))
+
+
+def test_replicas_compute_what_the_master_computes_with_parameters_of_their_own():
+    net = Net()
+    inputs = torch.randn(5, 3)
+    for replica in replicate(net):
+        assert torch.equal(replica.module(inputs), net(inputs))
+        own = {id(p) for p in replica.module.parameters()}
+        assert len(own) == 4
+        assert not own & {id(p) for p in net.parameters()}
+
+
+def test_parameters_on_the_same_device_alias_the_masters_storage():
+    net = Net()
+    replica = replicate(net)[1]
+    with torch.no_grad():
+        net.first.weight.fill_(0.5)
+    assert torch.equal(replica.module.first.weight, net.first.weight)
+    net.first.weight.data = torch.full_like(net.first.weight, 2.0)  # ends the aliasing
+    replica.receive_parameters()
+    assert torch.equal(replica.module.first.weight, net.first.weight)
+
+
+def test_references_outside_the_module_tree_lead_to_the_replica():
+    replica = replicate(Net())[1].module
+    assert replica.tied is replica.first
+    assert replica.layers == [replica.first, replica.second]
+    assert replica.by_method.__self__ is replica.second
+    assert replica.by_partial.func.__self__ is replica.second
+    assert replica.by_closure.__closure__[0].cell_contents is replica
+
+
+def test_what_leads_nowhere_into_the_module_is_shared():
+    net = Net()
+    assert replicate(net)[1].module.data is net.data
+
+
+def test_gradients_are_added_in_order_and_cleared():
+    net = Net()
+    replicas = replicate(net, 3)
+    inputs = torch.randn(6, 3)
+    for index, part in ((0, inputs[:2]), (2, inputs[2:])):
+        replicas[index].module(part).sum().backward()
+    replicas.reduce_gradients([0, 2])
+    gradients = [p.grad.clone() for p in net.parameters()]
+    assert all(p.grad is None for replica in replicas for p in replica.module.parameters())
+    net.zero_grad()
+    net(inputs).sum().backward()
+    for gradient, parameter in zip(gradients, net.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_gradients_accumulate_on_those_the_master_has():
+    net = nn.Linear(2, 1)
+    replicas = replicate(net)
+    for _ in range(2):
+        replicas[1].module(torch.ones(1, 2)).sum().backward()
+        replicas.reduce_gradients([1])
+    assert torch.equal(net.weight.grad, torch.full((1, 2), 2.0))
+
+
+def test_hooks_of_parameters_see_the_whole_gradient_once():
+    net = nn.Linear(2, 1, bias=False)
+    seen, accumulated = [], []
+    net.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient.clamp(max=3.0))
+    net.weight.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.grad.clone()))
+    replicas = replicate(net)
+    for replica in replicas:
+        replica.module(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert not seen
+    replicas.reduce_gradients([0, 1])
+    assert [g.tolist() for g in seen] == [[[2.0, 4.0]]]
+    assert net.weight.grad.tolist() == [[2.0, 3.0]]
+    assert [g.tolist() for g in accumulated] == [[[2.0, 3.0]]]
+
+
+def test_sparse_gradients_are_added():
+    net = nn.Embedding(5, 2, sparse=True)
+    replicas = replicate(net)
+    for replica, index in zip(replicas, (1, 3), strict=True):
+        replica.module(torch.tensor([index])).sum().backward()
+    replicas.reduce_gradients([0, 1])
+    assert net.weight.grad.is_sparse
+    assert net.weight.grad.to_dense().sum(1).tolist() == [0, 2, 0, 2, 0]
+
+
+def test_unused_parameters_keep_no_gradient():
+    net = Net()
+    replicas = replicate(net)
+    replicas[0].module.first(torch.ones(1, 3)).sum().backward()
+    replicas.reduce_gradients([0, 1])
+    assert net.second.weight.grad is None
+    assert net.first.weight.grad is not None
+
+
+def test_freezing_thawing_and_replacing_reach_the_replicas():
+    net = Net()
+    replicas = replicate(net)
+    net.first.requires_grad_(False)
+    replicas.refresh()
+    assert not any(p.requires_grad for p in replicas[1].module.first.parameters())
+    net.first.requires_grad_(True)
+    net.second = nn.Linear(4, 7)
+    replicas.refresh()
+    assert replicas[1].module.second.weight.shape == (7, 4)
+    assert all(p.requires_grad for p in replicas[1].module.parameters())
+
+
+def test_buffers_are_copies_that_follow_the_master():
+    net = Net()
+    replicas = replicate(net)
+    replicas[1].module.count.add_(5)
+    assert net.count == 0
+    net.count.fill_(3)
+    replicas.refresh()
+    assert replicas[1].module.count == 3
+
+
+def test_recurrent_layers_use_the_replicas_weights():
+    net = nn.LSTM(3, 4, batch_first=True)
+    replica = replicate(net)[1].module
+    replica(torch.randn(2, 5, 3))[0].sum().backward()
+    assert all(p.grad is not None for p in replica.parameters())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_parametrised_layers_are_replicated():
+    net = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    replica = replicate(net)[1].module
+    inputs = torch.randn(4, 3)
+    assert torch.equal(replica(inputs), net(inputs))
+    replica(inputs).sum().backward()
+    assert all(p.grad is not None for p in replica.parameters())
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_uninitialised_parameters_are_refused():
+    with pytest.raises(UnsupportedFeatureError, match="parameter `weight` is not initialised yet"):
+        replicate(nn.LazyLinear(3))

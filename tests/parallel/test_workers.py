@@ -1,0 +1,109 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_ddp_ext.parallel.workers import ReplicaWorkers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def workers():
+    workers = ReplicaWorkers([CPU, CPU])
+    yield workers
+    workers.close()
+
+
+def run(workers, jobs):
+    return workers.run(jobs, lambda index: f"note {index}")
+
+
+def test_jobs_run_at_the_same_time_each_on_its_own_thread(workers):
+    meet = threading.Barrier(2, timeout=10)
+    jobs = {0: lambda: (meet.wait(), threading.current_thread().name)[1], 1: lambda: (meet.wait(), threading.current_thread().name)[1]}
+    first, seconds = run(workers, jobs)
+    again, _ = run(workers, jobs)
+    assert first == again
+    assert first[0] != first[1]
+    assert set(seconds) == {0, 1}
+
+
+def test_a_single_job_runs_on_the_caller(workers):
+    results, _ = run(workers, {1: threading.current_thread})
+    assert results[1] is threading.current_thread()
+
+
+def test_modes_of_the_caller_hold_in_the_workers(workers):
+    def modes():
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+        )
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        results, _ = run(workers, {0: modes, 1: modes})
+    assert results[0] == results[1] == (False, False, True, torch.float16)
+    with torch.inference_mode():
+        results, _ = run(workers, {0: modes, 1: modes})
+    assert results[0][:3] == (False, True, False)
+    results, _ = run(workers, {0: modes, 1: modes})
+    assert results[1][:3] == (True, False, False)
+
+
+def test_intra_op_threads_are_shared_out_and_the_callers_number_stays():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        workers = ReplicaWorkers([CPU, CPU])
+        torch.set_num_threads(3)  # somebody else's call must not reach the workers
+        torch.set_num_threads(4)
+        results, _ = run(workers, {0: torch.get_num_threads, 1: torch.get_num_threads})
+        workers.close()
+        assert results == {0: 2, 1: 2}
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_exception_keeps_its_type_and_traceback_after_all_jobs_have_ended(workers):
+    ended = []
+
+    def fail():
+        raise KeyError("lost")
+
+    def slow():
+        time.sleep(0.3)
+        ended.append(True)
+
+    with pytest.raises(KeyError, match="lost") as caught:
+        run(workers, {0: fail, 1: slow})
+    assert ended
+    assert caught.value.__notes__ == ["note 0"]
+    assert any(entry.name == "fail" for entry in caught.traceback)
+    assert run(workers, {0: lambda: 1, 1: lambda: 2})[0] == {0: 1, 1: 2}
+
+
+def test_an_interrupt_waits_for_running_jobs(workers):
+    ended = []
+
+    def slow():
+        time.sleep(0.6)
+        ended.append(True)
+
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(workers, {0: slow, 1: slow})
+    assert len(ended) == 2
+
+
+def test_close_ends_the_threads():
+    workers = ReplicaWorkers([CPU, CPU])
+    assert sum(thread.name.startswith("replica-") for thread in threading.enumerate()) == 2
+    workers.close()
+    assert not any(thread.name.startswith("replica-") for thread in threading.enumerate())

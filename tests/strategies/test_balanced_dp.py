@@ -1,0 +1,218 @@
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext import BalancedDataParallelStrategy, UnsupportedFeatureError
+from tests.parity import Classifier, dataset, quiet_trainer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"gpu0_batch_size": -1}, ValueError, "`gpu0_batch_size` must be at least 0, got -1. Use 0 to keep"),
+        ({"gpu0_batch_size": 2.0}, TypeError, "`gpu0_batch_size` must be an integer, got 2.0"),
+        ({"gpu0_batch_size": True}, TypeError, "`gpu0_batch_size` must be an integer, got True"),
+        ({"gpu0_batch_size": 2, "split": [1, 2]}, ValueError, "exclude each other"),
+        ({"balance": "even", "split": [1, 2]}, ValueError, "exclude each other"),
+        ({"split": "12"}, TypeError, "`split` must be a sequence of numbers, got '12'"),
+        ({"split": 3}, TypeError, "`split` must be a sequence of numbers, got 3"),
+        ({"split": [1, -1]}, ValueError, "`split` must hold non-negative numbers"),
+        ({"split": [0, 0]}, ValueError, "not all zero"),
+        ({"split": [1, float("nan")]}, ValueError, "`split` must hold non-negative numbers"),
+        ({"split": []}, ValueError, "`split` must hold non-negative numbers"),
+        ({"balance": "odd"}, ValueError, '`balance` must be "even", got \'odd\''),
+        ({"weight_by": "tokens"}, ValueError, "`weight_by` must be one of"),
+        ({"batch_dim": -1}, ValueError, "`batch_dim` must be at least 0, got -1"),
+        ({"unknown": 1}, TypeError, "unknown"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_the_constructor(arguments, error, message):
+    with pytest.raises(error, match=message):
+        BalancedDataParallelStrategy(**arguments)
+
+
+def test_the_registered_name_makes_one_process_with_a_replica_per_device():
+    trainer = quiet_trainer("balanced_dp", 3)
+    assert isinstance(trainer.strategy, BalancedDataParallelStrategy)
+    assert trainer.strategy.parallel_devices == [torch.device("cpu")] * 3
+    assert trainer.num_devices == 3
+    assert trainer.world_size == 1
+    assert trainer.strategy.launcher is None
+    assert trainer.strategy.split_sizes(8) == [3, 3, 2]
+
+
+def test_a_split_of_another_length_than_the_devices_is_refused_by_the_trainer():
+    with pytest.raises(ValueError, match=r"`split=\[1, 2, 3\]` has 3 entries for 2 devices"):
+        quiet_trainer(BalancedDataParallelStrategy(split=[1, 2, 3]), 2)
+
+
+def test_synchronised_batch_norm_is_refused_by_the_trainer():
+    with pytest.raises(UnsupportedFeatureError, match="Remove `sync_batchnorm=True`"):
+        quiet_trainer("balanced_dp", 2, sync_batchnorm=True)
+
+
+def test_several_nodes_are_refused_by_the_trainer():
+    with pytest.raises(UnsupportedFeatureError, match="got `num_nodes=2`"):
+        quiet_trainer("balanced_dp", 2, num_nodes=2)
+
+
+def test_several_processes_are_refused_by_the_trainer(monkeypatch):
+    monkeypatch.setattr(LightningEnvironment, "world_size", lambda self: 4)
+    with pytest.raises(UnsupportedFeatureError, match="LightningEnvironment reports 4"):
+        quiet_trainer("balanced_dp", 2)
+
+
+def test_torchrun_is_refused_by_the_trainer(monkeypatch):
+    variables = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnsupportedFeatureError, match="TorchElasticEnvironment reports 2"):
+        quiet_trainer("balanced_dp", 2)
+
+
+class Manual(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Fetching(Classifier):
+    def training_step(self, dataloader_iter):
+        raise AssertionError("must not run")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"), [(Manual, "cannot run manual optimization"), (Fetching, "cannot cut the batches")]
+)
+def test_modules_it_cannot_train_are_refused_before_the_first_step(module, message):
+    ran = []
+    model = module()
+    model.on_train_start = lambda: ran.append("train")
+    model.on_sanity_check_start = lambda: ran.append("sanity")
+    with pytest.raises(UnsupportedFeatureError, match=message):
+        quiet_trainer("balanced_dp", 2, max_epochs=1).fit(model, DataLoader(dataset(8), batch_size=4))
+    assert not ran
+
+
+def test_a_module_with_manual_optimization_can_be_tested():
+    class Tested(Manual):
+        def test_step(self, batch, batch_idx):
+            self.log("rows", float(len(batch[0])), reduce_fx="sum")
+
+    loader = DataLoader(dataset(10, torch.float32), batch_size=4)
+    assert quiet_trainer("balanced_dp", 2).test(Tested(), loader, verbose=False) == [{"rows": 10.0}]
+
+
+def test_an_exception_in_a_replica_keeps_its_type_and_names_replica_device_and_chunk():
+    class Failing(Classifier):
+        def training_step(self, batch, batch_idx):
+            if batch[0].size(0) == 6:
+                raise ArithmeticError("too much")
+            return super().training_step(batch, batch_idx)
+
+    strategy = BalancedDataParallelStrategy(split=[1, 3])
+    with pytest.raises(ArithmeticError, match="too much") as caught:
+        quiet_trainer(strategy, 2, max_epochs=1, precision="64-true").fit(Failing(), DataLoader(dataset(8), batch_size=8))
+    assert caught.value.__notes__ == [
+        "Raised in replica 1 of 2 on device cpu, whose chunk is samples 2 to 7 of a batch of 8."
+    ]
+    assert caught.traceback[-1].name == "training_step"
+
+
+def test_the_strategy_can_be_used_again_after_an_exception():
+    class FailsOnce(Classifier):
+        failed = False
+
+        def training_step(self, batch, batch_idx):
+            if not FailsOnce.failed:
+                FailsOnce.failed = True
+                raise ArithmeticError
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer("balanced_dp", 2, max_epochs=1, precision="64-true")
+    module, loader = FailsOnce(), DataLoader(dataset(8), batch_size=4)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(module, loader)
+    trainer.fit(module, loader)
+    assert trainer.global_step == 2
+
+
+def test_chunk_sizes_and_times_of_the_last_batch_can_be_read():
+    strategy = BalancedDataParallelStrategy(gpu0_batch_size=1)
+    assert strategy.chunk_sizes == strategy.replica_seconds == []
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, precision="64-true")
+    trainer.fit(Classifier(), DataLoader(dataset(4), batch_size=4))
+    assert strategy.chunk_sizes == [1, 3]
+    assert all(seconds > 0 for seconds in strategy.replica_seconds)
+
+
+def test_the_whole_batch_stays_where_the_loader_left_it_and_each_chunk_is_transferred_once():
+    seen, transferred = [], []
+
+    class Watching(Classifier):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            transferred.append((len(batch[0]), batch[0].data_ptr()))
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            seen.append((len(batch[0]), batch[0].data_ptr()))
+
+    strategy = BalancedDataParallelStrategy(split=[1, 3])
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, precision="64-true")
+    trainer.fit(Watching(), DataLoader(dataset(8), batch_size=8))
+    (whole,) = seen
+    assert whole[0] == 8
+    assert [size for size, _ in transferred] == [2, 6]
+    assert transferred[0][1] == whole[1]  # the chunks are views of the loader's batch
+    assert transferred[1][1] > whole[1]
+
+
+def test_what_hooks_do_to_the_batch_before_the_step_is_seen_by_the_step():
+    values = []
+
+    class Changed(Classifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            batch[0].fill_(7.0)
+
+        def training_step(self, batch, batch_idx):
+            values.append(batch[0].unique().tolist())
+            return super().training_step(batch, batch_idx)
+
+    quiet_trainer("balanced_dp", 2, max_epochs=1, precision="64-true").fit(
+        Changed(), DataLoader(dataset(4), batch_size=4)
+    )
+    assert values == [[7.0], [7.0]]
+
+
+def test_a_step_that_some_replicas_skip_is_skipped_as_a_whole_and_said_once():
+    class Skipping(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch[0].size(0) == 3 else loss
+
+    module = Skipping()
+    before = [p.clone() for p in module.double().parameters()]
+    strategy = BalancedDataParallelStrategy(split=[1, 3])
+    trainer = quiet_trainer(strategy, 2, max_epochs=2, precision="64-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(dataset(4), batch_size=4))
+    ours = [w for w in caught if "returned None on the replicas [1]" in str(w.message)]
+    assert len(ours) == 1
+    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+
+
+def test_importing_twice_and_registering_again_is_harmless():
+    import importlib
+
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    import lightning_ddp_ext
+
+    BalancedDataParallelStrategy.register_strategies(StrategyRegistry)
+    importlib.reload(lightning_ddp_ext)
+    assert isinstance(Trainer(strategy="balanced_dp", accelerator="cpu", devices=2, logger=False).strategy, BalancedDataParallelStrategy)
