@@ -1,4 +1,4 @@
-"""Dataclass schemas behind the packaged Hydra groups. A mistyped key or value fails when a configuration is composed."""
+"""Dataclass schemas behind the packaged Hydra groups: a mistyped key or value fails when configuration is composed."""
 
 from dataclasses import dataclass, field
 from typing import Any, Optional

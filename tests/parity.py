@@ -85,7 +85,9 @@ def quiet_trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
     return Trainer(strategy=strategy, devices=devices, **{**defaults, **options})
 
 
-def train(module: LightningModule, strategy: Any = "auto", devices: int = 1, *, loader: Any = None, **options: Any) -> Trained:
+def train(
+    module: LightningModule, strategy: Any = "auto", devices: int = 1, *, loader: Any = None, **options: Any
+) -> Trained:
     """Fit in float64 unless told otherwise; the default loader ends with a partial batch of 3."""
     recorder = GradientRecorder()
     callbacks = [recorder, *options.pop("callbacks", [])]

@@ -9,10 +9,10 @@ Private hooks that strategies override or read, held by a test:
 
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import device as Device  # noqa: N812
+from torch import device as Device
 from torch import nn
 
 PRIVATE_STRATEGY_NAMES = frozenset({"_configure_launcher", "_layer_sync"})

@@ -5,13 +5,14 @@ update count alone and divides by it for means: states have to be read and writt
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
+MetricOrCollection = TypeVar("MetricOrCollection", bound=Metric | MetricCollection)
 State = dict[str, Tensor | list[Tensor]]
 
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
@@ -77,6 +78,16 @@ def last_forward_value(metric: Metric) -> Any:
 def set_forward_value(metric: Metric, value: Any) -> None:
     """Set the value that `self.log(name, metric, on_step=True)` logs."""
     metric._forward_cache = value
+
+
+def move_keeping_dtype(metric: MetricOrCollection, device: torch.device) -> MetricOrCollection:
+    """Move a metric to a device; `to` would also make it take on the current default dtype."""
+    metrics = [part for part in metric.modules() if isinstance(part, Metric)]
+    dtypes = [part._dtype for part in metrics]
+    metric.to(device)
+    for part, dtype in zip(metrics, dtypes, strict=True):
+        part._dtype = dtype
+    return metric
 
 
 def forget_compute_groups(collection: MetricCollection) -> None:

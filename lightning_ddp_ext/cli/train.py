@@ -55,7 +55,7 @@ def train(config: DictConfig) -> None:
 def _build(config: DictConfig) -> _Run:
     try:
         OmegaConf.resolve(config)
-        choices = HydraConfig.get().runtime.choices
+        choices: Any = HydraConfig.get().runtime.choices
         _check_groups(config, choices)
         _set_devices(config, choices)
         seed_everything(config.seed, workers=True, verbose=False)

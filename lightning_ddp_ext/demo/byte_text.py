@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -32,7 +33,8 @@ class _Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.feed_forward(hidden)
+        output: Tensor = hidden + self.feed_forward(hidden)
+        return output
 
 
 class ByteTransformer(LightningModule):
@@ -54,7 +56,9 @@ class ByteTransformer(LightningModule):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"`width` must be divisible by `heads`, got {width} and {heads}. Use for example 128 and 4.")
+            raise ValueError(
+                f"`width` must be divisible by `heads`, got {width} and {heads}. Use for example 128 and 4."
+            )
         self.save_hyperparameters()
         self.learning_rate = learning_rate
         self.byte_embedding = nn.Embedding(_BYTES, width)
@@ -92,7 +96,7 @@ class ByteTransformer(LightningModule):
         logits = self(batch["inputs"])
         return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW with a one-cycle learning rate."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
         steps = max(2, int(self.trainer.estimated_stepping_batches))
@@ -128,9 +132,7 @@ class StdlibText(LightningDataModule):
         ValueError: If `batch_size` or `block_size` is below 1.
     """
 
-    def __init__(
-        self, batch_size: int = 16, block_size: int = 128, max_bytes: int = 2_000_000, seed: int = 1
-    ) -> None:
+    def __init__(self, batch_size: int = 16, block_size: int = 128, max_bytes: int = 2_000_000, seed: int = 1) -> None:
         super().__init__()
         for name, value in {"batch_size": batch_size, "block_size": block_size}.items():
             if value < 1:

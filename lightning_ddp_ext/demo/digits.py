@@ -2,6 +2,7 @@
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -65,7 +66,7 @@ class DigitsCNN(LightningModule):
         self.log(f"{stage}_accuracy", accuracy, on_step=False, on_epoch=True, prog_bar=stage == "val")
         return loss
 
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW with a one-cycle learning rate."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
         steps = max(2, int(self.trainer.estimated_stepping_batches))

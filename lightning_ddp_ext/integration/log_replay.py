@@ -38,6 +38,8 @@ class LogReplay:
         self._master: LightningModule = replicas.master  # type: ignore[assignment]
         self._metrics = metrics
         self._home = replicas[0].device
+        # Keys that were logged with a batch size of the whole batch, and which: on a small chunk it may be the chunk's.
+        self._whole_batch_sizes: set[tuple[str, int]] = set()
         self._recorded: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in replicas]
         for replica, recorded in zip(replicas, self._recorded, strict=True):
             replica.module.__dict__["log"] = _recorder(recorded)
@@ -60,15 +62,36 @@ class LogReplay:
         size_of = dict(zip(active, sizes, strict=True))
         weight_of = dict(zip(active, weights, strict=True))
         for (name, _), logged in grouped.items():
-            options = dict(logged[0].options)
             if isinstance(logged[0].value, Metric):
-                self._master.log(name, self._metrics.original(logged[0].value), **options)
+                self._master.log(name, self._metrics.original(logged[0].value), **logged[0].options)
                 continue
-            chunk_sizes = [size_of[entry.replica] for entry in logged]
-            chunk_weights = [weight_of[entry.replica] for entry in logged]
-            counts, options["batch_size"] = _counts([e.options.get("batch_size") for e in logged], chunk_sizes)
-            value = _combine([e.value for e in logged], counts or chunk_weights, options, self._home)
+            # A chunk that counts nothing may have logged a mean over nothing.
+            counted = [entry for entry in logged if weight_of[entry.replica]] or logged
+            given = [entry.options.get("batch_size") for entry in counted]
+            counts, batch_size = self._interpret(name, given, [size_of[entry.replica] for entry in counted])
+            weights_of_values = counts or [weight_of[entry.replica] for entry in counted]
+            options = {**counted[0].options, "batch_size": batch_size}
+            value = _combine([entry.value for entry in counted], weights_of_values, options, self._home)
             self._master.log(name, value, **options)
+
+    def _interpret(
+        self, name: str, batch_sizes: Sequence[int | None], chunk_sizes: Sequence[int]
+    ) -> tuple[list[float] | None, int]:
+        """Interpret the `batch_size` that replicas logged with.
+
+        Returns:
+            What each value counts in the mean (None: what its chunk counts), and the batch size to log with.
+        """
+        given = [size for size in batch_sizes if size is not None]
+        same = len(set(given)) == 1
+        if len(given) < len(batch_sizes):
+            return None, sum(chunk_sizes)
+        if given == list(chunk_sizes) and not (same and (name, given[0]) in self._whole_batch_sizes):
+            return None, sum(chunk_sizes)
+        if same:  # the same number on every replica is that of the whole batch, such as `hparams.batch_size`
+            self._whole_batch_sizes.add((name, given[0]))
+            return None, given[0]
+        return [float(size) for size in given], int(sum(given))
 
 
 def _recorder(recorded: list[tuple[str, Any, dict[str, Any]]]) -> Any:
@@ -80,20 +103,6 @@ def _recorder(recorded: list[tuple[str, Any, dict[str, Any]]]) -> Any:
         recorded.append((name, value.detach() if isinstance(value, Tensor) and not keeps_graph else value, kwargs))
 
     return log
-
-
-def _counts(batch_sizes: Sequence[int | None], chunk_sizes: Sequence[int]) -> tuple[list[float] | None, int]:
-    """Interpret the `batch_size` that replicas logged with.
-
-    Returns:
-        What each value counts in the mean (None: what its chunk counts), and the batch size to log with.
-    """
-    given = [size for size in batch_sizes if size is not None]
-    if len(given) < len(batch_sizes) or given == list(chunk_sizes):
-        return None, sum(chunk_sizes)
-    if len(set(given)) == 1:  # the same number on every replica is that of the whole batch, such as `hparams.batch_size`
-        return None, given[0]
-    return [float(size) for size in given], int(sum(given))
 
 
 def _combine(values: Sequence[Any], weights: Sequence[float], options: dict[str, Any], device: torch.device) -> Any:

@@ -15,6 +15,7 @@ from lightning_ddp_ext._compat.torchmetrics import (
     has_mergeable_state,
     last_forward_value,
     merge_states,
+    move_keeping_dtype,
     read_state,
     record_calls,
     restore_compute_groups,
@@ -26,7 +27,7 @@ from lightning_ddp_ext.parallel.scattering import to_device
 
 
 def copy_metric(module: nn.Module, device: torch.device) -> nn.Module | None:
-    """Copy a metric for a replica: its `update` is bound to the instance, so sharing attributes would update the original.
+    """Copy a metric for a replica, whole: its `update` is bound to the instance and would update the original.
 
     Args:
         module: Any module.
@@ -37,7 +38,7 @@ def copy_metric(module: nn.Module, device: torch.device) -> nn.Module | None:
     """
     if not isinstance(module, Metric | MetricCollection):
         return None
-    metric = copy.deepcopy(module).to(device)
+    metric = move_keeping_dtype(copy.deepcopy(module), device)
     if isinstance(metric, MetricCollection):
         forget_compute_groups(metric)
     metric.reset()
@@ -170,12 +171,11 @@ def _join(values: Sequence[Any], weights: Sequence[float], device: torch.device)
 
 
 def _join_scalars(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    values = [value.detach() if isinstance(value, Tensor) else value for value in values]
     first = values[0]
     if isinstance(first, Tensor):
-        stacked = torch.stack([value.detach() for value in values])
-        if not stacked.is_floating_point():
-            return stacked.sum()
-        return (stacked * torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)).sum() / sum(weights)
-    if isinstance(first, int):
+        if not first.is_floating_point():
+            return torch.stack(values).sum()
+    elif isinstance(first, int):
         return sum(values)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / (sum(weights) or 1)

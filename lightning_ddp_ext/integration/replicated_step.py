@@ -1,6 +1,6 @@
 """One step of a LightningModule, run by its replicas: replicate, scatter, apply in parallel, gather."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -160,7 +160,10 @@ class ReplicatedModule:
     def _transfer(self, chunk: Any, index: int, dataloader_idx: int) -> Any:
         """Apply the transfer hooks to a chunk; they are the replica's where the module overrides them."""
         replica = self._replicas[index]
-        hooks = {"transfer_batch_to_device": (replica.device, dataloader_idx), "on_after_batch_transfer": (dataloader_idx,)}
+        hooks = {
+            "transfer_batch_to_device": (replica.device, dataloader_idx),
+            "on_after_batch_transfer": (dataloader_idx,),
+        }
         for hook, args in hooks.items():
             owner = data_hook_owner(self._module.trainer, hook)
             owner = replica.module if owner is self._module else owner
@@ -168,7 +171,7 @@ class ReplicatedModule:
         return chunk
 
     def _apply(
-        self, jobs: dict[int, Callable[[], Any]], scattered: ScatteredBatch
+        self, jobs: Mapping[int, Callable[[], Any]], scattered: ScatteredBatch
     ) -> tuple[dict[int, Any], dict[int, float]]:
         def describe(index: int) -> str:
             start = sum(scattered.sizes[:index])

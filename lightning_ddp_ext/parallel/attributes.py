@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-
 from lightning_ddp_ext._compat.torch import COMPILED_CALL, STRUCTURE
 from lightning_ddp_ext.parallel.replicas import Replica, Replicas
 from lightning_ddp_ext.parallel.scattering import to_device

@@ -83,7 +83,8 @@ class Replica:
     def _add_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         data = parameter.detach()
         own = data if data.device == self.device else data.to(self.device)
-        leaf = own.as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
+        leaf = own.as_subclass(type(parameter))
+        leaf.requires_grad_(parameter.requires_grad)
         leaf.__dict__.update(parameter.__dict__)
         self.references.add(parameter, leaf)
         self.parameters.append((parameter, leaf))
@@ -201,9 +202,7 @@ class Replicas(Sequence[Replica]):
                     f"parameter `{name}` is not initialised yet, so it cannot be replicated."
                     " Run one forward pass of the lazy module in `configure_model`."
                 )
-        self._replicas = [
-            Replica(self.master, self._devices[0], device, self._copy_module) for device in self._devices
-        ]
+        self._replicas = [Replica(self.master, self._devices[0], device, self._copy_module) for device in self._devices]
         self._structure = [(module, _parts(module)) for module in self.master.modules()]
         self._on_build(self)
 

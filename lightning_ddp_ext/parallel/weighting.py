@@ -26,7 +26,7 @@ def check_weight_by(weight_by: object) -> None:
 
 
 def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    r"""Compute the factors $w_i$ with which the parts' losses $\ell_i$ add up to the whole batch's, $\sum_i w_i \ell_i$.
+    r"""Compute the factors $w_i$ that make the losses $\ell_i$ of the parts the whole batch's, $\sum_i w_i \ell_i$.
 
     Args:
         weight_by: `"samples"` for losses that are means over samples ($w_i = n_i / \sum_j n_j$); `"ranks"` to count
@@ -45,7 +45,10 @@ def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Seque
         return [1.0] * len(sizes)
     if weight_by == "ranks":
         return [1.0 / len(sizes)] * len(sizes)
-    counts = [float(size) for size in sizes] if weight_by == "samples" else [float(weight_by(c)) for c in chunks]  # type: ignore[operator]
+    if weight_by == "samples":
+        counts = [float(size) for size in sizes]
+    else:
+        counts = [float(weight_by(chunk)) for chunk in chunks]
     total = sum(counts)
     if min(counts) < 0 or total <= 0:
         raise ValueError(

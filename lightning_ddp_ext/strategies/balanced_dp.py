@@ -166,7 +166,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
             if takes_dataloader_iter(module, step):
                 raise UnsupportedFeatureError(
-                    f"`balanced_dp` cannot cut the batches of `{step}(self, dataloader_iter)`, which fetches them itself."
+                    f"`balanced_dp` cannot cut batches that `{step}(self, dataloader_iter)` fetches itself."
                     f" Take `batch` and `batch_idx` in `{step}`."
                 )
         super().setup(trainer)
@@ -184,9 +184,11 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         with self.precision_plugin.train_step_context():
             outputs, scattered = self._run("training_step", *args, **kwargs)
         if any(output is None for output in outputs):
-            return self._skip(outputs)
-        losses = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
-        if not all(isinstance(loss, Tensor) for loss in losses):
+            self._warn_of_skip(outputs, scattered)
+            return None
+        found = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
+        losses = [loss for loss in found if isinstance(loss, Tensor)]
+        if len(losses) < len(found):
             return outputs[0]  # type: ignore[no-any-return]  # the Trainer says what is wrong with it
         loss = self._combine(losses, scattered)
         if not isinstance(outputs[0], Mapping):
@@ -208,13 +210,14 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         """Combine detached losses: Lightning runs its backward (precision, accumulation, overrides) on this sum."""
         leaves = [loss.detach().to(self.root_device).requires_grad_(loss.requires_grad) for loss in losses]
         self._pending = _PendingBackward(list(losses), leaves, scattered)
-        terms = [leaf * weight for leaf, weight in zip(leaves, scattered.weights, strict=True)]
+        # A chunk that counts nothing is left out: its loss may be a mean over nothing, and 0 * nan is nan.
+        terms = [leaf * weight for leaf, weight in zip(leaves, scattered.weights, strict=True) if weight]
         return torch.stack(terms).sum(0)
 
-    def _skip(self, outputs: Sequence[Any]) -> None:
+    def _warn_of_skip(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> None:
         if not self._warned_of_skip and any(output is not None for output in outputs):
             self._warned_of_skip = True
-            skipping = [index for index, output in zip(self._last.active, outputs, strict=True) if output is None]  # type: ignore[union-attr]
+            skipping = [index for index, output in zip(scattered.active, outputs, strict=True) if output is None]
             warnings.warn(
                 f"`training_step` returned None on the replicas {skipping} and a loss on others. The whole batch is"
                 " skipped, as one device would have done.",
@@ -227,11 +230,11 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # type: ignore[assignment, arg-type]
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         self._backward_replicas()
         # `on_after_backward` fires here and sees the gradient of the whole batch.
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)  # type: ignore[assignment]
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 

@@ -1,0 +1,118 @@
+"""Metrics that replicas update end in the module's own metric, equal to one device's."""
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision, MulticlassRecall
+
+from lightning_ddp_ext import BalancedDataParallelStrategy
+from tests.parity import CLASSES, Classifier, dataset, quiet_trainer, seeded
+
+
+class OwnMetric(torchmetrics.Metric):
+    """Needs its whole state during an update, so its states cannot be merged."""
+
+    full_state_update = True
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("smoothed", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values):
+        self.smoothed = 0.5 * self.smoothed + values.mean()
+
+    def compute(self):
+        return self.smoothed
+
+
+class Measured(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.scalar = torchmetrics.MeanMetric()
+        self.weighted = torchmetrics.MeanMetric()
+        self.total = torchmetrics.SumMetric()
+        self.largest = torchmetrics.MaxMetric()
+        self.smallest = torchmetrics.MinMetric()
+        self.kept = torchmetrics.CatMetric()
+        self.pearson = torchmetrics.PearsonCorrCoef()
+        self.own = OwnMetric()
+        self.wrapped = torchmetrics.MinMaxMetric(torchmetrics.MeanSquaredError())
+        self.named = nn.ModuleDict({"auroc": MulticlassAUROC(CLASSES)})
+        self.grouped = torchmetrics.MetricCollection(
+            [MulticlassPrecision(CLASSES), MulticlassRecall(CLASSES), MulticlassAccuracy(CLASSES, average="micro")],
+            prefix="grouped/",
+        )
+
+    def on_train_start(self):
+        # Moving a module to its device makes its metrics compute in the default dtype.
+        for module in self.modules():
+            if isinstance(module, torchmetrics.Metric):
+                module.set_dtype(torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        features, labels = batch
+        logits = self.network(features)
+        scores = features[:, 0]
+        loss = functional.cross_entropy(logits, labels)
+        self.accuracy(logits, labels)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.scalar.update(loss.detach())
+        self.weighted.update(loss.detach(), weight=len(scores))
+        self.total.update(scores)
+        self.largest.update(scores)
+        self.smallest(scores)
+        self.kept.update(scores)
+        self.pearson.update(scores, features[:, 1])
+        self.own.update(scores)
+        self.wrapped.update(scores, features[:, 1])
+        self.named["auroc"].update(logits.softmax(-1).detach(), labels)
+        self.grouped.update(logits, labels)
+        self.log_dict(self.grouped, on_step=False, on_epoch=True)
+        self.log("largest", self.largest, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        names = ("scalar", "weighted", "total", "smallest", "kept", "pearson", "own")
+        self.results = {name: getattr(self, name).compute().clone() for name in names}
+        self.results |= {f"wrapped/{name}": value for name, value in self.wrapped.compute().items()}
+        self.results["auroc"] = self.named["auroc"].compute()
+        self.counts = {name: m.update_count for name, m in self.named_modules() if isinstance(m, torchmetrics.Metric)}
+        for name in ("scalar", "weighted", "total", "smallest", "kept", "pearson", "own", "wrapped"):
+            getattr(self, name).reset()
+        self.named["auroc"].reset()
+
+
+def run(strategy, devices):
+    trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2)
+    module = seeded(Measured)
+    trainer.fit(module, DataLoader(dataset(27), batch_size=8))
+    return module, dict(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([7, 1], 2), ([2, 3, 3], 3)])
+def test_metrics_equal_one_device(split, devices):
+    module, logged = run(BalancedDataParallelStrategy(split=split), devices)
+    expected, expected_logged = run("auto", 1)
+    assert module.results.keys() == expected.results.keys()
+    for name, value in expected.results.items():
+        torch.testing.assert_close(module.results[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    assert module.counts == expected.counts
+    assert logged.keys() == expected_logged.keys()
+    for name, value in expected_logged.items():
+        torch.testing.assert_close(logged[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_compute_groups_are_formed_as_on_one_device():
+    module, _ = run(BalancedDataParallelStrategy(split=[7, 1]), 2)
+    expected, _ = run("auto", 1)
+    assert module.grouped.compute_groups == expected.grouped.compute_groups
+    assert len(expected.grouped.compute_groups) < 3
+
+
+def test_a_mean_that_is_not_weighted_would_be_seen():
+    module, _ = run(BalancedDataParallelStrategy(split=[2, 6], weight_by="ranks"), 2)
+    expected, _ = run("auto", 1)
+    assert abs(module.results["scalar"] - expected.results["scalar"]) > 1e-4
