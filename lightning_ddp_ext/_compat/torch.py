@@ -5,9 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 # Instance attributes of `nn.Module` that hold the module tree rather than the user's attributes. A replica has its own.
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
+
+# The base of batch normalisation of every dimension; torch exports only the classes below it.
+BatchNorm = _BatchNorm
 
 # `nn.Module.compile()` stores the compiled call here; it is bound to the module it was compiled for.
 COMPILED_CALL = "_compiled_call_impl"

@@ -45,7 +45,7 @@ class ByteTransformer(LightningModule):
         depth: Number of blocks.
         heads: Attention heads per block.
         block_size: Longest sequence, in bytes.
-        learning_rate: Peak learning rate of AdamW, reached after a tenth of the steps.
+        learning_rate: First learning rate of AdamW; it falls to zero along a cosine.
 
     Raises:
         ValueError: If `width` is not divisible by `heads`.
@@ -97,10 +97,10 @@ class ByteTransformer(LightningModule):
         return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW with a one-cycle learning rate."""
+        """Return AdamW with a cosine learning rate."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
-        steps = max(2, int(self.trainer.estimated_stepping_batches))
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, steps, pct_start=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

@@ -17,7 +17,7 @@ class DigitsCNN(LightningModule):
 
     Args:
         width: Channels of the first convolution; the second has twice as many.
-        learning_rate: Peak learning rate of AdamW, reached after a tenth of the steps.
+        learning_rate: First learning rate of AdamW; it falls to zero along a cosine.
     """
 
     def __init__(self, width: int = 32, learning_rate: float = 2e-3) -> None:
@@ -67,10 +67,10 @@ class DigitsCNN(LightningModule):
         return loss
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """Return AdamW with a one-cycle learning rate."""
+        """Return AdamW with a cosine learning rate."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
-        steps = max(2, int(self.trainer.estimated_stepping_batches))
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, steps, pct_start=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext.parallel.replicas import Replicas
 
 
@@ -19,7 +19,7 @@ class SingleSampleGuard:
     """
 
     def __init__(self, replicas: Replicas) -> None:
-        self._layers = [module for module in replicas.master.modules() if isinstance(module, _BatchNorm)]
+        self._layers = [module for module in replicas.master.modules() if isinstance(module, BatchNorm)]
         self._values_per_sample: set[int] = set()
         for replica in replicas:
             for layer in self._layers:

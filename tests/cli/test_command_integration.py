@@ -1,0 +1,229 @@
+"""The command as a person starts it."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from lightning_ddp_ext.cli.main import main
+from lightning_ddp_ext.demo.digits import DigitsCNN
+
+COMMAND = [sys.executable, "-m", "lightning_ddp_ext"]
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def command(folder, *overrides, limit=180, **environment):
+    return subprocess.run(
+        [*COMMAND, *overrides],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "120", **environment},
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+
+
+def run_folder(folder):
+    (found,) = folder.glob("runs/*/*")
+    return found
+
+
+def test_the_default_run_learns_and_leaves_everything_behind(tmp_path):
+    done = command(tmp_path, "strategy.gpu0_batch_size=8")
+    assert done.returncode == 0, done.stderr
+    for expected in (
+        "replica 0 on cpu: 8 samples", "replica 1 on cpu: 24 samples", "global batch size", "steps per epoch",
+        "test_accuracy",
+    ):  # fmt: skip
+        assert expected in done.stdout
+    run = run_folder(tmp_path)
+    result = done.stdout.partition("Result")[2]
+    assert float(result.partition("test_accuracy")[2].split()[1]) >= 0.97
+    assert OmegaConf.load(run / "config.yaml").strategy.gpu0_batch_size == 8
+    with (run / "metrics.csv").open() as file:
+        assert {"train_loss_step", "val_accuracy", "test_accuracy"} <= set(next(csv.reader(file)))
+    with (run / "replicas.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [rows[0]["chunk"], rows[1]["chunk"]] == ["8", "24"]
+    assert (run / "run.png").read_bytes().startswith(b"\x89PNG")
+    state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    DigitsCNN().load_state_dict(state)
+
+
+def test_the_test_result_is_that_of_one_device(tmp_path):
+    def accuracies(*overrides):
+        folder = tmp_path / overrides[0].replace("=", "-")
+        folder.mkdir()
+        done = command(folder, *overrides, "trainer.max_epochs=1", "data.batch_size=50")
+        assert done.returncode == 0, done.stderr
+        with (run_folder(folder) / "metrics.csv").open() as file:
+            return [float(row["test_loss"]) for row in csv.DictReader(file) if row["test_loss"]]
+
+    assert accuracies("strategy.split=[1,3]") == pytest.approx(accuracies("strategy=single"), rel=1e-3)
+
+
+def test_accumulation_is_counted_in_the_summary(tmp_path):
+    done = command(
+        tmp_path, "strategy.split=[1,3]", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=1", "test=false"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "64 (2 batches)" in done.stdout
+    assert "20 (40 batches)" in done.stdout
+
+
+def test_the_text_experiment_runs(tmp_path):
+    done = command(tmp_path, "experiment=byte_transformer", "trainer.max_steps=10", "trainer.limit_test_batches=3")
+    assert done.returncode == 0, done.stderr
+    assert "test_bits_per_byte" in done.stdout
+
+
+def test_lightnings_ddp_runs_with_two_processes_on_the_loopback_interface(tmp_path):
+    done = command(
+        tmp_path, "strategy=ddp", "trainer.devices=2", "process_group=gloo", "network=loopback", "trainer.max_epochs=1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 processes on cpu" in done.stdout
+    run_folder(tmp_path)  # both processes wrote to one folder
+
+
+OWN = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("my_loss", loss)
+        return loss
+    def test_step(self, batch, batch_idx):
+        self.log("my_test", self.layer(batch[0]).square().mean())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)
+    test_dataloader = train_dataloader
+"""
+
+
+def test_a_persons_own_classes_and_configuration_are_found_in_the_working_directory(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "own.yaml").write_text(
+        "# @package _global_\n"
+        "defaults: [override /model: custom, override /data: custom, override /logger: none]\n"
+        "model: {_target_: mine.Net, width: 3}\ndata: {_target_: mine.Data}\ntrainer: {max_epochs: 1}\n"
+    )
+    done = command(tmp_path, "experiment=own", "callbacks=none")
+    assert done.returncode == 0, done.stderr
+    assert "my_test" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["strategy.gpu0_batchsize=2"], "Did you mean `gpu0_batch_size`?"),
+        (["strategy.gpu0_batch_size=2", "strategy.split=[1,2]"], "exclude each other"),
+        (["strategy.split=[1,2,3]"], "has 3 entries for 2 devices"),
+        (["network=loopback"], "`network=loopback` is set, but `strategy=balanced_dp` runs in one process"),
+        (["strategy=single", "trainer.devices=2"], "`strategy=single` uses one device"),
+        (["strategy=ddp", "network=interface", "network.interface=nosuch0"], "interface `nosuch0` not found"),
+        (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),
+        (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
+    ],
+)
+def test_a_mistake_ends_with_one_line_and_without_a_traceback(tmp_path, monkeypatch, capsys, overrides, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", *overrides])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    assert expected in printed.err
+    (line,) = printed.err.splitlines()
+    assert line.startswith("lightning-ddp-ext: ")
+    assert printed.out == ""
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
+    done = command(tmp_path, "strategy.gpu0_batchsize=2")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_traceback_of_a_mistake_can_be_asked_for(tmp_path):
+    done = command(tmp_path, "strategy.split=[1,2,3]", HYDRA_FULL_ERROR="1")
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+
+
+def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        OWN.replace("loss = self", "raise ArithmeticError('own bug')\n        loss = self")
+    )
+    done = command(
+        tmp_path, "model=custom", "model._target_=mine.Net", "+model.width=2", "data=custom", "data._target_=mine.Data"
+    )
+    assert done.returncode == 1
+    assert "ArithmeticError: own bug" in done.stderr
+    assert 'mine.py", line' in done.stderr
+    assert "Raised in replica 0 of 2 on device cpu, whose chunk is samples 0 to 3 of a batch of 8." in done.stderr
+
+
+def test_an_interrupt_leaves_no_process_behind(tmp_path):
+    process = subprocess.Popen(
+        [*COMMAND, "trainer.max_epochs=1000", "callbacks=none"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "run folder" in line:
+                break
+        time.sleep(3)
+        assert process.poll() is None, "".join(lines)
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "graceful shutdown" in rest
+        assert not [p for p in psutil.process_iter(["pid"]) if _session(p.pid) == process.pid]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _session(pid):
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def test_the_checkouts_own_experiment_runs_from_its_folder(tmp_path):
+    (tmp_path / "conf").symlink_to(CONF)
+    done = command(tmp_path, "experiment=digits_three_replicas", "trainer.max_epochs=1", "test=false")
+    assert done.returncode == 0, done.stderr
+    assert "replica 2 on cpu: 12 samples" in done.stdout

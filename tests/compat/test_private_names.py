@@ -1,0 +1,184 @@
+"""Fails when a private name of Lightning, torch or torchmetrics that `_compat` relies on moves."""
+
+import ast
+import inspect
+
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_ddp_ext._compat import lightning as compat_lightning
+from lightning_ddp_ext._compat import torch as compat_torch
+from lightning_ddp_ext._compat import torchmetrics as compat_torchmetrics
+from lightning_ddp_ext.strategies import balanced_dp, single_process
+
+
+def test_the_table_of_private_strategy_hooks_names_those_that_exist_and_are_used():
+    for name in compat_lightning.PRIVATE_STRATEGY_NAMES:
+        assert hasattr(ParallelStrategy, name) or name in inspect.getsource(ParallelStrategy.__init__)
+        assert name in inspect.getsource(single_process)
+        assert name in compat_lightning.__doc__
+
+
+def test_strategies_use_no_other_private_name_of_lightning():
+    private = {
+        name
+        for cls in (Strategy, ParallelStrategy, DDPStrategy)
+        for name in vars(cls)
+        if name[0] == "_" and name[1] != "_"
+    }
+
+    used = set()
+    for module in (single_process, balanced_dp):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Attribute | ast.FunctionDef):
+                used.add(node.attr if isinstance(node, ast.Attribute) else node.name)
+    assert used & private <= compat_lightning.PRIVATE_STRATEGY_NAMES
+
+
+def test_the_last_call_of_the_trainers_constructor_lets_a_strategy_refuse():
+    called = []
+
+    class Refusing(single_process.SingleProcessStrategy):
+        def _configure_launcher(self):
+            called.append((self.parallel_devices, self._layer_sync is not None))
+
+    Trainer(strategy=Refusing(), accelerator="cpu", devices=2, sync_batchnorm=True, logger=False)
+    assert called == [([torch.device("cpu")] * 2, True)]
+
+
+def test_the_owner_of_a_data_hook_is_found():
+    class Module(LightningModule):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return batch
+
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    module = Module()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    assert compat_lightning.data_hook_owner(trainer, "transfer_batch_to_device") is module
+
+
+def test_a_module_takes_on_a_device():
+    module = LightningModule()
+    compat_lightning.adopt_device(module, torch.device("meta"))
+    assert module.device == torch.device("meta")
+    assert module._metric_attributes is None
+
+
+def test_steps_that_fetch_their_own_batches_are_recognised():
+    class Fetching(LightningModule):
+        def training_step(self, dataloader_iter):
+            pass
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    assert compat_lightning.takes_dataloader_iter(Fetching(), "training_step")
+    assert not compat_lightning.takes_dataloader_iter(Fetching(), "validation_step")
+
+
+def test_modules_keep_their_tree_and_compiled_call_where_expected():
+    attributes = nn.Linear(1, 1).__dict__
+    assert attributes.keys() >= compat_torch.STRUCTURE
+    module = nn.Linear(1, 1)
+    module.compile(backend="eager")
+    assert module.__dict__[compat_torch.COMPILED_CALL] is not None
+
+
+def test_every_batch_normalisation_has_the_same_base():
+    layers = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
+    assert all(issubclass(layer, compat_torch.BatchNorm) for layer in layers)
+
+
+def test_many_tensors_are_added_and_copied_in_place():
+    targets = [torch.ones(2), torch.zeros(3)]
+    compat_torch.add_all_(targets, [torch.ones(2), torch.ones(3)])
+    assert [t.tolist() for t in targets] == [[2, 2], [1, 1, 1]]
+    compat_torch.copy_all_(targets, [torch.zeros(2), torch.zeros(3)])
+    assert [t.sum() for t in targets] == [0, 0]
+
+
+def test_gradient_hooks_of_parameters_are_recognised():
+    plain, hooked, late = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    hooked.register_hook(lambda gradient: None)
+    late.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert [compat_torch.has_gradient_hooks(p) for p in (plain, hooked, late)] == [False, True, True]
+
+
+def test_compiled_wrappers_are_recognised_and_rebound():
+    compiled = torch.compile(nn.Linear(1, 1), backend="eager")
+    assert compat_torch.is_compiled_wrapper(compiled)
+    assert not compat_torch.is_compiled_wrapper(nn.Linear(1, 1))
+    compat_torch.recompile(compiled)
+
+
+def test_states_of_metrics_are_merged_in_order_and_written():
+    metric, other = torchmetrics.CatMetric(), torchmetrics.CatMetric()
+    metric.update(torch.tensor([1.0, 2.0]))
+    other.update(torch.tensor([3.0]))
+    assert compat_torchmetrics.has_mergeable_state(metric)
+    state = compat_torchmetrics.merge_states(metric, [compat_torchmetrics.read_state(m) for m in (metric, other)])
+    compat_torchmetrics.write_state(metric, state, updates=1)
+    assert metric.compute().tolist() == [1, 2, 3]
+    assert metric.update_count == 2
+
+
+def test_metrics_whose_states_cannot_be_merged_are_recognised():
+    assert not compat_torchmetrics.has_mergeable_state(torchmetrics.PearsonCorrCoef())
+    assert not compat_torchmetrics.has_mergeable_state(torchmetrics.MinMaxMetric(torchmetrics.MeanSquaredError()))
+
+
+def test_a_metric_computes_over_another_state_and_keeps_its_own():
+    metric, other = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+    metric.update(1.0)
+    other.update(5.0)
+    assert compat_torchmetrics.compute_over(metric, compat_torchmetrics.read_state(other)) == 5
+    assert metric.compute() == 1
+    assert metric.update_count == 1
+
+
+def test_the_last_forward_value_can_be_read_and_set():
+    metric = torchmetrics.SumMetric()
+    metric.update(1.0)
+    assert compat_torchmetrics.last_forward_value(metric) is None
+    metric(2.0)
+    assert compat_torchmetrics.last_forward_value(metric) == 2
+    compat_torchmetrics.set_forward_value(metric, torch.tensor(7.0))
+    assert metric._forward_cache == 7
+
+
+def test_outermost_calls_of_a_metric_are_recorded():
+    calls = []
+    metric = torchmetrics.PearsonCorrCoef()  # its forward calls its update
+    compat_torchmetrics.record_calls(metric, lambda name, args, kwargs: calls.append(name))
+    metric(torch.rand(4), torch.rand(4))
+    metric.update(torch.rand(4), torch.rand(4))
+    assert calls == ["forward", "update"]
+
+
+def test_moving_a_metric_keeps_its_dtype():
+    metric = torchmetrics.SumMetric()
+    try:
+        torch.set_default_dtype(torch.float64)
+        compat_torchmetrics.move_keeping_dtype(metric, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert metric.dtype == torch.float32
+
+
+def test_compute_groups_are_given_up_and_formed():
+    collection = MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError(squared=False)][:1])
+    compat_torchmetrics.forget_compute_groups(collection)
+    compat_torchmetrics.restore_compute_groups(collection, form=True)
+    collection.update(torch.rand(3), torch.rand(3))
+    assert not collection._groups_checked
+    grouped = MetricCollection({"a": torchmetrics.MeanSquaredError(), "b": torchmetrics.MeanSquaredError()})
+    for metric in grouped.values(copy_state=False):
+        metric.update(torch.ones(3), torch.zeros(3))
+    compat_torchmetrics.restore_compute_groups(grouped, form=True)
+    assert grouped.compute_groups == {0: ["a", "b"]}
+    assert isinstance(grouped["a"], Metric)

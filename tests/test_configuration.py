@@ -1,0 +1,153 @@
+"""Every packaged configuration composes and can be instantiated; foreign applications can use the strategy groups."""
+
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.utils import instantiate
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from omegaconf import OmegaConf
+
+import lightning_ddp_ext
+from lightning_ddp_ext import BalancedDataParallelStrategy, config
+
+CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
+ROOT_CONF = Path(__file__).parent.parent / "conf"
+
+
+@pytest.fixture
+def composed():
+    with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
+        yield lambda *overrides: compose("train", overrides=list(overrides))
+
+
+def options(group):
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def test_the_groups_are_these():
+    groups = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__")
+    assert groups == [
+        "callbacks", "cluster", "data", "experiment", "logger", "model", "network", "process_group", "strategy",
+        "trainer",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml"))],
+)
+def test_every_option_composes(composed, group, option):
+    assert composed(f"{group}={option}") is not None
+
+
+@pytest.mark.parametrize("option", ["balanced_dp", "ddp", "fsdp", "single"])
+def test_every_strategy_is_built(composed, option):
+    strategy = instantiate(composed(f"strategy={option}").strategy)
+    expected = {"balanced_dp": BalancedDataParallelStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy, "single": str}
+    assert isinstance(strategy, expected[option])
+
+
+def test_process_group_and_network_reach_the_strategy(composed, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "unset")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "unset")
+    node = composed("strategy=ddp", "process_group=gloo", "process_group.timeout_seconds=7", "network=loopback")
+    strategy = instantiate(node.strategy)
+    assert strategy.process_group_backend == "gloo"
+    assert strategy._timeout.total_seconds() == 7
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] != "unset"
+
+
+@pytest.mark.parametrize(("model", "data"), [("digits_cnn", "digits"), ("byte_transformer", "stdlib_text")])
+def test_models_and_data_are_built(composed, model, data):
+    node = composed(f"model={model}", f"data={data}")
+    assert isinstance(instantiate(node.model), LightningModule)
+    assert isinstance(instantiate(node.data), LightningDataModule)
+
+
+@pytest.mark.parametrize(
+    ("schema", "target", "given_elsewhere"),
+    [
+        (
+            config.BalancedDataParallelConfig,
+            BalancedDataParallelStrategy,
+            {"accelerator", "parallel_devices", "checkpoint_io", "precision_plugin"},
+        ),
+        (config.TrainerConfig, Trainer, {"strategy", "logger", "callbacks"}),
+    ],
+)
+def test_schemas_have_every_argument_of_what_they_describe(schema, target, given_elsewhere):
+    fields = {field.name for field in dataclasses.fields(schema)} - {"_target_"}
+    parameters = set(inspect.signature(target.__init__).parameters) - {"self"}
+    assert fields == parameters - given_elsewhere
+
+
+def test_the_checkouts_own_configuration_is_disjoint_and_composes():
+    own = {path.relative_to(ROOT_CONF) for path in ROOT_CONF.rglob("*.yaml")}
+    packaged = {path.relative_to(CONF) for path in CONF.rglob("*.yaml")}
+    assert own
+    assert not own & packaged
+    with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
+        for path in own:
+            overrides = [
+                f"hydra.searchpath=[file://{ROOT_CONF}]",
+                f"+{path.parent}={path.stem}".replace("+experiment", "experiment"),
+            ]
+            assert compose("train", overrides=overrides)
+
+
+FOREIGN = """
+defaults:
+  - strategy: balanced_dp
+  - optional process_group: null
+  - optional network: null
+  - _self_
+hydra:
+  searchpath: [pkg://lightning_ddp_ext.conf]
+lr: 0.1
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), "BalancedDataParallelStrategy"),
+        (("strategy.split=[1,2]",), "BalancedDataParallelStrategy"),
+        (("strategy=ddp",), "DDPStrategy"),
+        (("strategy=ddp", "process_group=gloo", "network=auto"), "DDPStrategy"),
+    ],
+)
+def test_a_foreign_application_uses_the_strategy_groups(tmp_path, overrides, expected):
+    (tmp_path / "app.yaml").write_text(FOREIGN)
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        node = compose("app", overrides=list(overrides))
+        assert set(node) == {"strategy", "process_group", "network", "lr"} or set(node) == {"strategy", "lr"}
+        assert type(instantiate(node.strategy)).__name__ == expected
+
+
+def test_a_foreign_application_that_has_nothing_else_composes_before_the_package_is_imported(tmp_path):
+    (tmp_path / "app.yaml").write_text(
+        "defaults: [{strategy: ddp}, _self_]\nhydra: {searchpath: ['pkg://lightning_ddp_ext.conf']}\n"
+    )
+    program = (
+        "from hydra import compose, initialize_config_dir\n"
+        f"with initialize_config_dir({str(tmp_path)!r}, version_base='1.3'):\n"
+        "    node = compose('app')\n"
+        "print(sorted(node), node.strategy.process_group_backend, node.strategy.timeout_seconds)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "['strategy'] None 1800.0"
+
+
+def test_the_resolved_default_has_no_missing_value(composed):
+    node = composed()
+    del node.callbacks
+    del node.logger  # both refer to the folder of a run
+    assert not OmegaConf.missing_keys(node)
+    OmegaConf.resolve(node)
