@@ -1,0 +1,45 @@
+# `make train` and `make test` set up everything they need; other targets are for contributors.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: train test slow lint types docs package clean
+
+train: $(VENV)/demo.installed
+	$(BIN)/lightning-ddp-ext strategy=balanced_dp strategy.gpu0_batch_size=8
+
+test: $(VENV)/all.installed
+	$(BIN)/python -m pytest -m "not slow"
+
+slow: $(VENV)/all.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/all.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/all.installed
+	$(BIN)/mypy
+
+docs: $(VENV)/all.installed
+	$(BIN)/mkdocs build --strict
+
+package: $(VENV)/all.installed
+	rm -rf dist
+	$(BIN)/python -m build
+	.ci/check_wheel $(PYTHON) dist/*.whl
+
+clean:
+	rm -rf $(VENV) dist site runs
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo]"
+	touch $@
+
+$(VENV)/all.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo,docs,test]"
+	touch $@

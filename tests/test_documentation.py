@@ -1,0 +1,37 @@
+"""What the README and the examples promise."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=True, cwd=ROOT
+    ).stdout
+
+
+def test_the_readmes_program_prints_what_it_says(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1])
+    promised = re.search(r"prints, beside Lightning's own lines,\n\n```\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    printed = [line for line in run(program).splitlines() if line.startswith(("Single", "Balanced"))]
+    assert [line.split(" loss ")[0] for line in printed] == [line.split(" loss ")[0] for line in promised]
+    losses = [[float(line.split(" loss ")[1]) for line in lines] for lines in (printed, promised)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_example_prints_that_both_runs_agree():
+    printed = run("examples/own_module.py")
+    assert "one device: {'loss': '0.187834'" in printed
+    assert "two replicas: {'loss': '0.187834'" in printed
