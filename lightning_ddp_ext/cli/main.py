@@ -40,10 +40,7 @@ def main() -> None:
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_ddp_ext.conf", config_name="train")
     def application(config: DictConfig) -> None:
-        if wants_traceback is None:
-            del os.environ[_FULL_ERROR]
-        else:
-            os.environ[_FULL_ERROR] = wants_traceback
+        os.environ[_FULL_ERROR] = wants_traceback or "0"
         try:
             train(config)
         except LaunchError as error:

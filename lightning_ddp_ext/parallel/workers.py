@@ -184,5 +184,5 @@ def _with_note(error: BaseException, note: str) -> BaseException:
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:  # the attribute that Python 3.11 gave a method; pytest and rich print it on 3.10 as well
-        error.__notes__ = [*getattr(error, "__notes__", []), note]
+        vars(error)["__notes__"] = [*getattr(error, "__notes__", []), note]
     return error

@@ -222,6 +222,15 @@ def _session(pid):
         return None
 
 
+def test_a_sweep_writes_one_folder_per_job(tmp_path):
+    overrides = ["strategy.gpu0_batch_size=0,4", "trainer.max_steps=2", "test=false", "logger=none"]
+    done = command(tmp_path, "-m", *overrides)
+    assert done.returncode == 0, done.stderr
+    folders = sorted(tmp_path.glob("runs/*/*/*/config.yaml"))
+    assert [OmegaConf.load(path).strategy.gpu0_batch_size for path in folders] == [0, 4]
+    assert "replica 0 on cpu: 4 samples" in done.stdout
+
+
 def test_the_checkouts_own_experiment_runs_from_its_folder(tmp_path):
     (tmp_path / "conf").symlink_to(CONF)
     done = command(tmp_path, "experiment=digits_three_replicas", "trainer.max_epochs=1", "test=false")

@@ -14,6 +14,7 @@ from lightning_ddp_ext import BalancedDataParallelStrategy
 from tests.parity import CLASSES, FEATURES, Classifier, dataset, quiet_trainer, relative_difference, seeded, train
 
 SPLITS = [
+    (None, 1),
     ([0, 8], 2),
     ([2, 6], 2),
     ([7, 1], 2),
@@ -65,6 +66,16 @@ def test_all_samples_on_one_replica_give_every_bit_of_one_device():
     single = train(seeded(Classifier))
     parallel = train(seeded(Classifier), balanced([0, 1]), 2)
     assert all(torch.equal(p, q) for p, q in zip(parallel.parameters, single.parameters, strict=True))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loaders_with_worker_processes_work(persistent):
+    def loader():
+        return DataLoader(dataset(27), batch_size=8, num_workers=2, persistent_workers=persistent)
+
+    single = train(seeded(Classifier), loader=loader())
+    parallel = train(seeded(Classifier), balanced([2, 6]), 2, loader=loader())
+    assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 9])
