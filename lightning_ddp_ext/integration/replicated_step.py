@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device, data_hook_owner
+from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.integration.log_replay import LogReplay
 from lightning_ddp_ext.integration.metric_folding import MetricFolder, copy_metric
 from lightning_ddp_ext.parallel.attributes import AttributeMirror
@@ -146,16 +147,36 @@ class ReplicatedModule:
         if self._scattered is not None and self._scattered.batch is batch:
             return self._scattered
         self._scattered = None
-        sizes = self._chunk_sizes(batch_size_of(batch, self._batch_dim))
-        if 1 in sizes and self._guard.refuses_single_samples():
-            sizes = merge_single_samples(sizes)
-        chunks = split_batch(batch, sizes, self._batch_dim)
+        chunks, sizes = self._cut(batch)
         active = [index for index, size in enumerate(sizes) if size]
         for index in active:
             chunks[index] = self._transfer(chunks[index], index, dataloader_idx)
         weights = combination_weights(self._weight_by, [chunks[i] for i in active], [sizes[i] for i in active])
         self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights)
         return self._scattered
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+        hook = getattr(self._module, "scatter_batch", None)
+        if hook is None:
+            sizes = self._sizes(batch_size_of(batch, self._batch_dim))
+            return split_batch(batch, sizes, self._batch_dim), sizes
+        sizes = []
+
+        def split(number_of_samples: int) -> list[int]:
+            sizes[:] = self._sizes(number_of_samples)
+            return list(sizes)
+
+        chunks = list(hook(batch, split))
+        if [chunk is None for chunk in chunks] != [size == 0 for size in sizes]:
+            raise BatchSplitError(
+                f"`scatter_batch` returned {len(chunks)} chunks for the sizes {sizes}. Call `split(number_of_samples)`"
+                " once and return one chunk for each size, None for size 0."
+            )
+        return chunks, sizes
+
+    def _sizes(self, batch_size: int) -> list[int]:
+        sizes = self._chunk_sizes(batch_size)
+        return merge_single_samples(sizes) if 1 in sizes and self._guard.refuses_single_samples() else sizes
 
     def _transfer(self, chunk: Any, index: int, dataloader_idx: int) -> Any:
         """Apply the transfer hooks to a chunk; they are the replica's where the module overrides them."""

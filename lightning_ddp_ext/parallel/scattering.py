@@ -1,122 +1,186 @@
 """Cutting a nested batch into chunks, and putting the replicas' outputs together again."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_ext.errors import BatchSplitError
 
-_REMEDY = "Yield batches whose tensors have the same number of samples along `batch_dim`."
+_REMEDY = (
+    "Give every entry the same number of samples along `batch_dim`, or define `scatter_batch(batch, split)` on the"
+    " module: it calls `split(number_of_samples)` for the chunk sizes and returns one chunk for each, None for size 0."
+)
+_NUMBERS = (int, float, complex)
 
 
 def batch_size_of(batch: Any, batch_dim: int = 0) -> int:
     """Count the samples of a batch.
 
-    The size is that of every tensor along `batch_dim`; tensors without dimensions do not count. A batch that consists
-    of equally long lists (detection: a list of images and a list of targets) has as many samples as they have entries,
-    and a flat list without tensors as many as its entries.
+    Tensors and arrays have as many as their size along `batch_dim`; those without that dimension, numbers and strings
+    belong to every sample. A list inside the batch may also have one entry per sample (the targets of a detection
+    batch), where that is what the rest of the batch agrees with. A batch that is a flat list without tensors has as
+    many samples as entries.
 
     Args:
-        batch: Tensors in nested dictionaries, lists, tuples and named tuples.
-        batch_dim: The dimension of the tensors that counts samples.
+        batch: Tensors and arrays in nested mappings, dataclasses, lists, tuples and named tuples.
+        batch_dim: The dimension that counts samples.
 
     Returns:
         The number of samples.
 
     Raises:
-        BatchSplitError: If tensors disagree, or if there is nothing to count.
+        BatchSplitError: If entries disagree, if one cannot be cut, or if there is nothing to count.
     """
-    sizes = dict(_tensor_sizes(batch, batch_dim, "batch"))
-    if len(set(sizes.values())) == 1:
-        return next(iter(sizes.values()))
-    columns = _columns(batch)
-    if columns is not None:
-        return columns
-    if not sizes and isinstance(batch, list | tuple) and batch:
+    entries = list(_entries(batch, batch_dim, "batch", top=True))
+    if not entries and isinstance(batch, list | tuple) and batch:
         return len(batch)
-    if not sizes:
+    if not entries:
         raise BatchSplitError(
             f"the batch of type `{type(batch).__name__}` has no tensor with dimension {batch_dim} to split. {_REMEDY}"
         )
-    listed = ", ".join(f"`{path}` has {size}" for path, size in sizes.items())
+    # The length of a list counts only beside an entry that has no other size: a pair of tensors is no list of samples.
+    lengths_count = any(len(entry.sizes) == 1 for entry in entries)
+    for size in entries[0].sizes:
+        if all(size in (entry.sizes if lengths_count else entry.rows) for entry in entries):
+            return size
+    listed = ", ".join(f"`{entry.path}` has {' or '.join(map(str, entry.sizes))}" for entry in entries)
     raise BatchSplitError(f"the batch size is ambiguous: {listed}. {_REMEDY}")
 
 
 def split_batch(batch: Any, sizes: Sequence[int], batch_dim: int = 0) -> list[Any]:
     """Cut a batch into consecutive chunks.
 
-    Chunks are views: nothing is copied or moved. What has no batch dimension (numbers, strings, tensors without
-    dimensions) is in every chunk.
+    Chunks are views: nothing is copied or moved. What has no batch dimension is in every chunk.
 
     Args:
         batch: See `batch_size_of`.
         sizes: Chunk sizes; they add up to the size of the batch.
-        batch_dim: The dimension of the tensors that counts samples.
+        batch_dim: The dimension that counts samples.
 
     Returns:
         One chunk of the type of the batch per size; None where the size is 0.
     """
     total = sum(sizes)
-    by_tensors = {size for _, size in _tensor_sizes(batch, batch_dim, "batch")} == {total}
-    if not by_tensors and _columns(batch) == total:
-        cut: Callable[[int, int], Any] = lambda start, stop: _map_items(batch, lambda column: column[start:stop])  # noqa: E731
-    else:
-        cut = lambda start, stop: _slice(batch, start, stop, total, batch_dim)  # noqa: E731
+    entries = list(_entries(batch, batch_dim, "batch", top=True))
+    # A list of as many tensors as they have rows (three images of three channels) is cut like the rest of the batch.
+    by_rows = any(entry.length is None for entry in entries) or all(total in entry.rows for entry in entries)
+    cut = _Cut(total, batch_dim, by_rows)
     chunks: list[Any] = []
     start = 0
     for size in sizes:
-        chunks.append(cut(start, start + size) if size else None)
+        chunks.append(cut.slice(batch, start, start + size) if size else None)
         start += size
     return chunks
 
 
-def _tensor_sizes(value: Any, batch_dim: int, path: str) -> Iterator[tuple[str, int]]:
-    if isinstance(value, Tensor):
-        if value.ndim > batch_dim:
-            yield path, value.size(batch_dim)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensor_sizes(item, batch_dim, f"{path}[{key!r}]")
+class _Entry(NamedTuple):
+    """A part of a batch that may count its samples: an array, or a list that may have one entry per sample."""
+
+    path: str
+    rows: tuple[int, ...]  # sizes that the arrays in it agree on
+    length: int | None  # number of entries of a list
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Possible numbers of samples, rows of arrays first."""
+        return self.rows if self.length is None else tuple(dict.fromkeys((*self.rows, self.length)))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) or (hasattr(value, "ndim") and hasattr(value, "shape"))
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_record(value: Any) -> bool:
+    """Tell a named tuple, whose items are fields, from other sequences, whose items may be samples."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    """Name and value of each item of a container; nothing for anything else."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _tensor_sizes(item, batch_dim, f"{path}[{index}]")
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+    elif _is_dataclass(value):
+        yield from ((f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
 
 
-def _columns(batch: Any) -> int | None:
-    """Length of the columns of a batch that is a sequence of equally long sequences."""
-    if not isinstance(batch, list | tuple) or not batch:
-        return None
-    if not all(isinstance(column, list | tuple) for column in batch):
-        return None
-    lengths = {len(column) for column in batch}
-    return lengths.pop() if len(lengths) == 1 else None
+def _entries(value: Any, batch_dim: int, path: str, top: bool = False) -> Iterator[_Entry]:
+    if _is_array(value):
+        if value.ndim > batch_dim:
+            yield _Entry(path, (value.shape[batch_dim],), None)
+        return
+    inner = [entry for name, item in _items(value) for entry in _entries(item, batch_dim, path + name)]
+    if isinstance(value, list | tuple) and not _is_record(value) and not top and inner:
+        rows = tuple(size for size in inner[0].sizes if all(size in entry.sizes for entry in inner))
+        yield _Entry(path, rows, len(value))
+        return
+    yield from inner
+    if not inner and any(isinstance(item, Tensor) for item in getattr(value, "__dict__", {}).values()):
+        raise BatchSplitError(f"`{path}` of type `{type(value).__name__}` holds tensors but cannot be cut. {_REMEDY}")
 
 
-def _slice(value: Any, start: int, stop: int, total: int, batch_dim: int) -> Any:
-    if isinstance(value, Tensor):
-        has_batch = value.ndim > batch_dim and value.size(batch_dim) == total
-        return value.narrow(batch_dim, start, stop - start) if has_batch else value
-    if isinstance(value, list | tuple) and len(value) == total and not any(True for _ in _tensor_sizes(value, 0, "")):
-        return _rebuild(value, list(value[start:stop]))
-    return _map_items(value, lambda item: _slice(item, start, stop, total, batch_dim))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the parts of one batch are cut."""
+
+    total: int
+    batch_dim: int
+    by_rows: bool
+
+    def slice(self, value: Any, start: int, stop: int) -> Any:
+        if _is_array(value):
+            if value.ndim <= self.batch_dim or value.shape[self.batch_dim] != self.total:
+                return value
+            return value[(slice(None),) * self.batch_dim + (slice(start, stop),)]
+        if self._is_per_sample(value):
+            return _rebuild(value, list(value[start:stop]))
+        return _map_items(value, lambda item: self.slice(item, start, stop))
+
+    def _is_per_sample(self, value: Any) -> bool:
+        if not isinstance(value, list | tuple) or _is_record(value) or len(value) != self.total:
+            return False
+        inner = [entry for name, item in _items(value) for entry in _entries(item, self.batch_dim, name)]
+        if not inner:  # a tuple of numbers is taken for one value, such as a shape
+            return isinstance(value, list) or not all(isinstance(item, _NUMBERS) for item in value)
+        return not (self.by_rows and all(self.total in entry.sizes for entry in inner))
 
 
 def _map_items(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to the items of a container; anything else is returned as it is."""
     if isinstance(value, Mapping):
-        items = {key: function(item) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+        return _rebuild_mapping(value, {key: function(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
         return _rebuild(value, [function(item) for item in value])
+    if _is_dataclass(value):
+        copied = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, function(getattr(value, field.name)))  # also of frozen ones
+        return copied
     return value
 
 
 def _rebuild(value: Any, items: list[Any]) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*items)
-    return type(value)(items)
+    return type(value)(*items) if _is_record(value) else type(value)(items)
+
+
+def _rebuild_mapping(value: Any, items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    if not isinstance(value, MutableMapping):
+        return type(value)(items)  # type: ignore[call-arg]
+    copied = copy.copy(value)  # keeps what a subclass adds, such as a default factory
+    for key, item in items.items():
+        copied[key] = item
+    return copied
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -130,8 +194,8 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, b
     """Put the outputs of the replicas together as one device would have returned them.
 
     Tensors with one row per sample are concatenated in the order of the batch; floating-point tensors without
-    dimensions are averaged by chunk size; lists with one entry per sample are joined; dictionaries, tuples and lists
-    are gathered entry by entry. Values that fit none of these come back as a list with one entry per replica.
+    dimensions are averaged by chunk size; lists with one entry per sample are joined; mappings, dataclasses, tuples
+    and lists are gathered entry by entry. Values that fit none of these come back as a list with one entry per replica.
 
     Args:
         outputs: What each active replica returned.
@@ -149,7 +213,13 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, b
         return _gather_tensors([to_device(output, device) for output in outputs], sizes, batch_dim)
     if isinstance(first, Mapping) and all(output.keys() == first.keys() for output in outputs):
         items = {key: gather([output[key] for output in outputs], sizes, device, batch_dim) for key in first}
-        return items if type(first) is dict else type(first)(items)  # type: ignore[call-arg]
+        return _rebuild_mapping(first, items)
+    if _is_dataclass(first):
+        gathered = copy.copy(first)
+        for field in dataclasses.fields(first):
+            values = [getattr(output, field.name) for output in outputs]
+            object.__setattr__(gathered, field.name, gather(values, sizes, device, batch_dim))
+        return gathered
     if isinstance(first, list | tuple):
         lengths = [len(output) for output in outputs]
         same_length = len(set(lengths)) == 1

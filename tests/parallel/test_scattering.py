@@ -1,7 +1,12 @@
+import collections
+import dataclasses
+import types
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
+import transformers
 
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.parallel.scattering import batch_size_of, gather, split_batch
@@ -51,8 +56,80 @@ def test_a_detection_batch_is_cut_into_images_and_targets():
     assert [len(target["boxes"]) for target in second[1]] == [2, 0]
 
 
+def test_three_images_of_three_channels_are_not_cut_by_channel():
+    images = [torch.zeros(3, 8, 8) for _ in range(3)]
+    targets = [{"boxes": torch.zeros(n, 4)} for n in (1, 2, 0)]
+    first, second = split_batch((images, targets), [1, 2])
+    assert [image.shape for image in first[0] + second[0]] == [(3, 8, 8)] * 3
+
+
+def test_targets_beside_a_tensor_of_images_are_cut():
+    batch = {"pixel_values": torch.zeros(3, 3, 8, 8), "labels": [{"boxes": torch.zeros(n, 4)} for n in (1, 2, 0)]}
+    assert batch_size_of(batch) == 3
+    first, second = split_batch(batch, [1, 2])
+    assert first["pixel_values"].shape[0] == 1
+    assert [len(label["boxes"]) for label in second["labels"]] == [2, 0]
+
+
+def test_several_views_of_two_samples_are_cut_by_rows():
+    batch = ([rows(2), rows(2)], torch.zeros(2))
+    first, _ = split_batch(batch, [1, 1])
+    assert [view.shape for view in first[0]] == [(1, 2), (1, 2)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    names: list
+    shape: tuple = (2, 2)
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+
+
+class Annotated(collections.UserDict):
+    origin = None
+
+
+def test_dataclasses_mappings_and_arrays_are_cut():
+    user = Annotated(x=rows(2))
+    user.origin = "kept"
+    ordered = collections.OrderedDict(x=rows(2))
+    encoding = transformers.BatchEncoding({"input_ids": rows(2), "attention_mask": rows(2)})
+    proxy = types.MappingProxyType({"x": rows(2)})
+    batch = [Sample(rows(2), ["a", "b"]), Slotted(rows(2)), user, ordered, encoding, proxy, numpy.zeros((2, 3))]
+    assert batch_size_of(batch) == 2
+    _, second = split_batch(batch, [1, 1])
+    assert [type(part) for part in second] == [type(part) for part in batch]
+    assert second[0].names == ["b"]
+    assert second[0].shape == (2, 2)
+    assert second[0].x.shape == second[1].x.shape == second[2]["x"].shape == second[3]["x"].shape == (1, 2)
+    assert second[2].origin == "kept"
+    assert second[4]["input_ids"].tolist() == second[4].input_ids.tolist() == [[2, 3]]
+    assert second[5]["x"].shape == (1, 2)
+    assert second[6].shape == (1, 3)
+    assert batch[4]["input_ids"].shape == (2, 2)  # the batch itself is untouched
+    assert user["x"].shape == (2, 2)
+
+
+def test_an_object_with_tensors_is_refused_by_its_name():
+    class Graph:
+        def __init__(self):
+            self.edges = torch.zeros(3, 2)
+
+    with pytest.raises(BatchSplitError, match=r"`batch\['graph'\]` of type `Graph` holds tensors but cannot be cut"):
+        batch_size_of({"x": rows(4), "graph": Graph()})
+
+
+def test_dataclass_outputs_are_gathered():
+    parts = [Slotted(rows(1)), Slotted(rows(2))]
+    assert gather(parts, [1, 2], CPU).x.shape == (3, 2)
+
+
 def test_disagreeing_sizes_are_named():
-    with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\['a'\]` has 8, `batch\['b'\]\[0\]` has 4"):
+    with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\['a'\]` has 8, `batch\['b'\]` has 4 or 1"):
         batch_size_of({"a": rows(8), "b": [rows(4)]})
 
 

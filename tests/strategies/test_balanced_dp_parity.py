@@ -5,12 +5,13 @@ from collections import namedtuple
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_ddp_ext import BalancedDataParallelStrategy
+from lightning_ddp_ext import BalancedDataParallelStrategy, BatchSplitError
 from tests.parity import CLASSES, FEATURES, Classifier, dataset, quiet_trainer, relative_difference, seeded, train
 
 SPLITS = [
@@ -156,6 +157,51 @@ def test_nested_batches_are_cut(pack, unpack):
     single = train(seeded(Unpacking), loader=loader())
     parallel = train(seeded(Unpacking), balanced([2, 3, 3]), 3, loader=loader())
     assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
+
+
+class Pairs:
+    """A batch that only the module knows how to cut."""
+
+    def __init__(self, samples):
+        self.features, self.labels = (torch.stack(column) for column in zip(*samples, strict=True))
+
+
+class Scattering(Classifier):
+    def scatter_batch(self, batch, split):
+        sizes = split(len(batch.labels))
+        columns = zip(batch.features.split(sizes), batch.labels.split(sizes), sizes, strict=True)
+        return [(features, labels) if size else None for features, labels, size in columns]
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch, Pairs):
+            batch = (batch.features, batch.labels)
+        self.log_dict({}, batch_size=len(batch[1]))
+        return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+
+def test_a_module_may_cut_its_batches_itself():
+    def loader():
+        return DataLoader(dataset(27), batch_size=8, collate_fn=Pairs)
+
+    single = train(seeded(Scattering), loader=loader())
+    for options in ({"split": [2, 6]}, {"gpu0_batch_size": 0}):
+        parallel = train(seeded(Scattering), balanced(**options), 2, loader=loader())
+        assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
+
+
+def test_chunks_of_another_number_than_the_devices_are_refused():
+    class Wrong(Scattering):
+        def scatter_batch(self, batch, split):
+            return super().scatter_batch(batch, split)[:1]
+
+    with pytest.raises(BatchSplitError, match=r"`scatter_batch` returned 1 chunks for the sizes \[4, 4\]"):
+        train(Wrong(), balanced(), 2, loader=DataLoader(dataset(8), batch_size=8, collate_fn=Pairs))
+
+
+def test_combined_loaders_with_different_sizes_are_refused_by_name():
+    loaders = {"a": DataLoader(dataset(8), batch_size=8), "b": DataLoader(dataset(4), batch_size=4)}
+    with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\['a'\]` has 8 or 2, `batch\['b'\]` has 4 or 2"):
+        train(Classifier(), balanced(), 2, loader=CombinedLoader(loaders, "min_size"))
 
 
 def test_training_step_may_return_a_dictionary():
