@@ -7,10 +7,10 @@ from typing import Any
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _TOKEN = re.compile(r"\\[A-Za-z]+|\d+|\S")
 _COMMANDS = {
-    r"\ell": "<mi>ℓ</mi>",
-    r"\nabla": "<mi mathvariant='normal'>∇</mi>",
-    r"\sum": "<mo>∑</mo>",
-    r"\theta": "<mi>θ</mi>",
+    r"\ell": "<mi>&ell;</mi>",
+    r"\nabla": "<mi mathvariant='normal'>&nabla;</mi>",
+    r"\sum": "<mo>&sum;</mo>",
+    r"\theta": "<mi>&theta;</mi>",
 }
 _SCRIPTS = {"_": "sub", "^": "sup"}
 
