@@ -54,7 +54,7 @@ class BalanceReport(Callback):
     ) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, BalancedDataParallelStrategy):
-            parts = zip(strategy.parallel_devices or (), strategy.chunk_sizes, strategy.replica_seconds, strict=True)
+            parts = zip(strategy.devices, strategy.chunk_sizes, strategy.replica_seconds, strict=True)
             self.records.extend(
                 ReplicaRecord(self._batches, replica, str(device), chunk, seconds)
                 for replica, (device, chunk, seconds) in enumerate(parts)

@@ -33,7 +33,8 @@ def main() -> None:
     _quieten()
     sys.path.insert(0, os.getcwd())
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
-        sys.argv.append("--config-dir=conf")
+        # In front: processes that a strategy starts put overrides behind the arguments.
+        sys.argv.insert(1, "--config-dir=conf")
     wants_traceback = os.environ.get(_FULL_ERROR)
     # Hydra prints and exits by itself unless told to raise; the run then gets its own setting back.
     os.environ[_FULL_ERROR] = "1"

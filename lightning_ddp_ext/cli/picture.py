@@ -37,8 +37,8 @@ def draw_run(folder: Path, records: Sequence[ReplicaRecord]) -> Path | None:
     _draw_curves(axes[0][0], {name: curve for name, curve in curves.items() if "loss" in name}, "loss")
     _draw_curves(axes[0][1], {name: curve for name, curve in curves.items() if "loss" not in name}, "metrics")
     if records:
-        _draw_replicas(axes[1][0], records, "chunk", "samples per batch", scale=1)
-        _draw_replicas(axes[1][1], records, "seconds", f"ms per batch, median of {_SMOOTHED_OVER}", scale=1000)
+        _draw_chunks(axes[1][0], records)
+        _draw_times(axes[1][1], records)
     path = folder / "run.png"
     figure.savefig(path, dpi=120)
     return path
@@ -65,17 +65,33 @@ def _draw_curves(axis: Any, curves: dict[str, list[tuple[int, float]]], title: s
     _finish(axis, bool(curves))
 
 
-def _draw_replicas(axis: Any, records: Sequence[ReplicaRecord], field: str, label: str, scale: float) -> None:
-    for replica in sorted({record.replica for record in records}):
-        own = [record for record in records if record.replica == replica]
-        values = [getattr(record, field) * scale for record in own]
-        if field == "seconds":
-            values = _running_median(values)
-        label_of_line = f"replica {replica} ({own[0].device})"
-        axis.plot([record.batch for record in own], values, label=label_of_line, drawstyle="steps-mid")
-    axis.set(title=f"replicas: {label}", xlabel="batch")
+def _draw_chunks(axis: Any, records: Sequence[ReplicaRecord]) -> None:
+    by_replica = _by_replica(records)
+    chunks = [[record.chunk for record in own] for own in by_replica.values()]
+    batches = [record.batch for record in by_replica[0]]
+    axis.stackplot(batches, chunks, labels=_labels(by_replica), step="mid", alpha=0.8)
+    axis.set(title="replicas: samples per batch, stacked", xlabel="batch")
+    _finish(axis, legend=True)
+
+
+def _draw_times(axis: Any, records: Sequence[ReplicaRecord]) -> None:
+    by_replica = _by_replica(records)
+    for label, own in zip(_labels(by_replica), by_replica.values(), strict=True):
+        axis.plot([r.batch for r in own], _running_median([1000 * r.seconds for r in own]), label=label)
+    axis.set(title=f"replicas: ms per batch, median of {_SMOOTHED_OVER}", xlabel="batch")
     axis.set_ylim(bottom=0)
     _finish(axis, legend=True)
+
+
+def _by_replica(records: Sequence[ReplicaRecord]) -> dict[int, list[ReplicaRecord]]:
+    by_replica: dict[int, list[ReplicaRecord]] = defaultdict(list)
+    for record in records:
+        by_replica[record.replica].append(record)
+    return dict(by_replica)
+
+
+def _labels(by_replica: dict[int, list[ReplicaRecord]]) -> list[str]:
+    return [f"replica {replica} ({own[0].device})" for replica, own in by_replica.items()]
 
 
 def _running_median(values: Sequence[float]) -> list[float]:

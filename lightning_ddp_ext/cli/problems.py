@@ -47,6 +47,12 @@ def _describe_omegaconf(error: OmegaConfBaseException) -> str:
         return f"`{error.full_key}` has no value. Set it with `{error.full_key}=...`."
     if isinstance(error, ConfigKeyError | AttributeError) and error.parent_node is not None:
         keys = [str(key) for key in error.parent_node if key not in ("_target_", "hydra")]
+        if not keys:
+            group = str(error.full_key).partition(".")[0]
+            return (
+                f"`{error.full_key}` is not a setting, because nothing is chosen for `{group}` that has any."
+                f" Choose an option first, `{group}=...`, or add a new key, `+{error.full_key}=...`."
+            )
         return f"`{error.full_key}` is not a setting.{_suggest(str(error.key), keys)} Valid: {_listed(sorted(keys))}."
     return f"`{error.full_key}`: {_first_line(error)}."
 

@@ -49,7 +49,7 @@ def _add_devices(table: Table, trainer: Trainer, batch_size: int | None) -> None
         processes = f"{trainer.world_size} process{'es' if trainer.world_size > 1 else ''}"
         table.add_row("devices", f"{processes} on {strategy.root_device.type}")
         return
-    devices = strategy.parallel_devices or []
+    devices = strategy.devices
     chunks = [""] * len(devices) if batch_size is None else [f": {n} samples" for n in strategy.split_sizes(batch_size)]
     lines = [f"replica {i} on {device}{chunk}" for i, (device, chunk) in enumerate(zip(devices, chunks, strict=True))]
     table.add_row("devices", "\n".join(lines))

@@ -1,5 +1,6 @@
 """The main job: build what the configuration describes, train, test, and leave the results in the run folder."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ddp_ext.callbacks import BalanceReport
@@ -44,12 +48,19 @@ def train(config: DictConfig) -> None:
         run.trainer.fit(run.model, datamodule=run.data, ckpt_path=config.ckpt_path)
     except UnsupportedFeatureError as error:
         raise LaunchError from error
-    results = run.trainer.test(run.model, datamodule=run.data, verbose=False)[0] if config.test else {}
+    results = _test(run) if config.test else {}
     if not run.trainer.is_global_zero:
         return
     if config.picture:
         draw_run(run.folder, _records(run.trainer))
     print_results(results, run.trainer, run.folder)
+
+
+def _test(run: _Run) -> Mapping[str, float]:
+    if not is_overridden("test_step", run.model) or not is_overridden("test_dataloader", run.data):
+        rank_zero_info("Not tested: the model has no `test_step`, or the data no `test_dataloader`.")
+        return {}
+    return run.trainer.test(run.model, datamodule=run.data, verbose=False)[0]
 
 
 def _build(config: DictConfig) -> _Run:
@@ -62,7 +73,7 @@ def _build(config: DictConfig) -> _Run:
         strategy = instantiate(config.strategy)
         model = instantiate(config.model)
         data = instantiate(config.data)
-        callbacks = [instantiate(node) for node in config.callbacks.values()]
+        callbacks = _wanted([instantiate(node) for node in config.callbacks.values()], config.trainer)
         loggers = [instantiate(node) for node in config.logger.values()]
         folder = Path(HydraConfig.get().runtime.output_dir)
         trainer = instantiate(
@@ -78,8 +89,20 @@ def _build(config: DictConfig) -> _Run:
     return _Run(trainer, model, data, folder)
 
 
+def _wanted(callbacks: list[Callback], trainer: DictConfig) -> list[Callback]:
+    """Leave out the callbacks that the Trainer is told to do without."""
+    unwanted: tuple[type[Callback], ...] = ()
+    if trainer.enable_progress_bar is False:
+        unwanted += (ProgressBar,)
+    if trainer.enable_checkpointing is False:
+        unwanted += (ModelCheckpoint,)
+    return [callback for callback in callbacks if not isinstance(callback, unwanted)]
+
+
 def _check_groups(config: DictConfig, choices: Any) -> None:
-    """Refuse settings that the chosen strategy would ignore."""
+    """Refuse settings that would be ignored."""
+    for key in {"strategy", "callbacks", "logger"} & set(config.trainer):
+        raise LaunchError(f"`trainer.{key}` has no effect. Use the group `{key}` instead.")
     for group, key in {"network": "network_interface", "process_group": "process_group_backend"}.items():
         if config[group] is not None and key not in config.strategy:
             raise LaunchError(

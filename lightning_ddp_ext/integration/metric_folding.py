@@ -22,8 +22,8 @@ from lightning_ddp_ext._compat.torchmetrics import (
     set_forward_value,
     write_state,
 )
+from lightning_ddp_ext.parallel.containers import to_device
 from lightning_ddp_ext.parallel.replicas import Replicas
-from lightning_ddp_ext.parallel.scattering import to_device
 
 
 def copy_metric(module: nn.Module, device: torch.device) -> nn.Module | None:

@@ -17,6 +17,7 @@ from lightning_ddp_ext.parallel.attributes import AttributeMirror
 from lightning_ddp_ext.parallel.batch_norm import SingleSampleGuard
 from lightning_ddp_ext.parallel.buffers import merge_buffers
 from lightning_ddp_ext.parallel.chunking import merge_single_samples
+from lightning_ddp_ext.parallel.randomness import SharedGenerator
 from lightning_ddp_ext.parallel.replicas import Replicas
 from lightning_ddp_ext.parallel.scattering import batch_size_of, split_batch
 from lightning_ddp_ext.parallel.weighting import WeightBy, combination_weights
@@ -34,6 +35,7 @@ class ScatteredBatch:
         active: Indices of the replicas that have samples.
         weights: What each active replica's loss counts in the loss of the batch.
         seconds: Time each replica has spent on its chunk so far, forward and backward.
+        in_order: Whether the replicas run one after another.
     """
 
     batch: Any
@@ -42,6 +44,7 @@ class ScatteredBatch:
     active: list[int]
     weights: list[float]
     seconds: list[float] = field(default_factory=list)
+    in_order: bool = False
 
     @property
     def active_sizes(self) -> list[int]:
@@ -77,12 +80,14 @@ class ReplicatedModule:
         self._weight_by = weight_by
         self._batch_dim = batch_dim
         self._workers = ReplicaWorkers(devices)
+        self._generator = SharedGenerator(devices)
         self._replicas = Replicas(module, devices, copy_metric, self._attach)
         self._scattered: ScatteredBatch | None = None
 
     def _attach(self, replicas: Replicas) -> None:
         for replica in replicas:
             adopt_device(replica.module, replica.device)
+        self._generator.forget()
         self._guard = SingleSampleGuard(replicas)
         self._metrics = MetricFolder(replicas)
         self._logs = LogReplay(replicas, self._metrics)
@@ -112,7 +117,9 @@ class ReplicatedModule:
             index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
             for index in scattered.active
         }
-        results, seconds = self._apply(jobs, scattered)
+        scattered.in_order = self._generator.forces_order(step)
+        with self._generator.watch(step):
+            results, seconds = self._apply(jobs, scattered)
         scattered.seconds = [seconds.get(index, 0.0) for index in range(len(self._devices))]
         self._bring_back(scattered)
         return [results[index] for index in scattered.active], scattered
@@ -203,7 +210,7 @@ class ReplicatedModule:
             )
 
         try:
-            return self._workers.run(jobs, describe)
+            return self._workers.run(jobs, describe, scattered.in_order)
         except BaseException:
             # What the step half did to the replicas must not reach the next one.
             self._scattered = None
@@ -214,6 +221,6 @@ class ReplicatedModule:
         active, sizes = scattered.active, scattered.active_sizes
         means = [float(size) for size in sizes] if self._weight_by == "sum" else scattered.weights
         merge_buffers(self._replicas, active, [float(size) for size in sizes])
-        self._attributes.collect(active)
+        self._attributes.collect(active, sizes)
         self._metrics.fold(active, means)
         self._logs.replay(active, sizes, means)

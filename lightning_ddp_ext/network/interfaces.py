@@ -41,8 +41,9 @@ def pin_interface(name: str | None) -> None:
     chosen = _find_loopback(available) if name == "loopback" else name
     if chosen not in available:
         listed = ", ".join(f"{other} ({', '.join(addresses)})" for other, addresses in available.items())
+        problem = f"interface `{name}` not found" if name else "no interface named"
         raise NetworkInterfaceError(
-            f"interface `{name}` not found on host {socket.gethostname()}; available: {listed}."
+            f"{problem} on host {socket.gethostname()}; available: {listed}."
             " Set `network.interface` to one of these, or to `auto`."
         )
     for variable in _VARIABLES:

@@ -1,26 +1,31 @@
 """Plain attributes of modules: carrying them to the replicas before a step, and back after it."""
 
+import operator
 import warnings
 from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_ddp_ext._compat.torch import COMPILED_CALL, STRUCTURE
+from lightning_ddp_ext.parallel.containers import to_device
 from lightning_ddp_ext.parallel.replicas import Replica, Replicas
-from lightning_ddp_ext.parallel.scattering import to_device
 
 _MISSING = object()
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
 _LONGEST_LIST = 10_000
 
+Place = tuple[int, str]  # position of a module in the tree, and name of its attribute
+
 
 class AttributeMirror:
     """Keeps the attributes of replicas equal to the master's.
 
-    What the user sets on the module between steps reaches every replica. What a step does to the module itself comes
-    back where it can: lists that were appended to, in the order of the replicas, and scalars that every replica set to
-    the same value, such as counters. Anything else stays with its replica, and a warning names it.
+    What the user sets on the module between steps reaches every replica. What a step does to the attributes of its
+    module comes back where it can: entries appended to lists, in the order of the replicas; counters of samples, added
+    up; other scalars that every replica set to the same value. Anything else stays with its replica, and a warning
+    names it once. Lists of more than 10,000 entries are shared instead: what is appended is in no particular order.
 
     Args:
         replicas: The replicas, just built.
@@ -30,8 +35,11 @@ class AttributeMirror:
     def __init__(self, replicas: Replicas, own: Set[str] = frozenset()) -> None:
         self._replicas = replicas
         self._own = own | STRUCTURE | {COMPILED_CALL}
-        self._seen = [(module, dict(module.__dict__)) for module, _ in replicas[0].modules]
-        self._seen_ids = [[*map(id, seen.values())] for _, seen in self._seen]
+        self._names = [f"{name}." if name else "" for name in _names_of(replicas)]
+        self._modules = [module for module, _ in replicas[0].modules]
+        self._seen = [dict(module.__dict__) for module in self._modules]
+        self._seen_ids = [[*map(id, seen.values())] for seen in self._seen]
+        self._lists = self._find_lists()
         # Containers that were copied to be rewritten do not follow changes in place: rewrite them before every step.
         self._copied = {
             (position, name)
@@ -39,82 +47,133 @@ class AttributeMirror:
             for name, value in module.__dict__.items()
             if name not in self._own and isinstance(value, list | dict) and copy.__dict__[name] is not value
         }
-        self._lent: dict[int, dict[str, Any]] = {}
-        self._warned: set[str] = set()
+        self._lent: dict[int, list[dict[str, Any]]] = {}
+        self._sample_counters: set[Place] = set()
+        self._warned: set[Place] = set()
 
     def push(self) -> None:
         """Bring attributes that changed on the master since the last call to every replica."""
         changed = set(self._copied)
-        for position, (module, seen) in enumerate(self._seen):
-            attributes = module.__dict__
+        for position, module in enumerate(self._modules):
+            attributes, seen = module.__dict__, self._seen[position]
             if [*map(id, attributes.values())] == self._seen_ids[position]:
                 continue
-            names = seen.keys() | attributes.keys()
             changed.update(
                 (position, name)
-                for name in names
+                for name in seen.keys() | attributes.keys()
                 if name not in self._own and attributes.get(name, _MISSING) is not seen.get(name, _MISSING)
             )
-            self._seen[position] = (module, dict(attributes))
+            self._seen[position] = dict(attributes)
             self._seen_ids[position] = [*map(id, attributes.values())]
+        if len(changed) > len(self._copied):
+            self._lists = self._find_lists()
         for replica in self._replicas:
-            for position, name in changed:
-                self._push_one(replica, position, name)
+            for place in changed:
+                self._push_one(replica, place)
 
-    @staticmethod
-    def _push_one(replica: Replica, position: int, name: str) -> None:
+    def _push_one(self, replica: Replica, place: Place) -> None:
+        position, name = place
         module, copy = replica.modules[position]
         if name in module.__dict__:
             copy.__dict__[name] = replica.references.rewrite(module.__dict__[name])
         else:
             copy.__dict__.pop(name, None)
 
+    def _find_lists(self) -> list[Place]:
+        return [
+            (position, name)
+            for position, module in enumerate(self._modules)
+            for name, value in module.__dict__.items()
+            if type(value) is list and name not in self._own
+        ]
+
     def lend(self, active: Sequence[int]) -> None:
         """Give each replica that is about to run its own copy of the master's lists, to append to."""
         for index in active:
-            attributes = self._replicas[index].module.__dict__
-            for name, value in self._replicas.master.__dict__.items():
-                if type(value) is list and len(value) <= _LONGEST_LIST and name not in self._own:
+            modules = self._replicas[index].modules
+            for position, name in self._lists:
+                attributes = modules[position][1].__dict__
+                if len(attributes[name]) <= _LONGEST_LIST:
                     attributes[name] = list(attributes[name])
-            self._lent[index] = dict(attributes)
+            self._lent[index] = [dict(copy.__dict__) for _, copy in modules]
 
-    def collect(self, active: Sequence[int]) -> None:
-        """Bring back to the master what the step did to the attributes of the replicas."""
-        rebound: dict[str, list[Any]] = {}
-        grown: dict[str, list[Any]] = {}
+    def collect(self, active: Sequence[int], sizes: Sequence[int]) -> None:
+        """Bring back to the master what the step did to the attributes of the replicas.
+
+        Args:
+            active: Indices of the replicas that ran, in order.
+            sizes: Number of samples of each of them.
+        """
+        for position, name in self._lists:
+            self._collect_list(active, (position, name))
+        rebound: dict[Place, list[Any]] = {}
+        for index in active:
+            for position, before in enumerate(self._lent.pop(index)):
+                after = self._replicas[index].modules[position][1].__dict__
+                if [*map(id, after.values())] == [*map(id, before.values())]:
+                    continue
+                for name in (after.keys() | before.keys()) - self._own:
+                    value = after.get(name, _MISSING)
+                    if value is not before.get(name, _MISSING) and (position, name) not in self._lists:
+                        rebound.setdefault((position, name), []).append(value)
+        for place, values in rebound.items():
+            self._collect_rebound(place, values, list(sizes))
+
+    def _collect_list(self, active: Sequence[int], place: Place) -> None:
+        position, name = place
+        original = self._modules[position].__dict__[name]
+        length = len(original)
         for index in active:
             replica = self._replicas[index]
-            for name, before in self._lent.pop(index).items():
-                after = replica.module.__dict__.get(name, _MISSING)
-                if after is not before:
-                    rebound.setdefault(name, []).append(after)
-                elif type(before) is list:
-                    self._collect_list(replica, name, before, grown)
-            for name in replica.module.__dict__.keys() - self._replicas.master.__dict__.keys() - self._own:
-                rebound.setdefault(name, []).append(replica.module.__dict__[name])
-        for name, items in grown.items():
-            self._replicas.master.__dict__[name].extend(items)
-        for name, values in rebound.items():
-            if name not in self._own:
-                self._collect_rebound(name, values, len(active))
+            attributes = replica.modules[position][1].__dict__
+            lent = self._lent[index][position][name]
+            if attributes.get(name) is lent and lent is not original:
+                kept = len(lent) >= length and all(
+                    map(operator.is_, lent, replica.references.rewrite(original)[:length])
+                )
+                if kept:
+                    original.extend(to_device(lent[length:], self._replicas[0].device))
+                else:
+                    self._warn(place, "was changed inside a step other than by appending")
+            elif attributes.get(name) is not lent:
+                self._warn(place, "was set inside a step to a list of its own on each replica")
+        for index in active:
+            replica = self._replicas[index]
+            replica.modules[position][1].__dict__[name] = replica.references.rewrite(original)
 
-    def _collect_list(self, replica: Replica, name: str, lent: list[Any], grown: dict[str, list[Any]]) -> None:
-        original = self._replicas.master.__dict__.get(name)
-        if original is None or lent is original:
+    def _collect_rebound(self, place: Place, values: list[Any], sizes: list[int]) -> None:
+        position, name = place
+        master = self._modules[position]
+        before = master.__dict__.get(name)
+        if len(values) == len(sizes) and all(isinstance(value, _SCALARS) for value in values):
+            if _is_count(before) and all(map(_is_count, values)):
+                steps = [value - before for value in values]
+                # With chunks of one sample, a counter of samples looks like one of steps.
+                if steps == sizes and (set(sizes) != {1} or place in self._sample_counters):
+                    self._sample_counters.add(place)
+                    setattr(master, name, before + sum(steps))
+                    return
+            if all(type(value) is type(values[0]) and value == values[0] for value in values):
+                setattr(master, name, values[0])
+                return
+        self._warn(place, "was set inside a step, to a value of its own on each replica")
+
+    def _warn(self, place: Place, what: str) -> None:
+        if place in self._warned:
             return
-        grown.setdefault(name, []).extend(to_device(lent[len(original) :], self._replicas[0].device))
-        replica.module.__dict__[name] = replica.references.rewrite(original)
-
-    def _collect_rebound(self, name: str, values: list[Any], num_active: int) -> None:
-        agreed = len(values) == num_active and all(
-            isinstance(value, _SCALARS) and type(value) is type(values[0]) and value == values[0] for value in values
+        self._warned.add(place)
+        warnings.warn(
+            f"`self.{self._names[place[0]]}{place[1]}` {what}; the module keeps its old value."
+            " Set it in a hook such as `on_train_batch_end`, append to a list, or use a metric.",
+            stacklevel=2,
         )
-        if agreed:
-            setattr(self._replicas.master, name, values[0])
-        elif name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(
-                f"`self.{name}` was set inside a step, to a value of its own on each replica; the module keeps its old"
-                " value. Set it in a hook such as `on_train_batch_end`, or use a buffer, a list or a metric.",
-                stacklevel=2,
-            )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _names_of(replicas: Replicas) -> list[str]:
+    names: dict[int, str] = {id(module): name for name, module in replicas.master.named_modules()}
+    modules: list[nn.Module] = [module for module, _ in replicas[0].modules]
+    return [names[id(module)] for module in modules]

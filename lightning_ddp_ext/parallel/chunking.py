@@ -56,7 +56,7 @@ def first_limited_chunks(batch_size: int, num_chunks: int, first: int) -> list[i
 
     The first replica never gets more than its even share, `ceil(batch_size / num_chunks)`. Wherever the
     BalancedDataParallel of Transformer-XL applies its own rule (`first` below the even share of the rest) the
-    sizes are the same as there; where it falls back to an even split, so does this.
+    sizes are the same as there; elsewhere it splits as torch's DataParallel does, ignoring `first`.
 
     Args:
         batch_size: Number of samples to share.

@@ -81,14 +81,17 @@ class ReplicaWorkers:
         # A worker's `set_num_threads` also becomes the default of threads that start later: put that back.
         torch.set_num_threads(intra_op)
 
-    def run(self, jobs: Mapping[int, Job], describe: Callable[[int], str]) -> tuple[dict[int, Any], dict[int, float]]:
+    def run(
+        self, jobs: Mapping[int, Job], describe: Callable[[int], str], in_order: bool = False
+    ) -> tuple[dict[int, Any], dict[int, float]]:
         """Run jobs at the same time and wait for all of them.
 
-        A single job runs on the calling thread, which has all intra-op threads to itself.
+        A single job, and jobs in order, run on the calling thread, which has all intra-op threads to itself.
 
         Args:
             jobs: A callable for each index of a replica.
             describe: What a replica was working on, for the note on an exception.
+            in_order: Whether to run one after another.
 
         Returns:
             The results, and the seconds each job took, by index.
@@ -99,9 +102,11 @@ class ReplicaWorkers:
         """
         state = ThreadState.capture(self._device_types)
         outcomes = {index: _Outcome() for index in jobs}
-        if len(jobs) == 1:
-            ((index, job),) = jobs.items()
-            _execute(job, outcomes[index], _current_device(self._devices[index]))
+        if in_order or len(jobs) == 1:
+            for index, job in jobs.items():
+                _execute(job, outcomes[index], _current_device(self._devices[index]))
+                if outcomes[index].error is not None:
+                    break
         else:
             self._run_on_threads(jobs, outcomes, state)
         for index, outcome in sorted(outcomes.items()):

@@ -20,7 +20,7 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.replicated_step import ReplicatedModule, ScatteredBatch
 from lightning_ddp_ext.parallel.chunking import even_chunks, first_limited_chunks, proportional_chunks
-from lightning_ddp_ext.parallel.scattering import gather
+from lightning_ddp_ext.parallel.gathering import gather
 from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
 from lightning_ddp_ext.strategies.single_process import SingleProcessStrategy
 
@@ -136,8 +136,11 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
 
         Returns:
             One number per device, before a single sample is merged into a neighbour for batch normalisation.
+
+        Raises:
+            RuntimeError: If the strategy has not been passed to a Trainer yet.
         """
-        num_devices = len(self.parallel_devices or ())
+        num_devices = len(self.devices)
         if self.split is not None:
             return proportional_chunks(batch_size, self.split)
         if self.gpu0_batch_size is not None:
@@ -147,7 +150,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        num_devices = len(self.parallel_devices or ())
+        num_devices = len(self.devices)
         if self.split is not None and len(self.split) != num_devices:
             raise ValueError(
                 f"`split={self.split}` has {len(self.split)} entries for {num_devices} devices."
@@ -199,9 +202,8 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
     def _run(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], ScatteredBatch]:
         if self._replicated is None:
             assert self.lightning_module is not None
-            assert self.parallel_devices is not None
             self._replicated = ReplicatedModule(
-                self.lightning_module, self.parallel_devices, self.split_sizes, self.weight_by, self.batch_dim
+                self.lightning_module, self.devices, self.split_sizes, self.weight_by, self.batch_dim
             )
         outputs, self._last = self._replicated.run(step, batch, args, self._dataloader_idx)
         return outputs, self._last

@@ -21,11 +21,22 @@ class SingleProcessStrategy(ParallelStrategy):
     """
 
     @property
+    def devices(self) -> list[torch.device]:
+        """The Trainer's devices.
+
+        Raises:
+            RuntimeError: If the strategy has not been passed to a Trainer yet.
+        """
+        if not self.parallel_devices:
+            raise RuntimeError(
+                f"`{self._registered_name}` has no devices yet. Pass it to a Trainer first, or set `parallel_devices`."
+            )
+        return self.parallel_devices
+
+    @property
     @override
     def root_device(self) -> torch.device:
-        if not self.parallel_devices:
-            raise RuntimeError("the strategy has no devices before it has been passed to a Trainer.")
-        return self.parallel_devices[0]
+        return self.devices[0]
 
     @property
     @override

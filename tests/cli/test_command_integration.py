@@ -143,6 +143,8 @@ def test_a_persons_own_classes_and_configuration_are_found_in_the_working_direct
         (["network=loopback"], "`network=loopback` is set, but `strategy=balanced_dp` runs in one process"),
         (["strategy=single", "trainer.devices=2"], "`strategy=single` uses one device"),
         (["strategy=ddp", "network=interface", "network.interface=nosuch0"], "interface `nosuch0` not found"),
+        (["strategy=ddp", "network=interface"], "no interface named"),
+        (["+trainer.callbacks=[]"], "trainer"),
         (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),
         (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
     ],
@@ -229,6 +231,15 @@ def test_a_sweep_writes_one_folder_per_job(tmp_path):
     folders = sorted(tmp_path.glob("runs/*/*/*/config.yaml"))
     assert [OmegaConf.load(path).strategy.gpu0_batch_size for path in folders] == [0, 4]
     assert "replica 0 on cpu: 4 samples" in done.stdout
+
+
+def test_processes_find_the_configuration_of_the_working_directory(tmp_path):
+    (tmp_path / "conf").symlink_to(CONF)
+    overrides = ["strategy=ddp", "trainer.devices=2", "trainer.max_steps=2", "test=false"]
+    done = command(tmp_path, *overrides, "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false")
+    assert done.returncode == 0, done.stderr
+    assert "2 processes on cpu" in done.stdout
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_the_checkouts_own_experiment_runs_from_its_folder(tmp_path):

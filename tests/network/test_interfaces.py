@@ -38,3 +38,8 @@ def test_a_missing_interface_is_an_error_that_lists_the_real_ones():
     with pytest.raises(NetworkInterfaceError, match=r"`nosuch0` not found on host .*127\.0\.0\.1"):
         pin_interface("nosuch0")
     assert [os.environ[variable] for variable in VARIABLES] == ["before"] * 2
+
+
+def test_an_interface_that_was_not_named_is_asked_for():
+    with pytest.raises(NetworkInterfaceError, match=r"no interface named on host .*Set `network.interface`"):
+        pin_interface("")

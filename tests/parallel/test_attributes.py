@@ -62,7 +62,7 @@ def test_appended_entries_come_back_in_the_order_of_the_replicas(mirrored):
     replicas[1].module.outputs.append("b")
     replicas[0].module.outputs.append("a")
     assert replicas[0].module.outputs == ["before", "a"]
-    mirror.collect([0, 1])
+    mirror.collect([0, 1], [2, 6])
     assert module.outputs == ["before", "a", "b"]
     mirror.lend([0, 1])
     assert replicas[1].module.outputs == ["before", "a", "b"]
@@ -73,7 +73,7 @@ def test_a_counter_that_every_replica_advances_comes_back(mirrored):
     mirror.lend([0, 1])
     for replica in replicas:
         replica.module.calls += 1
-    mirror.collect([0, 1])
+    mirror.collect([0, 1], [2, 6])
     assert module.calls == 1
 
 
@@ -85,9 +85,9 @@ def test_values_that_disagree_are_warned_about_once_and_dropped(mirrored):
             replica.module.scale = 10.0 + index + expect_warning
         if expect_warning:
             with pytest.warns(UserWarning, match=r"`self.scale` was set inside a step"):
-                mirror.collect([0, 1])
+                mirror.collect([0, 1], [2, 6])
         else:
-            mirror.collect([0, 1])
+            mirror.collect([0, 1], [2, 6])
     assert module.scale == 1.0
 
 
@@ -96,4 +96,56 @@ def test_a_new_attribute_of_a_step_is_warned_about(mirrored):
     mirror.lend([0])
     replicas[0].module.features = torch.zeros(2)
     with pytest.warns(UserWarning, match=r"`self.features` was set inside a step"):
-        mirror.collect([0])
+        mirror.collect([0], [4])
+
+
+def test_counters_of_samples_are_added_up(mirrored):
+    module, replicas, mirror = mirrored
+    for sizes, total in (([4, 4], 8), ([1, 1], 10)):
+        mirror.push()
+        mirror.lend([0, 1])
+        for replica, size in zip(replicas, sizes, strict=True):
+            replica.module.calls += size
+        mirror.collect([0, 1], sizes)
+        assert module.calls == total
+
+
+def test_what_a_step_sets_on_a_submodule_is_warned_about(mirrored):
+    _, replicas, mirror = mirrored
+    mirror.lend([0, 1])
+    replicas[1].module.layer.attention = torch.zeros(2)
+    with pytest.warns(UserWarning, match=r"`self.layer.attention` was set inside a step"):
+        mirror.collect([0, 1], [2, 6])
+
+
+def test_lists_of_submodules_are_collected_in_order(mirrored):
+    module, replicas, mirror = mirrored
+    module.layer.seen = []
+    mirror.push()
+    mirror.lend([0, 1])
+    replicas[1].module.layer.seen.append("b")
+    replicas[0].module.layer.seen.append("a")
+    mirror.collect([0, 1], [2, 6])
+    assert module.layer.seen == ["a", "b"]
+    assert replicas[0].module.layer.seen is module.layer.seen
+
+
+@pytest.mark.parametrize("change", [lambda items: items.clear(), lambda items: items.__setitem__(0, "other")])
+def test_a_list_that_is_changed_in_another_way_is_warned_about(mirrored, change):
+    module, replicas, mirror = mirrored
+    module.outputs.extend(["one", "two"])
+    mirror.push()
+    mirror.lend([0, 1])
+    change(replicas[0].module.outputs)
+    with pytest.warns(UserWarning, match=r"`self.outputs` was changed inside a step other than by appending"):
+        mirror.collect([0, 1], [2, 6])
+    assert module.outputs == ["one", "two"]
+
+
+def test_a_list_that_is_replaced_is_warned_about(mirrored):
+    module, replicas, mirror = mirrored
+    mirror.lend([0, 1])
+    replicas[0].module.outputs = ["new"]
+    with pytest.warns(UserWarning, match=r"`self.outputs` was set inside a step to a list of its own"):
+        mirror.collect([0, 1], [2, 6])
+    assert module.outputs == []

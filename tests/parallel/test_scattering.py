@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.parallel.scattering import batch_size_of, gather, split_batch
+from lightning_ddp_ext.parallel.gathering import gather
+from lightning_ddp_ext.parallel.scattering import batch_size_of, split_batch
 
 CPU = torch.device("cpu")
 
@@ -129,8 +130,51 @@ def test_dataclass_outputs_are_gathered():
 
 
 def test_disagreeing_sizes_are_named():
-    with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\['a'\]` has 8, `batch\['b'\]` has 4 or 1"):
-        batch_size_of({"a": rows(8), "b": [rows(4)]})
+    with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\['a'\]` has 8, `batch\['b'\]` has 4"):
+        batch_size_of({"a": rows(8), "b": [rows(4), torch.zeros(4)]})
+
+
+def alike(count, size=3):
+    return [torch.zeros(size, 4, 4) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        ((alike(8), list(range(8))), 8),
+        ((alike(8), [f"image {i}" for i in range(8)]), 8),
+        ((alike(8), [{"boxes": torch.zeros(3, 4)} for _ in range(8)]), 8),
+        ({"images": alike(8), "classes": ["cat", "dog"], "targets": [{"boxes": torch.zeros(5, 4)}] * 8}, 8),
+        ({"x": rows(8), "classes": ["cat", "dog"], "shape": (8, 8)}, 8),
+        ([torch.zeros(4, 2), torch.zeros(4, 2)], 4),
+        ([[torch.zeros(4, 2), torch.zeros(4, 2)], torch.zeros(4)], 4),
+        ([rows(2), alike(2)], 2),
+        ({"a": [rows(6), torch.zeros(6)], "b": [rows(6), torch.zeros(6)]}, 6),
+    ],
+)
+def test_lists_are_read_as_the_rest_of_the_batch_says(batch, size):
+    assert batch_size_of(batch) == size
+    chunks = split_batch(batch, [1, size - 1])
+    assert [batch_size_of(chunk) for chunk in chunks] == [1, size - 1]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"views": [torch.zeros(8, 2), torch.zeros(8, 2)]},
+        (alike(8), alike(8)),
+        {"a": alike(2, 8), "b": alike(2, 4)},
+        {"a": [rows(8), torch.zeros(8)], "b": [rows(4), torch.zeros(4)]},
+    ],
+)
+def test_what_can_be_read_in_two_ways_is_refused(batch):
+    with pytest.raises(BatchSplitError, match=r"the batch size is ambiguous: .*define `scatter_batch"):
+        batch_size_of(batch)
+
+
+def test_sizes_that_do_not_add_up_are_refused():
+    with pytest.raises(ValueError, match=r"must add up to the 8 samples of the batch, got \[1, 2\]"):
+        split_batch(rows(8), [1, 2])
 
 
 @pytest.mark.parametrize("batch", [torch.tensor(1.0), {"x": 3}, [], None])

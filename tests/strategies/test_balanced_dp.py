@@ -74,6 +74,11 @@ def test_torchrun_is_refused_by_the_trainer(monkeypatch):
         quiet_trainer("balanced_dp", 2)
 
 
+def test_sizes_are_unknown_before_the_strategy_has_devices():
+    with pytest.raises(RuntimeError, match=r"`balanced_dp` has no devices yet\. Pass it to a Trainer first"):
+        BalancedDataParallelStrategy().split_sizes(8)
+
+
 class Manual(Classifier):
     def __init__(self):
         super().__init__()
