@@ -34,7 +34,7 @@ class AttributeMirror:
 
     def __init__(self, replicas: Replicas, own: Set[str] = frozenset()) -> None:
         self._replicas = replicas
-        self._own = own | STRUCTURE | {COMPILED_CALL}
+        self._own = own | STRUCTURE | {COMPILED_CALL, "forward"}
         self._names = [f"{name}." if name else "" for name in _names_of(replicas)]
         self._modules = [module for module, _ in replicas[0].modules]
         self._seen = [dict(module.__dict__) for module in self._modules]
@@ -84,8 +84,12 @@ class AttributeMirror:
             (position, name)
             for position, module in enumerate(self._modules)
             for name, value in module.__dict__.items()
-            if type(value) is list and name not in self._own
+            if type(value) is list and self._is_users(position, name)
         ]
+
+    def _is_users(self, position: int, name: str) -> bool:
+        """Tell attributes that a person may want back from what libraries keep for themselves below the root."""
+        return name not in self._own and (position == 0 or not name.startswith("_"))
 
     def lend(self, active: Sequence[int]) -> None:
         """Give each replica that is about to run its own copy of the master's lists, to append to."""
@@ -112,9 +116,10 @@ class AttributeMirror:
                 after = self._replicas[index].modules[position][1].__dict__
                 if [*map(id, after.values())] == [*map(id, before.values())]:
                     continue
-                for name in (after.keys() | before.keys()) - self._own:
+                for name in after.keys() | before.keys():
                     value = after.get(name, _MISSING)
-                    if value is not before.get(name, _MISSING) and (position, name) not in self._lists:
+                    changed = value is not before.get(name, _MISSING) and (position, name) not in self._lists
+                    if changed and self._is_users(position, name):
                         rebound.setdefault((position, name), []).append(value)
         for place, values in rebound.items():
             self._collect_rebound(place, values, list(sizes))

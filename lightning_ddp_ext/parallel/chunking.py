@@ -16,7 +16,7 @@ def proportional_chunks(batch_size: int, proportions: Sequence[float]) -> list[i
     Returns:
         One chunk size per replica; they add up to `batch_size`.
 
-    Example:
+    Examples:
         >>> proportional_chunks(8, [2, 3, 3])
         [2, 3, 3]
         >>> proportional_chunks(3, [2, 3, 3])
@@ -43,7 +43,7 @@ def even_chunks(batch_size: int, num_chunks: int) -> list[int]:
     Returns:
         One chunk size per replica.
 
-    Example:
+    Examples:
         >>> even_chunks(8, 3)
         [3, 3, 2]
     """
@@ -66,7 +66,7 @@ def first_limited_chunks(batch_size: int, num_chunks: int, first: int) -> list[i
     Returns:
         One chunk size per replica.
 
-    Example:
+    Examples:
         >>> first_limited_chunks(8, 3, first=1)
         [1, 4, 3]
     """
@@ -88,7 +88,7 @@ def merge_single_samples(chunks: Sequence[int]) -> list[int]:
     Returns:
         One chunk size per replica, none of them 1 unless the whole batch is.
 
-    Example:
+    Examples:
         >>> merge_single_samples([1, 4, 3])
         [0, 5, 3]
         >>> merge_single_samples([4, 1])

@@ -26,11 +26,11 @@ def check_weight_by(weight_by: object) -> None:
 
 
 def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    r"""Compute the factors $w_i$ that make the losses $\ell_i$ of the parts the whole batch's, $\sum_i w_i \ell_i$.
+    """Compute the factors with which the losses of the parts add up to the loss of the whole batch.
 
     Args:
-        weight_by: `"samples"` for losses that are means over samples ($w_i = n_i / \sum_j n_j$); `"ranks"` to count
-            every part once; `"sum"` for losses that are sums ($w_i = 1$); or a callable that returns what a part
+        weight_by: `"samples"` for losses that are means over samples (its share of the samples); `"ranks"` to count
+            every part once; `"sum"` for losses that are sums (each factor is 1); or a callable that returns what a part
             counts, such as its number of non-padding tokens.
         chunks: The parts, each with at least one sample.
         sizes: Number of samples of each part.

@@ -68,7 +68,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         UnsupportedFeatureError: By the Trainer, before training starts, for manual optimization, steps that take
             `dataloader_iter`, `sync_batchnorm`, and several processes or nodes.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> from lightning_ddp_ext import BalancedDataParallelStrategy
         >>> strategy = BalancedDataParallelStrategy(split=[1, 3])
