@@ -23,7 +23,7 @@ types: $(VENV)/all.installed
 	$(BIN)/mypy
 
 docs: $(VENV)/all.installed
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 package: $(VENV)/all.installed
 	rm -rf dist

@@ -1,5 +1,7 @@
 """What the README and the examples promise."""
 
+import doctest
+import importlib
 import re
 import subprocess
 import sys
@@ -29,6 +31,21 @@ def test_the_readmes_program_prints_what_it_says(tmp_path):
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 150
+
+
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in sorted((ROOT / "lightning_ddp_ext").rglob("*.py"))
+    if ">>>" in path.read_text()
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_docstrings_are_true(name):
+    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
 def test_the_example_prints_that_both_runs_agree():
