@@ -101,10 +101,11 @@ def train(
 def relative_difference(tensors: list[Tensor], references: list[Tensor]) -> float:
     """Largest difference of a tensor to its reference, relative to the reference's norm."""
     assert len(tensors) == len(references) > 0
-    return max(
-        float((tensor - reference).detach().norm() / reference.detach().norm().clamp_min(1e-30))
+    ratios = [
+        (tensor - reference).detach().norm() / reference.detach().norm().clamp_min(1e-30)
         for tensor, reference in zip(tensors, references, strict=True)
-    )
+    ]
+    return float(torch.stack(ratios).max())  # unlike Python's max, this is nan if any of them is
 
 
 def seeded(build: Any) -> LightningModule:

@@ -10,6 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 # Instance attributes of `nn.Module` that hold the module tree rather than the user's attributes. A replica has its own.
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
 
+# Instance attributes of `nn.Module` that hold the hooks which `register_*_hook` has added.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 # The base of batch normalisation of every dimension; torch exports only the classes below it.
 BatchNorm = _BatchNorm
 

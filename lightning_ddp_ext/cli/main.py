@@ -10,6 +10,7 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from lightning_ddp_ext.cli.problems import LaunchError, describe
 from lightning_ddp_ext.cli.train import train
@@ -51,7 +52,8 @@ def main() -> None:
 
     try:
         application()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        # The run itself is not meant here: Hydra prints its errors and exits.
         if wants_traceback == "1":
             raise
         _exit(error)

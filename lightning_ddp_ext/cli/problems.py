@@ -39,6 +39,9 @@ def describe(error: BaseException) -> str:
         return _describe_omegaconf(error.__cause__)
     if isinstance(error, HydraException):
         return str(error)
+    if "Config group override must be a string" in str(error):
+        # Hydra does not say which.
+        return "a group is null. Leave it out for its default; `callbacks=none` and `logger=none` leave those out."
     return str(error) or type(error).__name__
 
 
@@ -54,7 +57,7 @@ def _describe_omegaconf(error: OmegaConfBaseException) -> str:
                 f" Choose an option first, `{group}=...`, or add a new key, `+{error.full_key}=...`."
             )
         return f"`{error.full_key}` is not a setting.{_suggest(str(error.key), keys)} Valid: {_listed(sorted(keys))}."
-    return f"`{error.full_key}`: {_first_line(error)}."
+    return f"`{error.full_key}`: {_first_line(error)}." if error.full_key else f"{_first_line(error)}."
 
 
 def _describe_instantiation(error: InstantiationException) -> str:

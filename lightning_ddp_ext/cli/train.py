@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_info
@@ -46,8 +47,8 @@ def train(config: DictConfig) -> None:
     OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
     try:
         run.trainer.fit(run.model, datamodule=run.data, ckpt_path=config.ckpt_path)
-    except UnsupportedFeatureError as error:
-        raise LaunchError from error
+    except (UnsupportedFeatureError, MisconfigurationException) as error:
+        raise LaunchError(str(error)) from error
     results = _test(run) if config.test else {}
     if not run.trainer.is_global_zero:
         return
@@ -73,8 +74,8 @@ def _build(config: DictConfig) -> _Run:
         strategy = instantiate(config.strategy)
         model = instantiate(config.model)
         data = instantiate(config.data)
-        callbacks = _wanted([instantiate(node) for node in config.callbacks.values()], config.trainer)
-        loggers = [instantiate(node) for node in config.logger.values()]
+        callbacks = _wanted([instantiate(node) for node in (config.callbacks or {}).values()], config.trainer)
+        loggers = [instantiate(node) for node in (config.logger or {}).values()]
         folder = Path(HydraConfig.get().runtime.output_dir)
         trainer = instantiate(
             config.trainer,
@@ -101,6 +102,13 @@ def _wanted(callbacks: list[Callback], trainer: DictConfig) -> list[Callback]:
 
 def _check_groups(config: DictConfig, choices: Any) -> None:
     """Refuse settings that would be ignored."""
+    if config.trainer.accumulate_grad_batches < 1:
+        raise LaunchError(
+            f"`trainer.accumulate_grad_batches` must be at least 1, got {config.trainer.accumulate_grad_batches}."
+        )
+    path = config.ckpt_path
+    if path not in (None, "last", "best", "hpc") and "://" not in path and not Path(path).is_file():
+        raise LaunchError(f"`ckpt_path={path}` is not a file. Give the path of a checkpoint, or `last`.")
     for key in {"strategy", "callbacks", "logger"} & set(config.trainer):
         raise LaunchError(f"`trainer.{key}` has no effect. Use the group `{key}` instead.")
     for group, key in {"network": "network_interface", "process_group": "process_group_backend"}.items():

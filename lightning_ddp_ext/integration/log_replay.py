@@ -71,7 +71,12 @@ class LogReplay:
             counts, batch_size = self._interpret(name, given, [size_of[entry.replica] for entry in counted])
             weights_of_values = counts or [weight_of[entry.replica] for entry in counted]
             options = {**counted[0].options, "batch_size": batch_size}
-            value = _combine([entry.value for entry in counted], weights_of_values, options, self._home)
+            values = [entry.value for entry in counted]
+            if _are_counts(values, [size_of[entry.replica] for entry in counted]):
+                options_of_value = {**options, "reduce_fx": "sum"}
+            else:
+                options_of_value = options
+            value = _combine(values, weights_of_values, options_of_value, self._home)
             self._master.log(name, value, **options)
 
     def _interpret(
@@ -103,6 +108,15 @@ def _recorder(recorded: list[tuple[str, Any, dict[str, Any]]]) -> Any:
         recorded.append((name, value.detach() if isinstance(value, Tensor) and not keeps_graph else value, kwargs))
 
     return log
+
+
+def _are_counts(values: Sequence[Any], chunk_sizes: Sequence[int]) -> bool:
+    """Tell whole numbers that were counted in each chunk from those that mean the same on every replica."""
+    if all(isinstance(value, Tensor) for value in values):
+        return not any(value.is_floating_point() for value in values)
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        return False
+    return list(values) == list(chunk_sizes) or len(set(values)) > 1
 
 
 def _combine(values: Sequence[Any], weights: Sequence[float], options: dict[str, Any], device: torch.device) -> Any:

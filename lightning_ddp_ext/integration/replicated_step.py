@@ -15,7 +15,7 @@ from lightning_ddp_ext.integration.log_replay import LogReplay
 from lightning_ddp_ext.integration.metric_folding import MetricFolder, copy_metric
 from lightning_ddp_ext.parallel.attributes import AttributeMirror
 from lightning_ddp_ext.parallel.batch_norm import SingleSampleGuard
-from lightning_ddp_ext.parallel.buffers import merge_buffers
+from lightning_ddp_ext.parallel.buffers import BufferMerger
 from lightning_ddp_ext.parallel.chunking import merge_single_samples
 from lightning_ddp_ext.parallel.randomness import SharedGenerator
 from lightning_ddp_ext.parallel.replicas import Replicas
@@ -89,6 +89,7 @@ class ReplicatedModule:
             adopt_device(replica.module, replica.device)
         self._generator.forget()
         self._guard = SingleSampleGuard(replicas)
+        self._buffers = BufferMerger(replicas)
         self._metrics = MetricFolder(replicas)
         self._logs = LogReplay(replicas, self._metrics)
         self._attributes = AttributeMirror(replicas, own=REPLICA_ATTRIBUTES)
@@ -118,11 +119,17 @@ class ReplicatedModule:
             for index in scattered.active
         }
         scattered.in_order = self._generator.forces_order(step)
+        versions = self._replicas.versions(scattered.active)
         with self._generator.watch(step):
             results, seconds = self._apply(jobs, scattered)
+        self._replicas.check_untouched(versions, step)
         scattered.seconds = [seconds.get(index, 0.0) for index in range(len(self._devices))]
         self._bring_back(scattered)
         return [results[index] for index in scattered.active], scattered
+
+    def expect_new_batch(self) -> None:
+        """Forget the chunks of the last batch, also if the next one is the same object."""
+        self._scattered = None
 
     def backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], scattered: ScatteredBatch) -> None:
         """Run every replica's backward pass and add its gradients to the module's.
@@ -220,7 +227,7 @@ class ReplicatedModule:
     def _bring_back(self, scattered: ScatteredBatch) -> None:
         active, sizes = scattered.active, scattered.active_sizes
         means = [float(size) for size in sizes] if self._weight_by == "sum" else scattered.weights
-        merge_buffers(self._replicas, active, [float(size) for size in sizes])
+        self._buffers.merge(active, [float(size) for size in sizes])
         self._attributes.collect(active, sizes)
         self._metrics.fold(active, means)
         self._logs.replay(active, sizes, means)

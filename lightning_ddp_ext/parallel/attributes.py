@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ddp_ext._compat.torch import COMPILED_CALL, STRUCTURE
+from lightning_ddp_ext._compat.torch import COMPILED_CALL, HOOKS, STRUCTURE
 from lightning_ddp_ext.parallel.containers import to_device
 from lightning_ddp_ext.parallel.replicas import Replica, Replicas
 
@@ -24,8 +24,9 @@ class AttributeMirror:
 
     What the user sets on the module between steps reaches every replica. What a step does to the attributes of its
     module comes back where it can: entries appended to lists, in the order of the replicas; counters of samples, added
-    up; other scalars that every replica set to the same value. Anything else stays with its replica, and a warning
-    names it once. Lists of more than 10,000 entries are shared instead: what is appended is in no particular order.
+    up; other scalars that every replica set to the same value. Anything else stays with its replica; the first one's is
+    seen on the master, and a warning names it once. Lists of more than 10,000 entries are shared instead: what is
+    appended is in no particular order. Dictionaries and sets are shared always.
 
     Args:
         replicas: The replicas, just built.
@@ -38,7 +39,7 @@ class AttributeMirror:
         self._names = [f"{name}." if name else "" for name in _names_of(replicas)]
         self._modules = [module for module, _ in replicas[0].modules]
         self._seen = [dict(module.__dict__) for module in self._modules]
-        self._seen_ids = [[*map(id, seen.values())] for seen in self._seen]
+        self._seen_ids: list[list[int]] = [[*map(id, seen.values())] for seen in self._seen]
         self._lists = self._find_lists()
         # Containers that were copied to be rewritten do not follow changes in place: rewrite them before every step.
         self._copied = {
@@ -47,6 +48,7 @@ class AttributeMirror:
             for name, value in module.__dict__.items()
             if name not in self._own and isinstance(value, list | dict) and copy.__dict__[name] is not value
         }
+        self._hooks = [[len(module.__dict__[name]) for name in HOOKS] for module in self._modules]
         self._lent: dict[int, list[dict[str, Any]]] = {}
         self._sample_counters: set[Place] = set()
         self._warned: set[Place] = set()
@@ -63,13 +65,29 @@ class AttributeMirror:
                 for name in seen.keys() | attributes.keys()
                 if name not in self._own and attributes.get(name, _MISSING) is not seen.get(name, _MISSING)
             )
-            self._seen[position] = dict(attributes)
-            self._seen_ids[position] = [*map(id, attributes.values())]
+            self._note(position)
+        changed.update(self._grown_hooks())
         if len(changed) > len(self._copied):
             self._lists = self._find_lists()
         for replica in self._replicas:
             for place in changed:
                 self._push_one(replica, place)
+
+    def _note(self, position: int) -> None:
+        attributes = self._modules[position].__dict__
+        self._seen[position] = dict(attributes)
+        self._seen_ids[position] = [*map(id, attributes.values())]
+
+    def _grown_hooks(self) -> set[Place]:
+        """Find dictionaries of hooks that have got or lost entries: what they hold may lead back to the master."""
+        grown: set[Place] = set()
+        for position, module in enumerate(self._modules):
+            lengths = [len(module.__dict__[name]) for name in HOOKS]
+            if lengths != self._hooks[position]:
+                self._hooks[position] = lengths
+                grown.update((position, name) for name in HOOKS)
+        self._copied |= grown
+        return grown
 
     def _push_one(self, replica: Replica, place: Place) -> None:
         position, name = place
@@ -161,6 +179,10 @@ class AttributeMirror:
             if all(type(value) is type(values[0]) and value == values[0] for value in values):
                 setattr(master, name, values[0])
                 return
+        # The first replica's value stands for all, so that setting the attribute back in a hook is seen as a change.
+        if values[0] is not _MISSING:
+            master.__dict__[name] = to_device(values[0], self._replicas[0].device)
+            self._note(position)
         self._warn(place, "was set inside a step, to a value of its own on each replica")
 
     def _warn(self, place: Place, what: str) -> None:
@@ -168,7 +190,7 @@ class AttributeMirror:
             return
         self._warned.add(place)
         warnings.warn(
-            f"`self.{self._names[place[0]]}{place[1]}` {what}; the module keeps its old value."
+            f"`self.{self._names[place[0]]}{place[1]}` {what}; only the first replica's is seen on the module itself."
             " Set it in a hook such as `on_train_batch_end`, append to a list, or use a metric.",
             stacklevel=2,
         )

@@ -1,42 +1,91 @@
 """Bringing buffers that replicas have changed back together."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext.parallel.replicas import Replicas
 
 
-def merge_buffers(replicas: Replicas, active: Sequence[int], weights: Sequence[float]) -> None:
-    """Write the replicas' buffers into the master's.
+class BufferMerger:
+    """Writes the replicas' buffers into the master's.
 
-    Floating-point buffers that a replica has changed become the weighted mean of the replicas', which is exact for the
+    Floating-point buffers that replicas have changed become the weighted mean of the replicas', which is exact for the
     running mean of batch normalisation; its running variance lacks the variance between the chunks' means. Integer
-    buffers come from the first active replica.
+    buffers come from the first active replica. Where replicas disagree on another buffer than those of batch
+    normalisation, a warning names it once: a count or a queue, say, is not a mean.
 
     Args:
-        replicas: The replicas, after a step.
-        active: Indices of the replicas that took part.
-        weights: What each of them counts.
+        replicas: The replicas, just built.
     """
-    total = sum(weights)
-    with torch.inference_mode(False), torch.no_grad():
-        for position, (original, _) in enumerate(replicas[active[0]].modules):
-            for name, buffer in original._buffers.items():
-                if buffer is None:
-                    continue
-                own = [replicas[index].modules[position][1]._buffers[name] for index in active]
-                _merge(buffer, own, [weight / total for weight in weights])
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._modules: list[nn.Module] = [module for module, _ in replicas[0].modules]
+        names = {id(module): name for name, module in replicas.master.named_modules()}
+        self._names = [f"{names[id(module)]}." if names[id(module)] else "" for module in self._modules]
+        self._warned: set[str] = set()
+
+    def merge(self, active: Sequence[int], weights: Sequence[float]) -> None:
+        """Merge what a step has changed.
+
+        Args:
+            active: Indices of the replicas that took part.
+            weights: What each of them counts.
+        """
+        factors = [weight / sum(weights) for weight in weights]
+        with torch.inference_mode(False), torch.no_grad():
+            for position, module in enumerate(self._modules):
+                own = [self._replicas[index].modules[position][1]._buffers for index in active]
+                for name in own[0]:
+                    values = [buffers.get(name) for buffers in own]
+                    self._merge_one(position, module, name, values, factors)
+
+    def _merge_one(
+        self, position: int, module: nn.Module, name: str, values: Sequence[Tensor | None], factors: Sequence[float]
+    ) -> None:
+        buffer = module._buffers.get(name)
+        present = [value.to(self._replicas[0].device) for value in values if value is not None]
+        if len(present) < len(values) or buffer is None or any(value.shape != buffer.shape for value in present):
+            # A step may create a buffer, drop it or give it another shape: what the first replica has counts.
+            if values[0] is not None or buffer is not None:
+                module._buffers[name] = None if values[0] is None else present[0].clone()
+            return
+        changed = [value for value in present if not _same(value, buffer)]
+        if not changed:
+            return
+        if len(changed) < len(present) or any(not _same(value, present[0]) for value in present[1:]):
+            if not isinstance(module, BatchNorm):
+                self._warn(self._names[position] + name, buffer.is_floating_point())
+            if buffer.is_floating_point():
+                _write_mean(buffer, present, factors)
+                return
+        buffer.copy_(present[0])
+
+    def _warn(self, name: str, is_floating_point: bool) -> None:
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        kept = "their mean by samples" if is_floating_point else "that of the first replica with samples"
+        warnings.warn(
+            f"buffer `{name}` was changed differently by each replica; the module keeps {kept}. For a count, a queue or"
+            " a maximum use a metric, or change it in a hook such as `on_train_batch_end`.",
+            stacklevel=2,
+        )
 
 
-def _merge(buffer: Tensor, own: Sequence[Tensor], weights: Sequence[float]) -> None:
-    values = [value.to(buffer.device) for value in own]
-    if not buffer.is_floating_point() or len(values) == 1:
-        buffer.copy_(values[0])
-        return
-    # As a sum of changes, so that a buffer that nobody has changed keeps every bit.
-    change = torch.zeros_like(buffer)
-    for value, weight in zip(values, weights, strict=True):
-        change.add_(value - buffer, alpha=weight)
-    buffer.add_(change)
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _write_mean(buffer: Tensor, values: Sequence[Tensor], factors: Sequence[float]) -> None:
+    mean = torch.zeros_like(buffer)
+    untouched = torch.ones_like(buffer, dtype=torch.bool)
+    for value, factor in zip(values, factors, strict=True):
+        mean.add_(value, alpha=factor)
+        untouched &= (value == buffer) | ((value != value) & (buffer != buffer))
+    # Elements that nobody has changed keep every bit, infinities among them.
+    buffer.copy_(torch.where(untouched, buffer, mean))

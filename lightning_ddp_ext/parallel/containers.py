@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -57,6 +58,8 @@ def rebuild_mapping(value: Any, items: dict[Any, Any]) -> Any:
     """Make a mapping of the type of `value` from other items."""
     if type(value) is dict:
         return items
+    if isinstance(value, defaultdict):
+        return type(value)(value.default_factory, items)
     if not isinstance(value, MutableMapping):
         return type(value)(items)
     copied = copy.copy(value)  # keeps what a subclass adds, such as a default factory

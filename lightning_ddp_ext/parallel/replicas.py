@@ -169,7 +169,7 @@ class Replicas(Sequence[Replica]):
         self._copy_module = copy_module
         self._on_build = on_build
         self._replicas: list[Replica] = []
-        self._structure: list[tuple[nn.Module, tuple[int, ...]]] = []
+        self._structure: list[tuple[nn.Module, tuple[object, ...]]] = []
 
     def __len__(self) -> int:
         return len(self._devices)
@@ -196,6 +196,12 @@ class Replicas(Sequence[Replica]):
         self._structure = []
 
     def _build(self) -> None:
+        for name, module in self.master.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UnsupportedFeatureError(
+                    f"module `{name}` is a TorchScript module, which cannot be replicated."
+                    " Use the module that it was made of."
+                )
         for name, parameter in self.master.named_parameters():
             if nn.parameter.is_lazy(parameter):
                 raise UnsupportedFeatureError(
@@ -205,6 +211,40 @@ class Replicas(Sequence[Replica]):
         self._replicas = [Replica(self.master, self._devices[0], device, self._copy_module) for device in self._devices]
         self._structure = [(module, _parts(module)) for module in self.master.modules()]
         self._on_build(self)
+
+    def versions(self, active: Sequence[int]) -> dict[int, list[int]]:
+        """Read the version counters of the replicas' parameters, which every change in place advances.
+
+        Args:
+            active: Indices of the replicas that are about to run.
+
+        Returns:
+            One counter per parameter, by replica.
+        """
+        return {index: [leaf._version for _, leaf in self._replicas[index].parameters] for index in active}
+
+    def check_untouched(self, versions: dict[int, list[int]], step: str) -> None:
+        """Refuse a step that has changed parameters; take over which of them it froze or thawed.
+
+        Args:
+            versions: What `versions` returned before the step.
+            step: Name of the step.
+
+        Raises:
+            UnsupportedFeatureError: If a replica has changed a parameter in place. Writes to `.data` go unnoticed.
+        """
+        for index, before in versions.items():
+            for (parameter, leaf), version in zip(self._replicas[index].parameters, before, strict=True):
+                if leaf._version != version:
+                    raise UnsupportedFeatureError(
+                        f"parameter `{self._name_of(parameter)}` was changed in place inside `{step}`, which every"
+                        " replica does again. Change it in a hook such as `on_train_batch_start`."
+                    )
+                if leaf.requires_grad != parameter.requires_grad:
+                    parameter.requires_grad_(leaf.requires_grad)
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, other in self.master.named_parameters() if other is parameter)
 
     def reduce_gradients(self, active: Sequence[int]) -> None:
         """Add the gradients of the replicas to the master's, in the order of the replicas, and clear them.
@@ -235,8 +275,10 @@ class Replicas(Sequence[Replica]):
         _accumulate(list(totals.values()))
 
 
-def _parts(module: nn.Module) -> tuple[int, ...]:
-    return (*map(id, module._modules.values()), *map(id, module._parameters.values()))
+def _parts(module: nn.Module) -> tuple[object, ...]:
+    """Names and identities of what a module consists of."""
+    modules, parameters = module._modules, module._parameters
+    return (*modules, *map(id, modules.values()), *parameters, *map(id, parameters.values()), *module._buffers)
 
 
 def _accumulate(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

@@ -35,7 +35,10 @@ def batch_size_of(batch: Any, batch_dim: int = 0) -> int:
         BatchSplitError: If entries disagree or can be read in two ways, if one cannot be cut, or if there is nothing
             to count.
     """
-    return _measure(batch, batch_dim).total
+    total = _measure(batch, batch_dim).total
+    if total == 0:
+        raise BatchSplitError("the batch has no samples. Leave empty batches out in the data loader.")
+    return total
 
 
 def split_batch(batch: Any, sizes: Sequence[int], batch_dim: int = 0) -> list[Any]:
@@ -92,7 +95,7 @@ def _measure(batch: Any, batch_dim: int) -> "_Cut":
     """Find the size of a batch, and whether lists are cut by their entries or by the rows of their tensors."""
     found = list(_entries(batch, batch_dim, "batch", top=True))
     entries = [entry for entry in found if entry.decides]
-    if not entries and isinstance(batch, list | tuple) and batch:
+    if not entries and isinstance(batch, list | tuple) and batch and not _holds_array(batch):
         return _Cut(len(batch), batch_dim, by_rows=False, flat=True)
     if not entries:
         raise BatchSplitError(
@@ -108,6 +111,10 @@ def _measure(batch: Any, batch_dim: int) -> "_Cut":
     if tensors is not None and all(tensors in (*entry.rows, entry.length) for entry in entries):
         return _Cut(tensors, batch_dim, by_rows=True)
     raise BatchSplitError(f"the batch size is ambiguous: {', '.join(map(str, entries))}. {_REMEDY}")
+
+
+def _holds_array(value: Any) -> bool:
+    return is_array(value) or any(_holds_array(item) for _, item in items(value))
 
 
 def _common(sizes: Sequence[tuple[int, ...]]) -> int | None:
@@ -163,6 +170,11 @@ class _Cut:
 
     def slice(self, value: Any, start: int, stop: int) -> Any:
         if is_array(value):
+            if 0 < value.ndim <= self.batch_dim and value.shape[0] == self.total:
+                raise BatchSplitError(
+                    f"a tensor of shape {tuple(value.shape)} has no dimension {self.batch_dim}, but as many entries as"
+                    f" the batch has samples. {_REMEDY}"
+                )
             if value.ndim <= self.batch_dim or value.shape[self.batch_dim] != self.total:
                 return value
             return value[(slice(None),) * self.batch_dim + (slice(start, stop),)]

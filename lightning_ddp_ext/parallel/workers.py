@@ -128,11 +128,14 @@ class ReplicaWorkers:
 
             return run
 
-        for index, job in jobs.items():
-            self._jobs[index].put(task(job, outcomes[index]))
+        waiting = {index: task(job, outcomes[index]) for index, job in jobs.items()}
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
+                while waiting:
+                    index = next(iter(waiting))
+                    self._jobs[index].put(waiting[index])
+                    del waiting[index]
                 # The flags decide, not the queue: an interrupt may come between taking an entry and counting it.
                 while not all(outcome.finished for outcome in outcomes.values()):
                     progress.get()
@@ -161,7 +164,11 @@ def _serve(
     started: threading.Barrier,
 ) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        try:
+            torch.cuda.set_device(device)
+        except BaseException:
+            started.abort()  # otherwise the constructor would wait for ever
+            raise
     torch.set_num_threads(intra_op_threads)
     # Reading the number pins it: otherwise the first parallel operation takes whatever was set last in the process.
     torch.get_num_threads()

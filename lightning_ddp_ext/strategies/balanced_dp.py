@@ -34,6 +34,14 @@ class _PendingBackward:
     scattered: ScatteredBatch
 
 
+@dataclass(frozen=True, slots=True)
+class LastBatch:
+    """What is kept of a batch when its chunks are gone."""
+
+    sizes: list[int]
+    seconds: list[float]
+
+
 class BalancedDataParallelStrategy(SingleProcessStrategy):
     """Trains one module on several devices of one process, with chunks of a batch as large as each device can take.
 
@@ -107,7 +115,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         self.weight_by = weight_by
         self.batch_dim = batch_dim
         self._replicated: ReplicatedModule | None = None
-        self._last: ScatteredBatch | None = None
+        self._last = LastBatch([], [])
         self._pending: _PendingBackward | None = None
         self._dataloader_idx = 0
         self._warned_of_skip = False
@@ -121,12 +129,12 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
     @property
     def chunk_sizes(self) -> list[int]:
         """Number of samples that each device had of the last batch; empty before the first."""
-        return [] if self._last is None else list(self._last.sizes)
+        return list(self._last.sizes)
 
     @property
     def replica_seconds(self) -> list[float]:
         """Seconds that each device spent on the last batch, forward and backward; empty before the first."""
-        return [] if self._last is None else list(self._last.seconds)
+        return list(self._last.seconds)
 
     def split_sizes(self, batch_size: int) -> list[int]:
         """Return how many samples of a batch each device gets.
@@ -179,6 +187,8 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         # Chunks go straight to their devices, when the step runs: the whole batch never lands on device 0, and what
         # hooks do to it before the step is not lost.
         self._dataloader_idx = dataloader_idx
+        if self._replicated is not None:
+            self._replicated.expect_new_batch()
         return batch
 
     @override
@@ -205,8 +215,9 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
             self._replicated = ReplicatedModule(
                 self.lightning_module, self.devices, self.split_sizes, self.weight_by, self.batch_dim
             )
-        outputs, self._last = self._replicated.run(step, batch, args, self._dataloader_idx)
-        return outputs, self._last
+        outputs, scattered = self._replicated.run(step, batch, args, self._dataloader_idx)
+        self._last = LastBatch(scattered.sizes, scattered.seconds)
+        return outputs, scattered
 
     def _combine(self, losses: Sequence[Tensor], scattered: ScatteredBatch) -> Tensor:
         """Combine detached losses: Lightning runs its backward (precision, accumulation, overrides) on this sum."""

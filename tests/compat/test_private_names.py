@@ -84,6 +84,7 @@ def test_steps_that_fetch_their_own_batches_are_recognised():
 def test_modules_keep_their_tree_and_compiled_call_where_expected():
     attributes = nn.Linear(1, 1).__dict__
     assert attributes.keys() >= compat_torch.STRUCTURE
+    assert attributes.keys() >= set(compat_torch.HOOKS)
     module = nn.Linear(1, 1)
     module.compile(backend="eager")
     assert module.__dict__[compat_torch.COMPILED_CALL] is not None

@@ -77,18 +77,24 @@ def test_a_counter_that_every_replica_advances_comes_back(mirrored):
     assert module.calls == 1
 
 
-def test_values_that_disagree_are_warned_about_once_and_dropped(mirrored):
+def test_values_that_disagree_stay_with_their_replicas_until_they_are_set_again(mirrored):
     module, replicas, mirror = mirrored
     for expect_warning in (True, False):
         mirror.lend([0, 1])
         for index, replica in enumerate(replicas):
-            replica.module.scale = 10.0 + index + expect_warning
+            replica.module.scale = 10.0 + index + 5 * expect_warning
         if expect_warning:
             with pytest.warns(UserWarning, match=r"`self.scale` was set inside a step"):
                 mirror.collect([0, 1], [2, 6])
         else:
             mirror.collect([0, 1], [2, 6])
-    assert module.scale == 1.0
+    assert module.scale == 10.0  # the first replica's
+    assert [replica.module.scale for replica in replicas] == [10.0, 11.0]
+    mirror.push()
+    assert replicas[1].module.scale == 11.0
+    module.scale = None
+    mirror.push()
+    assert [replica.module.scale for replica in replicas] == [None, None]
 
 
 def test_a_new_attribute_of_a_step_is_warned_about(mirrored):
@@ -149,3 +155,16 @@ def test_a_list_that_is_replaced_is_warned_about(mirrored):
     with pytest.warns(UserWarning, match=r"`self.outputs` was set inside a step to a list of its own"):
         mirror.collect([0, 1], [2, 6])
     assert module.outputs == []
+
+
+def test_hooks_registered_later_run_on_the_replica(mirrored):
+    module, replicas, mirror = mirrored
+    module.features = []
+    module.layer.register_forward_hook(lambda layer, inputs, output: module.features.append(output))
+    mirror.push()
+    mirror.lend([0, 1])
+    for replica in replicas:
+        replica.module.layer(torch.ones(1, 2))
+    assert module.features == []
+    mirror.collect([0, 1], [1, 1])
+    assert len(module.features) == 2

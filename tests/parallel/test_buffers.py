@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.parallel.batch_norm import SingleSampleGuard
-from lightning_ddp_ext.parallel.buffers import merge_buffers
+from lightning_ddp_ext.parallel.buffers import BufferMerger
 from lightning_ddp_ext.parallel.replicas import Replicas
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def test_the_running_mean_is_that_of_the_whole_batch():
     replicas = replicate(net)
     replicas[0].module(batch[:2])
     replicas[1].module(batch[2:])
-    merge_buffers(replicas, [0, 1], [2, 6])
+    BufferMerger(replicas).merge([0, 1], [2, 6])
     reference(batch)
     torch.testing.assert_close(net.running_mean, reference.running_mean)
     assert net.num_batches_tracked == 1
@@ -32,17 +32,57 @@ def test_the_running_mean_is_that_of_the_whole_batch():
 
 def test_buffers_nobody_changed_keep_every_bit():
     net = nn.Module()
-    net.register_buffer("table", torch.rand(50) / 3)
+    special = torch.tensor([float("inf"), float("-inf"), float("nan"), -0.0])
+    net.register_buffer("table", torch.cat([torch.rand(50) / 3, special]))
     before = net.table.clone()
-    merge_buffers(replicate(net, 3), [0, 1, 2], [1, 2, 4])
-    assert torch.equal(net.table, before)
+    BufferMerger(replicate(net, 3)).merge([0, 1, 2], [1, 2, 4])
+    assert net.table.numpy().tobytes() == before.numpy().tobytes()
+
+
+def test_elements_nobody_changed_keep_infinities_beside_changed_ones():
+    net = nn.Module()
+    net.register_buffer("state", torch.tensor([float("-inf"), 1.0]))
+    replicas = replicate(net)
+    for replica, value in zip(replicas, (2.0, 6.0), strict=True):
+        replica.module.state[1] = value
+    with pytest.warns(UserWarning, match="buffer `state` was changed differently by each replica"):
+        BufferMerger(replicas).merge([0, 1], [1, 3])
+    assert net.state.tolist() == [float("-inf"), 5.0]
+
+
+def test_counts_in_buffers_are_warned_about_once():
+    net = nn.Sequential(nn.Linear(1, 1))
+    net[0].register_buffer("count", torch.zeros((), dtype=torch.int64))
+    replicas = replicate(net)
+    merger = BufferMerger(replicas)
+    replicas[0].module[0].count += 2
+    replicas[1].module[0].count += 6
+    with pytest.warns(UserWarning, match=r"buffer `0.count` .* keeps that of the first replica"):
+        merger.merge([0, 1], [2, 6])
+    assert net[0].count == 2
+    merger.merge([0, 1], [2, 6])
+
+
+def test_buffers_may_be_created_dropped_and_resized_in_a_step():
+    net = nn.Module()
+    net.register_buffer("dropped", torch.ones(2))
+    net.register_buffer("resized", torch.ones(2))
+    replicas = replicate(net)
+    for replica in replicas:
+        replica.module.dropped = None
+        replica.module.resized = torch.zeros(3)
+        replica.module.register_buffer("created", torch.ones(1))
+    BufferMerger(replicas).merge([0, 1], [1, 1])
+    assert net.dropped is None
+    assert net.resized.shape == (3,)
+    assert "created" in net.state_dict()
 
 
 def test_without_the_first_replica_its_buffers_follow_the_others():
     net = nn.BatchNorm1d(2)
     replicas = replicate(net)
     replicas[1].module(torch.full((4, 2), 10.0))
-    merge_buffers(replicas, [1], [4])
+    BufferMerger(replicas).merge([1], [4])
     assert torch.allclose(net.running_mean, torch.full((2,), 1.0))
     assert net.num_batches_tracked == 1
 

@@ -170,3 +170,42 @@ def test_parametrised_layers_are_replicated():
 def test_uninitialised_parameters_are_refused():
     with pytest.raises(UnsupportedFeatureError, match="parameter `weight` is not initialised yet"):
         replicate(nn.LazyLinear(3))
+
+
+def test_a_parameter_that_a_step_changes_in_place_is_refused_by_name():
+    net = Net()
+    replicas = replicate(net)
+    versions = replicas.versions([0, 1])
+    replicas.check_untouched(versions, "training_step")
+    with torch.no_grad():
+        replicas[1].module.second.weight.mul_(0.5)
+    with pytest.raises(UnsupportedFeatureError, match=r"parameter `second\.weight` was changed in place inside"):
+        replicas.check_untouched(versions, "training_step")
+
+
+def test_freezing_in_a_step_is_taken_over():
+    net = Net()
+    replicas = replicate(net)
+    versions = replicas.versions([0, 1])
+    for replica in replicas:
+        replica.module.first.requires_grad_(False)
+    replicas.check_untouched(versions, "training_step")
+    assert not net.first.weight.requires_grad
+
+
+def test_pruning_between_steps_rebuilds_the_replicas():
+    net = Net()
+    replicas = replicate(net)
+    nn.utils.prune.l1_unstructured(net.first, "weight", 0.3)
+    replicas.refresh()
+    nn.utils.prune.l1_unstructured(net.first, "bias", 0.3)
+    replicas.refresh()
+    inputs = torch.randn(2, 3)
+    assert torch.equal(replicas[1].module(inputs), net(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_torchscript_modules_are_refused():
+    net = nn.Sequential(torch.jit.script(nn.Linear(1, 1)))
+    with pytest.raises(UnsupportedFeatureError, match="module `0` is a TorchScript module"):
+        replicate(net)

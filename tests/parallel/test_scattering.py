@@ -228,3 +228,22 @@ def test_what_fits_nothing_comes_back_per_replica():
     gathered = gather(matrices, [1, 2], CPU)
     assert isinstance(gathered, list)
     assert torch.equal(gathered[1], matrices[1])
+
+
+def test_a_batch_dimension_that_tensors_lack_is_refused():
+    with pytest.raises(BatchSplitError, match="no tensor with dimension 2"):
+        batch_size_of([rows(8), torch.zeros(8)], batch_dim=2)
+    with pytest.raises(BatchSplitError, match=r"a tensor of shape \(8,\) has no dimension 1"):
+        split_batch([torch.zeros(5, 8), torch.zeros(8)], [4, 4], batch_dim=1)
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(BatchSplitError, match="the batch has no samples"):
+        batch_size_of(torch.zeros(0, 3))
+
+
+def test_default_dictionaries_and_shapes_are_kept():
+    batch = collections.defaultdict(list, x=rows(2), size=(2, 3))
+    chunk = split_batch(batch, [1, 1])[0]
+    assert chunk["size"] == (2, 3)
+    assert chunk["missing"] == []

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, BatchSplitError
+from lightning_ddp_ext import BalancedDataParallelStrategy, BatchSplitError, UnsupportedFeatureError
 from tests.parity import CLASSES, FEATURES, Classifier, dataset, quiet_trainer, relative_difference, seeded, train
 
 SPLITS = [
@@ -358,3 +358,76 @@ def test_batches_smaller_than_the_number_of_devices_work(devices):
             seeded(Classifier), BalancedDataParallelStrategy(**options), devices, loader=loader(), max_epochs=1
         )
         assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
+
+
+class Masked(Classifier):
+    """Adds a mask of infinities, as hand-written attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, float("-inf")]))
+
+    def training_step(self, batch, batch_idx):
+        labels = batch[1].clamp(max=1)
+        return functional.cross_entropy(self.network(batch[0]) + self.mask.to(batch[0]), labels)
+
+
+def test_infinities_in_buffers_survive():
+    single, parallel = train(seeded(Masked)), train(seeded(Masked), balanced([2, 6]), 2)
+    assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
+
+
+class Recurring(Classifier):
+    """Keeps a state that a hook resets."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = None
+
+    def on_train_epoch_start(self):
+        self.state = None
+
+    def training_step(self, batch, batch_idx):
+        logits = self.network(batch[0])
+        if self.state is not None:
+            logits = logits + self.state
+        self.state = logits.detach()
+        return functional.cross_entropy(logits, batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:`self.state` was set inside a step")
+def test_state_of_replicas_can_be_reset_by_a_hook():
+    def loader():
+        return DataLoader(dataset(24), batch_size=8)
+
+    single = train(seeded(Recurring), loader=loader())
+    parallel = train(seeded(Recurring), balanced([2, 6]), 2, loader=loader())
+    assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
+
+
+def test_a_batch_that_comes_again_is_cut_again():
+    class Augmented(Classifier):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] * (1 + self.trainer.global_step), batch[1]
+
+    class SameBatch:
+        batch = dataset(8, torch.float32)[:]
+
+        def __iter__(self):
+            return iter([self.batch] * 4)
+
+    options = {"precision": "32-true", "max_epochs": 1, "loader": SameBatch()}
+    single = train(seeded(Augmented), **options)
+    parallel = train(seeded(Augmented), balanced([2, 6]), 2, **options)
+    assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-5
+
+
+def test_a_step_that_changes_parameters_is_refused():
+    class Decaying(Classifier):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.network[0].weight.mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(UnsupportedFeatureError, match=r"`network\.0\.weight` was changed in place"):
+        train(Decaying(), balanced(), 2)
