@@ -71,7 +71,8 @@ def _draw_chunks(axis: Any, records: Sequence[ReplicaRecord]) -> None:
     batches = [record.batch for record in by_replica[0]]
     axis.stackplot(batches, chunks, labels=_labels(by_replica), step="mid", alpha=0.8)
     axis.set(title="replicas: samples per batch, stacked", xlabel="batch")
-    _finish(axis, legend=True)
+    _finish(axis, legend=False)
+    axis.legend(fontsize="small", loc="lower left", framealpha=0.9)
 
 
 def _draw_times(axis: Any, records: Sequence[ReplicaRecord]) -> None:
