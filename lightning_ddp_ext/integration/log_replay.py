@@ -72,11 +72,10 @@ class LogReplay:
             weights_of_values = counts or [weight_of[entry.replica] for entry in counted]
             options = {**counted[0].options, "batch_size": batch_size}
             values = [entry.value for entry in counted]
-            if _are_counts(values, [size_of[entry.replica] for entry in counted]):
-                options_of_value = {**options, "reduce_fx": "sum"}
-            else:
-                options_of_value = options
-            value = _combine(values, weights_of_values, options_of_value, self._home)
+            reduction = _reduction(options)
+            if reduction == "mean" and _are_counts(values, [size_of[entry.replica] for entry in counted]):
+                reduction = "sum"
+            value = _combine(values, weights_of_values, reduction, self._home)
             self._master.log(name, value, **options)
 
     def _interpret(
@@ -119,14 +118,19 @@ def _are_counts(values: Sequence[Any], chunk_sizes: Sequence[int]) -> bool:
     return list(values) == list(chunk_sizes) or len(set(values)) > 1
 
 
-def _combine(values: Sequence[Any], weights: Sequence[float], options: dict[str, Any], device: torch.device) -> Any:
+def _reduction(options: dict[str, Any]) -> str:
+    """Name of the reduction that a value is logged with."""
     reduce_fx = options.get("reduce_fx", "mean")
-    reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx.__name__
+    name: str = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx.__name__
+    return "mean" if name == "avg" else name
+
+
+def _combine(values: Sequence[Any], weights: Sequence[float], reduction: str, device: torch.device) -> Any:
     if len(values) == 1:
         return values[0]
     if not any(isinstance(value, Tensor) for value in values):
         numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
-        return float(_combine(numbers, weights, options, torch.device("cpu")))
+        return float(_combine(numbers, weights, reduction, torch.device("cpu")))
     stacked = torch.stack([torch.as_tensor(value).to(device).squeeze() for value in values])
     if not stacked.is_floating_point():
         stacked = stacked.to(torch.get_default_dtype())

@@ -28,6 +28,8 @@ class Logging(Classifier):
         self.log("size_one", scores.mean(), on_step=True, on_epoch=True, batch_size=1)
         self.log("positional", scores.mean(), True, False, True, True)
         self.log("count", (scores > 0).sum(), on_step=True, on_epoch=True)
+        self.log("last_label", labels.max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("first_label", labels.min(), on_step=True, on_epoch=True, reduce_fx=min)
         self.log("rows", len(scores), on_step=True, on_epoch=True)
         self.log("constant", 3, on_step=True, on_epoch=True)
         positive = scores[scores > 0.5]
@@ -52,7 +54,7 @@ def run(strategy, devices, module=Logging, **options):
     return values.values, {name: float(value) for name, value in trainer.callback_metrics.items()}, trained
 
 
-@pytest.mark.filterwarnings(r"ignore:You called `self.log\('count', ...\)`")
+@pytest.mark.filterwarnings(r"ignore:You called `self.log\('(count|last_label|first_label)', ...\)`")
 @pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([2, 3, 3], 3), (None, 2)])
 def test_every_step_and_every_epoch_logs_what_one_device_logs(split, devices):
     steps, epoch, _ = run(BalancedDataParallelStrategy(split=split), devices)
