@@ -3,6 +3,7 @@
 import operator
 import warnings
 from collections.abc import Sequence, Set
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ class AttributeMirror:
         self._names = [f"{name}." if name else "" for name in _names_of(replicas)]
         self._modules = [module for module, _ in replicas[0].modules]
         self._seen = [dict(module.__dict__) for module in self._modules]
-        self._seen_ids: list[list[int]] = [[*map(id, seen.values())] for seen in self._seen]
         self._lists = self._find_lists()
         # Containers that were copied to be rewritten do not follow changes in place: rewrite them before every step.
         self._copied = {
@@ -48,7 +48,7 @@ class AttributeMirror:
             for name, value in module.__dict__.items()
             if name not in self._own and isinstance(value, list | dict) and copy.__dict__[name] is not value
         }
-        self._hooks = [[len(module.__dict__[name]) for name in HOOKS] for module in self._modules]
+        self._hooks = self._count_hooks()
         self._lent: dict[int, list[dict[str, Any]]] = {}
         self._sample_counters: set[Place] = set()
         self._warned: set[Place] = set()
@@ -56,16 +56,14 @@ class AttributeMirror:
     def push(self) -> None:
         """Bring attributes that changed on the master since the last call to every replica."""
         changed = set(self._copied)
-        for position, module in enumerate(self._modules):
-            attributes, seen = module.__dict__, self._seen[position]
-            if [*map(id, attributes.values())] == self._seen_ids[position]:
-                continue
-            changed.update(
-                (position, name)
-                for name in seen.keys() | attributes.keys()
-                if name not in self._own and attributes.get(name, _MISSING) is not seen.get(name, _MISSING)
-            )
-            self._note(position)
+        if not _identical([module.__dict__ for module in self._modules], self._seen):
+            for position, module in enumerate(self._modules):
+                changed.update(
+                    (position, name)
+                    for name in _changed(self._seen[position], module.__dict__)
+                    if name not in self._own
+                )
+                self._seen[position] = dict(module.__dict__)
         changed.update(self._grown_hooks())
         if len(changed) > len(self._copied):
             self._lists = self._find_lists()
@@ -73,21 +71,18 @@ class AttributeMirror:
             for place in changed:
                 self._push_one(replica, place)
 
-    def _note(self, position: int) -> None:
-        attributes = self._modules[position].__dict__
-        self._seen[position] = dict(attributes)
-        self._seen_ids[position] = [*map(id, attributes.values())]
-
     def _grown_hooks(self) -> set[Place]:
         """Find dictionaries of hooks that have got or lost entries: what they hold may lead back to the master."""
-        grown: set[Place] = set()
-        for position, module in enumerate(self._modules):
-            lengths = [len(module.__dict__[name]) for name in HOOKS]
-            if lengths != self._hooks[position]:
-                self._hooks[position] = lengths
-                grown.update((position, name) for name in HOOKS)
+        counts, self._hooks = self._hooks, self._count_hooks()
+        if counts == self._hooks:
+            return set()
+        places = [(position, name) for position in range(len(self._modules)) for name in HOOKS]
+        grown = {place for place, before, now in zip(places, counts, self._hooks, strict=True) if now != before}
         self._copied |= grown
         return grown
+
+    def _count_hooks(self) -> list[int]:
+        return [len(module.__dict__[name]) for module in self._modules for name in HOOKS]
 
     def _push_one(self, replica: Replica, place: Place) -> None:
         position, name = place
@@ -117,7 +112,7 @@ class AttributeMirror:
                 attributes = modules[position][1].__dict__
                 if len(attributes[name]) <= _LONGEST_LIST:
                     attributes[name] = list(attributes[name])
-            self._lent[index] = [dict(copy.__dict__) for _, copy in modules]
+            self._lent[index] = [copy.__dict__.copy() for _, copy in modules]
 
     def collect(self, active: Sequence[int], sizes: Sequence[int]) -> None:
         """Bring back to the master what the step did to the attributes of the replicas.
@@ -126,21 +121,26 @@ class AttributeMirror:
             active: Indices of the replicas that ran, in order.
             sizes: Number of samples of each of them.
         """
-        for position, name in self._lists:
-            self._collect_list(active, (position, name))
-        rebound: dict[Place, list[Any]] = {}
-        for index in active:
-            for position, before in enumerate(self._lent.pop(index)):
-                after = self._replicas[index].modules[position][1].__dict__
-                if [*map(id, after.values())] == [*map(id, before.values())]:
-                    continue
-                for name in after.keys() | before.keys():
-                    value = after.get(name, _MISSING)
-                    changed = value is not before.get(name, _MISSING) and (position, name) not in self._lists
-                    if changed and self._is_users(position, name):
-                        rebound.setdefault((position, name), []).append(value)
+        rebound = self._find_rebound(active)
+        for place in self._lists:
+            self._collect_list(active, place)
         for place, values in rebound.items():
             self._collect_rebound(place, values, list(sizes))
+        self._lent.clear()
+
+    def _find_rebound(self, active: Sequence[int]) -> dict[Place, list[Any]]:
+        """Find the attributes, other than lists, that the step has set, with the values of the replicas that did."""
+        rebound: dict[Place, list[Any]] = {}
+        for index in active:
+            lent = self._lent[index]
+            now = [copy.__dict__ for _, copy in self._replicas[index].modules]
+            if _identical(now, lent):
+                continue
+            for position, (before, after) in enumerate(zip(lent, now, strict=True)):
+                for name in _changed(before, after):
+                    if (position, name) not in self._lists and self._is_users(position, name):
+                        rebound.setdefault((position, name), []).append(after.get(name, _MISSING))
+        return rebound
 
     def _collect_list(self, active: Sequence[int], place: Place) -> None:
         position, name = place
@@ -182,7 +182,7 @@ class AttributeMirror:
         # The first replica's value stands for all, so that setting the attribute back in a hook is seen as a change.
         if values[0] is not _MISSING:
             master.__dict__[name] = to_device(values[0], self._replicas[0].device)
-            self._note(position)
+            self._seen[position] = dict(master.__dict__)
         self._warn(place, "was set inside a step, to a value of its own on each replica")
 
     def _warn(self, place: Place, what: str) -> None:
@@ -194,6 +194,18 @@ class AttributeMirror:
             " Set it in a hook such as `on_train_batch_end`, append to a list, or use a metric.",
             stacklevel=2,
         )
+
+
+def _identical(dictionaries: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
+    """Tell whether all values are the same objects; one pass for all modules, because this runs in every step."""
+    values = [*chain.from_iterable(map(dict.values, dictionaries))]
+    other_values = [*chain.from_iterable(map(dict.values, others))]
+    return len(values) == len(other_values) and all(map(operator.is_, values, other_values))
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    names = {**before, **after}
+    return [name for name in names if after.get(name, _MISSING) is not before.get(name, _MISSING)]
 
 
 def _is_count(value: object) -> bool:

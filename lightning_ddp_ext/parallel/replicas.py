@@ -1,5 +1,6 @@
 """Replicas of a module, one per device, and what travels between them and the master."""
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_ddp_ext._compat.torch import (
     recompile,
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.parallel.buckets import send_all
 from lightning_ddp_ext.parallel.references import References
 
 CopyModule = Callable[[nn.Module, torch.device], nn.Module | None]
@@ -37,6 +39,7 @@ class Replica:
 
     def __init__(self, master: nn.Module, home: torch.device, device: torch.device, copy_module: CopyModule) -> None:
         self.device = device
+        self._home = home
         self.references = References(home, device)
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
         self.modules: list[tuple[nn.Module, nn.Module]] = []
@@ -103,24 +106,30 @@ class Replica:
         if is_compiled_wrapper(original):
             recompile(copy)
 
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The replica's own parameters."""
+        return [leaf for _, leaf in self.parameters]
+
     def receive_parameters(self) -> None:
         """Take over the master's parameter values and `requires_grad` flags."""
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        for parameter, leaf in self.parameters:
-            if leaf.requires_grad != parameter.requires_grad:
+        originals, leaves = [parameter for parameter, _ in self.parameters], self.leaves
+        if [leaf.requires_grad for leaf in leaves] != [parameter.requires_grad for parameter in originals]:
+            for parameter, leaf in self.parameters:
                 leaf.requires_grad_(parameter.requires_grad)
-            if parameter.device == leaf.device:
-                # `parameter.data = ...` (weight averaging, resizing) ends the aliasing.
-                if parameter.data_ptr() != leaf.data_ptr() or parameter.shape != leaf.shape:
-                    leaf.data = parameter.detach()
-            elif parameter.shape != leaf.shape or parameter.dtype != leaf.dtype:
-                leaf.data = parameter.detach().to(leaf.device)
-            else:
-                sources.append(parameter.detach())
-                targets.append(leaf.detach())
-        if targets:
-            copy_all_(targets, sources)
+        if self.device != self._home:
+            self._copy_parameters()
+        elif not all(map(Tensor.is_set_to, leaves, originals)):
+            # `parameter.data = ...` (weight averaging, resizing) ends the aliasing.
+            for parameter, leaf in self.parameters:
+                leaf.data = parameter.detach()
+
+    def _copy_parameters(self) -> None:
+        for parameter, leaf in self.parameters:
+            if parameter.shape != leaf.shape or parameter.dtype != leaf.dtype:
+                leaf.data = torch.empty_like(parameter, device=self.device)
+        sent = send_all([parameter.detach() for parameter, _ in self.parameters], self.device)
+        copy_all_([leaf.detach() for leaf in self.leaves], sent)
 
     def receive_buffers(self) -> None:
         """Take over the master's buffers, whatever changed them.
@@ -130,6 +139,8 @@ class Replica:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for original, copy in self.modules:
+            if not original._buffers:
+                continue
             own_buffers = copy._buffers
             for name, buffer in original._buffers.items():
                 own = own_buffers.get(name)
@@ -141,7 +152,7 @@ class Replica:
                     sources.append(buffer)
                     targets.append(own)
         if targets:
-            copy_all_(targets, sources)
+            copy_all_(targets, send_all(sources, self.device))
 
 
 class Replicas(Sequence[Replica]):
@@ -169,7 +180,8 @@ class Replicas(Sequence[Replica]):
         self._copy_module = copy_module
         self._on_build = on_build
         self._replicas: list[Replica] = []
-        self._structure: list[tuple[nn.Module, tuple[object, ...]]] = []
+        self._modules: list[nn.Module] = []
+        self._parts: list[object] = []
 
     def __len__(self) -> int:
         return len(self._devices)
@@ -184,7 +196,8 @@ class Replicas(Sequence[Replica]):
         """Bring every replica up to date with the master's structure, parameters and buffers."""
         # Without inference mode: buffers written here are used by autograd in the next training step.
         with torch.inference_mode(False), torch.no_grad():
-            if not self._structure or any(_parts(module) != parts for module, parts in self._structure):
+            parts = _parts(self._modules)
+            if not parts or len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
                 self._build()
                 return
             for replica in self._replicas:
@@ -193,7 +206,7 @@ class Replicas(Sequence[Replica]):
 
     def discard(self) -> None:
         """Forget the replicas; the next refresh builds new ones."""
-        self._structure = []
+        self._modules = []
 
     def _build(self) -> None:
         for name, module in self.master.named_modules():
@@ -209,7 +222,8 @@ class Replicas(Sequence[Replica]):
                     " Run one forward pass of the lazy module in `configure_model`."
                 )
         self._replicas = [Replica(self.master, self._devices[0], device, self._copy_module) for device in self._devices]
-        self._structure = [(module, _parts(module)) for module in self.master.modules()]
+        self._modules = list(self.master.modules())
+        self._parts = _parts(self._modules)
         self._on_build(self)
 
     def versions(self, active: Sequence[int]) -> dict[int, list[int]]:
@@ -221,7 +235,7 @@ class Replicas(Sequence[Replica]):
         Returns:
             One counter per parameter, by replica.
         """
-        return {index: [leaf._version for _, leaf in self._replicas[index].parameters] for index in active}
+        return {index: [leaf._version for leaf in self._replicas[index].leaves] for index in active}
 
     def check_untouched(self, versions: dict[int, list[int]], step: str) -> None:
         """Refuse a step that has changed parameters; take over which of them it froze or thawed.
@@ -234,7 +248,8 @@ class Replicas(Sequence[Replica]):
             UnsupportedFeatureError: If a replica has changed a parameter in place. Writes to `.data` go unnoticed.
         """
         for index, before in versions.items():
-            for (parameter, leaf), version in zip(self._replicas[index].parameters, before, strict=True):
+            parameters = self._replicas[index].parameters
+            for (parameter, leaf), version in zip(parameters, before, strict=True):
                 if leaf._version != version:
                     raise UnsupportedFeatureError(
                         f"parameter `{self._name_of(parameter)}` was changed in place inside `{step}`, which every"
@@ -254,31 +269,34 @@ class Replicas(Sequence[Replica]):
         Args:
             active: Indices of the replicas that ran a backward pass.
         """
-        totals: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        totals: dict[int, Tensor] = {}  # by position of the parameter
         for index in active:
-            targets: list[Tensor] = []
-            sources: list[Tensor] = []
-            for parameter, leaf in self._replicas[index].parameters:
-                gradient, leaf.grad = leaf.grad, None
-                if gradient is None:
-                    continue
-                gradient = gradient.to(parameter.device)
-                if id(parameter) not in totals:
-                    totals[id(parameter)] = (parameter, gradient)
-                elif gradient.layout == torch.strided == totals[id(parameter)][1].layout:
-                    targets.append(totals[id(parameter)][1])
-                    sources.append(gradient)
-                else:
-                    totals[id(parameter)] = (parameter, totals[id(parameter)][1] + gradient)
-            if targets:
-                add_all_(targets, sources)
-        _accumulate(list(totals.values()))
+            leaves = self._replicas[index].leaves
+            present = {position: grad for position, leaf in enumerate(leaves) if (grad := leaf.grad) is not None}
+            for position in present:
+                leaves[position].grad = None
+            gradients = dict(zip(present, send_all(list(present.values()), self._devices[0]), strict=True))
+            shared = gradients.keys() & totals.keys()
+            dense = [p for p in shared if totals[p].layout == gradients[p].layout == torch.strided]
+            if dense:
+                add_all_([totals[position] for position in dense], [gradients[position] for position in dense])
+            for position in shared.difference(dense):
+                totals[position] = totals[position] + gradients[position]
+            totals.update((position, gradients[position]) for position in gradients.keys() - shared)
+        parameters = [parameter for parameter, _ in self._replicas[0].parameters]
+        _accumulate([(parameters[position], totals[position]) for position in sorted(totals)])
 
 
-def _parts(module: nn.Module) -> tuple[object, ...]:
-    """Names and identities of what a module consists of."""
-    modules, parameters = module._modules, module._parameters
-    return (*modules, *map(id, modules.values()), *parameters, *map(id, parameters.values()), *module._buffers)
+def _parts(modules: Sequence[nn.Module]) -> list[object]:
+    """Names and objects that modules consist of."""
+    parts: list[object] = []
+    for module in modules:
+        parts += module._modules
+        parts += module._modules.values()
+        parts += module._parameters
+        parts += module._parameters.values()
+        parts += module._buffers
+    return parts
 
 
 def _accumulate(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
