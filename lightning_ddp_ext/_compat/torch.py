@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 # Instance attributes of `nn.Module` that hold the module tree rather than the user's attributes. A replica has its own.
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
@@ -15,6 +15,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 # The base of batch normalisation of every dimension; torch exports only the classes below it.
 BatchNorm = _BatchNorm
+
+# The base of every layer with running statistics, those of instances among them.
+Normalisation = _NormBase
 
 # `nn.Module.compile()` stores the compiled call here; it is bound to the module it was compiled for.
 COMPILED_CALL = "_compiled_call_impl"

@@ -14,7 +14,7 @@ from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.integration.log_replay import LogReplay
 from lightning_ddp_ext.integration.metric_folding import MetricFolder, copy_metric
 from lightning_ddp_ext.parallel.attributes import AttributeMirror
-from lightning_ddp_ext.parallel.batch_norm import SingleSampleGuard
+from lightning_ddp_ext.parallel.batch_norm import BatchNormObserver
 from lightning_ddp_ext.parallel.buffers import BufferMerger
 from lightning_ddp_ext.parallel.chunking import merge_single_samples
 from lightning_ddp_ext.parallel.randomness import SharedGenerator
@@ -88,7 +88,7 @@ class ReplicatedModule:
         for replica in replicas:
             adopt_device(replica.module, replica.device)
         self._generator.forget()
-        self._guard = SingleSampleGuard(replicas)
+        self._batch_norm = BatchNormObserver(replicas)
         self._buffers = BufferMerger(replicas)
         self._metrics = MetricFolder(replicas)
         self._logs = LogReplay(replicas, self._metrics)
@@ -114,6 +114,7 @@ class ReplicatedModule:
         self._attributes.push()
         scattered = self._scatter(batch, dataloader_idx)
         self._attributes.lend(scattered.active)
+        self._batch_norm.forget()
         jobs = {
             index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
             for index in scattered.active
@@ -190,7 +191,7 @@ class ReplicatedModule:
 
     def _sizes(self, batch_size: int) -> list[int]:
         sizes = self._chunk_sizes(batch_size)
-        return merge_single_samples(sizes) if 1 in sizes and self._guard.refuses_single_samples() else sizes
+        return merge_single_samples(sizes) if 1 in sizes and self._batch_norm.refuses_single_samples() else sizes
 
     def _transfer(self, chunk: Any, index: int, dataloader_idx: int) -> Any:
         """Apply the transfer hooks to a chunk; they are the replica's where the module overrides them."""
@@ -227,7 +228,8 @@ class ReplicatedModule:
     def _bring_back(self, scattered: ScatteredBatch) -> None:
         active, sizes = scattered.active, scattered.active_sizes
         means = [float(size) for size in sizes] if self._weight_by == "sum" else scattered.weights
-        self._buffers.merge(active, [float(size) for size in sizes])
+        merged = self._batch_norm.merge(active)
+        self._buffers.merge(active, [float(size) for size in sizes], merged)
         self._attributes.collect(active, sizes)
         self._metrics.fold(active, means)
         self._logs.replay(active, sizes, means)

@@ -1,22 +1,21 @@
 """Bringing buffers that replicas have changed back together."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import BatchNorm
+from lightning_ddp_ext._compat.torch import Normalisation
 from lightning_ddp_ext.parallel.replicas import Replicas
 
 
 class BufferMerger:
     """Writes the replicas' buffers into the master's.
 
-    Floating-point buffers that replicas have changed become the weighted mean of the replicas', which is exact for the
-    running mean of batch normalisation; its running variance lacks the variance between the chunks' means. Integer
-    buffers come from the first active replica. Where replicas disagree on another buffer than those of batch
-    normalisation, a warning names it once: a count or a queue, say, is not a mean.
+    Floating-point buffers that replicas have changed become the weighted mean of the replicas', integer buffers come
+    from the first active replica. Where replicas disagree on another buffer than those of normalisation layers, a
+    warning names it once: a count or a queue, say, is not a mean.
 
     Args:
         replicas: The replicas, just built.
@@ -29,20 +28,22 @@ class BufferMerger:
         self._names = [f"{names[id(module)]}." if names[id(module)] else "" for module in self._modules]
         self._warned: set[str] = set()
 
-    def merge(self, active: Sequence[int], weights: Sequence[float]) -> None:
+    def merge(self, active: Sequence[int], weights: Sequence[float], merged: Set[int] = frozenset()) -> None:
         """Merge what a step has changed.
 
         Args:
             active: Indices of the replicas that took part.
             weights: What each of them counts.
+            merged: Ids of buffers of the master that hold the values of the whole batch already.
         """
         factors = [weight / sum(weights) for weight in weights]
         with torch.inference_mode(False), torch.no_grad():
             for position, module in enumerate(self._modules):
                 own = [self._replicas[index].modules[position][1]._buffers for index in active]
                 for name in own[0]:
-                    values = [buffers.get(name) for buffers in own]
-                    self._merge_one(position, module, name, values, factors)
+                    if id(module._buffers.get(name)) not in merged:
+                        values = [buffers.get(name) for buffers in own]
+                        self._merge_one(position, module, name, values, factors)
 
     def _merge_one(
         self, position: int, module: nn.Module, name: str, values: Sequence[Tensor | None], factors: Sequence[float]
@@ -58,7 +59,7 @@ class BufferMerger:
         if not changed:
             return
         if len(changed) < len(present) or any(not _same(value, present[0]) for value in present[1:]):
-            if not isinstance(module, BatchNorm):
+            if not isinstance(module, Normalisation):
                 self._warn(self._names[position] + name, buffer.is_floating_point())
             if buffer.is_floating_point():
                 _write_mean(buffer, present, factors)

@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.parallel.batch_norm import SingleSampleGuard
 from lightning_ddp_ext.parallel.buffers import BufferMerger
 from lightning_ddp_ext.parallel.replicas import Replicas
 
@@ -13,21 +12,6 @@ def replicate(module, count=2, **options):
     replicas = Replicas(module, [CPU] * count, **options)
     replicas.refresh()
     return replicas
-
-
-def test_the_running_mean_is_that_of_the_whole_batch():
-    torch.manual_seed(0)
-    net, reference = nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3).double()
-    batch = torch.randn(8, 3, dtype=torch.float64) + 4
-    replicas = replicate(net)
-    replicas[0].module(batch[:2])
-    replicas[1].module(batch[2:])
-    BufferMerger(replicas).merge([0, 1], [2, 6])
-    reference(batch)
-    torch.testing.assert_close(net.running_mean, reference.running_mean)
-    assert net.num_batches_tracked == 1
-    equal_weights = (replicas[0].module.running_mean + replicas[1].module.running_mean) / 2
-    assert not torch.allclose(equal_weights, reference.running_mean)
 
 
 def test_buffers_nobody_changed_keep_every_bit():
@@ -85,26 +69,3 @@ def test_without_the_first_replica_its_buffers_follow_the_others():
     BufferMerger(replicas).merge([1], [4])
     assert torch.allclose(net.running_mean, torch.full((2,), 1.0))
     assert net.num_batches_tracked == 1
-
-
-@pytest.mark.parametrize(
-    ("module", "shape", "refused"),
-    [
-        (nn.BatchNorm1d(3), (4, 3), True),
-        (nn.BatchNorm1d(3), (4, 3, 5), False),
-        (nn.BatchNorm2d(3), (4, 3, 2, 2), False),
-        (nn.BatchNorm2d(3), (4, 3, 1, 1), True),
-    ],
-)
-def test_the_guard_learns_from_the_first_batch_whether_one_sample_is_enough(module, shape, refused):
-    replicas = replicate(module)
-    guard = SingleSampleGuard(replicas)
-    assert guard.refuses_single_samples()  # careful until it knows
-    replicas[0].module(torch.randn(shape))
-    assert guard.refuses_single_samples() is refused
-    module.eval()
-    assert not guard.refuses_single_samples()
-
-
-def test_a_module_without_batch_norm_takes_single_samples():
-    assert not SingleSampleGuard(replicate(nn.Linear(2, 2))).refuses_single_samples()

@@ -1,0 +1,47 @@
+"""Many small tensors as few large ones."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_BUCKET_BYTES = 25 * 2**20  # what torch's own DistributedDataParallel uses
+
+
+def send_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Send tensors to a device in flat buckets: one transfer per bucket instead of one per tensor.
+
+    Args:
+        tensors: Tensors on one device, of any shape, type and layout.
+        device: Where they are needed.
+
+    Returns:
+        Tensors of the same values on the device, in the same order: the ones given if they are there already,
+        otherwise, if they are dense, views of the buckets.
+    """
+    if not tensors or tensors[0].device == device:
+        return list(tensors)
+    sent = [tensor if tensor.layout == torch.strided else tensor.to(device) for tensor in tensors]
+    for bucket in _buckets(tensors):
+        members = [tensors[position] for position in bucket]
+        flat = torch.cat([member.reshape(-1) for member in members]).to(device, non_blocking=True)
+        parts = torch.split(flat, [member.numel() for member in members])
+        for position, member, part in zip(bucket, members, parts, strict=True):
+            sent[position] = part.view(member.shape)
+    return sent
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Group the positions of dense tensors by type, in order, up to the size of a bucket."""
+    buckets: list[list[int]] = []
+    open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
+    for position, tensor in enumerate(tensors):
+        if tensor.layout != torch.strided:
+            continue
+        members, size = open_buckets.get(tensor.dtype, ([], _BUCKET_BYTES))
+        if size + tensor.nbytes > _BUCKET_BYTES:
+            members, size = [], 0
+            buckets.append(members)
+        members.append(position)
+        open_buckets[tensor.dtype] = (members, size + tensor.nbytes)
+    return buckets
