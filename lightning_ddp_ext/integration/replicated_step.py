@@ -1,7 +1,7 @@
 """One step of a LightningModule, run by its replicas: replicate, scatter, apply in parallel, gather."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,27 @@ from lightning_ddp_ext.parallel.randomness import SharedGenerator
 from lightning_ddp_ext.parallel.replicas import Replicas
 from lightning_ddp_ext.parallel.scattering import batch_size_of, split_batch
 from lightning_ddp_ext.parallel.weighting import WeightBy, combination_weights
-from lightning_ddp_ext.parallel.workers import ReplicaWorkers
+from lightning_ddp_ext.parallel.workers import ReplicaWorkers, Timer
+
+
+@dataclass(slots=True)
+class BatchRecord:
+    """What is kept of a batch when its chunks are gone.
+
+    Attributes:
+        sizes: Number of samples of each replica.
+        timers: What has measured each replica's work, forward and backward.
+        in_order: Whether the replicas ran one after another.
+    """
+
+    sizes: list[int]
+    timers: list[list[Timer]]
+    in_order: bool = False
+
+    @property
+    def seconds(self) -> list[float]:
+        """Time that each replica has spent so far. Waits for the devices."""
+        return [float(sum(timer.seconds for timer in timers)) for timers in self.timers]
 
 
 @dataclass(slots=True)
@@ -34,8 +54,7 @@ class ScatteredBatch:
         sizes: Number of samples of each chunk.
         active: Indices of the replicas that have samples.
         weights: What each active replica's loss counts in the loss of the batch.
-        seconds: Time each replica has spent on its chunk so far, forward and backward.
-        in_order: Whether the replicas run one after another.
+        record: What is measured of it.
     """
 
     batch: Any
@@ -43,8 +62,7 @@ class ScatteredBatch:
     sizes: list[int]
     active: list[int]
     weights: list[float]
-    seconds: list[float] = field(default_factory=list)
-    in_order: bool = False
+    record: BatchRecord
 
     @property
     def active_sizes(self) -> list[int]:
@@ -119,12 +137,12 @@ class ReplicatedModule:
             index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
             for index in scattered.active
         }
-        scattered.in_order = self._generator.forces_order(step)
+        scattered.record = BatchRecord(scattered.sizes, [], self._generator.forces_order(step))
         versions = self._replicas.versions(scattered.active)
         with self._generator.watch(step):
-            results, seconds = self._apply(jobs, scattered)
+            results, timers = self._apply(jobs, scattered)
         self._replicas.check_untouched(versions, step)
-        scattered.seconds = [seconds.get(index, 0.0) for index in range(len(self._devices))]
+        scattered.record.timers = [[timers[index]] if index in timers else [] for index in range(len(self._devices))]
         self._bring_back(scattered)
         return [results[index] for index in scattered.active], scattered
 
@@ -147,10 +165,10 @@ class ReplicatedModule:
         }
         if not jobs:
             return
-        _, seconds = self._apply(jobs, scattered)
+        _, timers = self._apply(jobs, scattered)
         self._replicas.reduce_gradients(sorted(jobs))
-        for index, spent in seconds.items():
-            scattered.seconds[index] += spent
+        for index, timer in timers.items():
+            scattered.record.timers[index].append(timer)
 
     def close(self) -> None:
         """End the worker threads."""
@@ -167,7 +185,7 @@ class ReplicatedModule:
         for index in active:
             chunks[index] = self._transfer(chunks[index], index, dataloader_idx)
         weights = combination_weights(self._weight_by, [chunks[i] for i in active], [sizes[i] for i in active])
-        self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights)
+        self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights, BatchRecord(sizes, []))
         return self._scattered
 
     def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
@@ -208,7 +226,7 @@ class ReplicatedModule:
 
     def _apply(
         self, jobs: Mapping[int, Callable[[], Any]], scattered: ScatteredBatch
-    ) -> tuple[dict[int, Any], dict[int, float]]:
+    ) -> tuple[dict[int, Any], dict[int, Timer]]:
         def describe(index: int) -> str:
             start = sum(scattered.sizes[:index])
             return (
@@ -218,7 +236,7 @@ class ReplicatedModule:
             )
 
         try:
-            return self._workers.run(jobs, describe, scattered.in_order)
+            return self._workers.run(jobs, describe, scattered.record.in_order)
         except BaseException:
             # What the step half did to the replicas must not reach the next one.
             self._scattered = None

@@ -44,12 +44,60 @@ class ThreadState:
             yield
 
 
+class Timer:
+    """Measures how long a device works on a job.
+
+    Args:
+        device: The device. On CUDA events are recorded in its current stream, because kernels run behind the calls
+            that start them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        """Start measuring."""
+        self._start = self._now()
+
+    def stop(self) -> None:
+        """Stop measuring."""
+        self._stop = self._now()
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @property
+    def seconds(self) -> float:
+        """The time between start and stop. Waits for the device, so it is best read when other work has followed."""
+        if isinstance(self._start, float):
+            return float(self._stop - self._start)
+        self._stop.synchronize()
+        return float(self._start.elapsed_time(self._stop)) / 1000
+
+
 @dataclass(slots=True)
 class _Outcome:
+    timer: Timer
     result: Any = None
     error: BaseException | None = None
-    seconds: float = 0.0
     finished: bool = False
+
+
+_running = threading.local()
+
+
+def current_replica() -> int | None:
+    """Return the index of the replica whose step the calling thread runs, or None outside of a step.
+
+    Examples:
+        >>> current_replica() is None
+        True
+    """
+    return getattr(_running, "replica", None)
 
 
 class ReplicaWorkers:
@@ -83,7 +131,7 @@ class ReplicaWorkers:
 
     def run(
         self, jobs: Mapping[int, Job], describe: Callable[[int], str], in_order: bool = False
-    ) -> tuple[dict[int, Any], dict[int, float]]:
+    ) -> tuple[dict[int, Any], dict[int, Timer]]:
         """Run jobs at the same time and wait for all of them.
 
         A single job, and jobs in order, run on the calling thread, which has all intra-op threads to itself.
@@ -94,17 +142,17 @@ class ReplicaWorkers:
             in_order: Whether to run one after another.
 
         Returns:
-            The results, and the seconds each job took, by index.
+            The results, and what has measured each job, by index.
 
         Raises:
             BaseException: The first failed replica's own exception, after every job has ended, with a note that names
                 the replica. `KeyboardInterrupt` too waits for the running jobs.
         """
         state = ThreadState.capture(self._device_types)
-        outcomes = {index: _Outcome() for index in jobs}
+        outcomes = {index: _Outcome(Timer(self._devices[index])) for index in jobs}
         if in_order or len(jobs) == 1:
             for index, job in jobs.items():
-                _execute(job, outcomes[index], _current_device(self._devices[index]))
+                _execute(index, job, outcomes[index], _current_device(self._devices[index]))
                 if outcomes[index].error is not None:
                     break
         else:
@@ -114,21 +162,21 @@ class ReplicaWorkers:
                 raise _with_note(outcome.error, describe(index))
         return (
             {index: outcome.result for index, outcome in outcomes.items()},
-            {index: outcome.seconds for index, outcome in outcomes.items()},
+            {index: outcome.timer for index, outcome in outcomes.items()},
         )
 
     def _run_on_threads(self, jobs: Mapping[int, Job], outcomes: dict[int, _Outcome], state: ThreadState) -> None:
         progress: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-        def task(job: Job, outcome: _Outcome) -> Callable[[], None]:
+        def task(index: int, job: Job, outcome: _Outcome) -> Callable[[], None]:
             def run() -> None:
-                _execute(job, outcome, state.applied())
+                _execute(index, job, outcome, state.applied())
                 outcome.finished = True
                 progress.put(None)
 
             return run
 
-        waiting = {index: task(job, outcomes[index]) for index, job in jobs.items()}
+        waiting = {index: task(index, job, outcomes[index]) for index, job in jobs.items()}
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
@@ -178,14 +226,16 @@ def _serve(
         del job  # otherwise the last job's tensors live until the next one
 
 
-def _execute(job: Job, outcome: _Outcome, context: contextlib.AbstractContextManager[Any]) -> None:
-    start = time.perf_counter()
+def _execute(index: int, job: Job, outcome: _Outcome, context: contextlib.AbstractContextManager[Any]) -> None:
+    _running.replica = index
+    outcome.timer.start()
     try:
         with context:
             outcome.result = job()
     except BaseException as error:
         outcome.error = error
-    outcome.seconds = time.perf_counter() - start
+    outcome.timer.stop()
+    _running.replica = None
 
 
 def _current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,8 +19,8 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.replicated_step import ReplicatedModule, ScatteredBatch
-from lightning_ddp_ext.parallel.chunking import even_chunks, first_limited_chunks, proportional_chunks
+from lightning_ddp_ext.integration.batch_split import BatchSplit, check_count
+from lightning_ddp_ext.integration.replicated_step import BatchRecord, ReplicatedModule, ScatteredBatch
 from lightning_ddp_ext.parallel.gathering import gather
 from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
 from lightning_ddp_ext.strategies.single_process import SingleProcessStrategy
@@ -32,14 +33,6 @@ class _PendingBackward:
     losses: list[Tensor]
     leaves: list[Tensor]
     scattered: ScatteredBatch
-
-
-@dataclass(frozen=True, slots=True)
-class LastBatch:
-    """What is kept of a batch when its chunks are gone."""
-
-    sizes: list[int]
-    seconds: list[float]
 
 
 class BalancedDataParallelStrategy(SingleProcessStrategy):
@@ -59,7 +52,10 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
             share; use `split` for that.
         split: Proportions of the batch for each device, such as `[2, 3, 3]`; smaller batches are shared in the same
             proportions.
-        balance: `"even"` shares a batch evenly, which is the default.
+        balance: `"even"` shares a batch evenly; `"auto"` moves samples towards the devices that finish first, from
+            the times it measures, as far as their memory allows. The default is `"auto"` if the devices are distinct
+            and `"even"` for replicas of one device. Chunks that follow measured times change sums in their last
+            digits, so `Trainer(deterministic=True)` turns `"auto"` into `"even"`.
         weight_by: What a chunk counts in the gradient. `"samples"` is exact for losses that are means over samples;
             `"sum"` for losses that are sums; `"ranks"` counts every chunk once; a callable maps a chunk to a number,
             such as its non-padding tokens.
@@ -91,7 +87,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         self,
         gpu0_batch_size: int | None = None,
         split: Sequence[float] | None = None,
-        balance: Literal["even"] | None = None,
+        balance: Literal["even", "auto"] | None = None,
         weight_by: WeightBy = "samples",
         batch_dim: int = 0,
         accelerator: Accelerator | None = None,
@@ -99,23 +95,14 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        given = {"gpu0_batch_size": gpu0_batch_size, "split": split, "balance": balance}
-        chosen = [f"`{name}={value!r}`" for name, value in given.items() if value is not None]
-        if len(chosen) > 1:
-            raise ValueError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
-        _check_count("gpu0_batch_size", gpu0_batch_size, "Use 0 to keep the first device free of samples.")
-        _check_count("batch_dim", batch_dim, "Use 0 for batches whose first dimension counts samples.")
-        _check_split(split)
-        if balance not in (None, "even"):
-            raise ValueError(f'`balance` must be "even", got {balance!r}. Use `split` for other proportions.')
+        self._split = BatchSplit(gpu0_batch_size, split, balance)
+        check_count("batch_dim", batch_dim, "Use 0 for batches whose first dimension counts samples.")
         check_weight_by(weight_by)
-        self.gpu0_batch_size = gpu0_batch_size
-        self.split = None if split is None else list(split)
-        self.balance = balance
         self.weight_by = weight_by
         self.batch_dim = batch_dim
         self._replicated: ReplicatedModule | None = None
-        self._last = LastBatch([], [])
+        self._last = BatchRecord([], [])
+        self._unobserved: BatchRecord | None = None
         self._pending: _PendingBackward | None = None
         self._dataloader_idx = 0
         self._warned_of_skip = False
@@ -143,27 +130,18 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
             batch_size: Number of samples in the batch.
 
         Returns:
-            One number per device, before a single sample is merged into a neighbour for batch normalisation.
+            One number per device, before a single sample is merged into a neighbour for batch normalisation. With
+            `balance="auto"`, as measured so far.
 
         Raises:
             RuntimeError: If the strategy has not been passed to a Trainer yet.
         """
-        num_devices = len(self.devices)
-        if self.split is not None:
-            return proportional_chunks(batch_size, self.split)
-        if self.gpu0_batch_size is not None:
-            return first_limited_chunks(batch_size, num_devices, self.gpu0_batch_size)
-        return even_chunks(batch_size, num_devices)
+        return self._split.sizes(batch_size, self.devices)
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        num_devices = len(self.devices)
-        if self.split is not None and len(self.split) != num_devices:
-            raise ValueError(
-                f"`split={self.split}` has {len(self.split)} entries for {num_devices} devices."
-                " Give one proportion per device."
-            )
+        self._split.check(self.devices)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -181,6 +159,8 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
                     f" Take `batch` and `batch_idx` in `{step}`."
                 )
         super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._split.start(self.devices)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -194,6 +174,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._pending = None
+        self._observe()
         with self.precision_plugin.train_step_context():
             outputs, scattered = self._run("training_step", *args, **kwargs)
         if any(output is None for output in outputs):
@@ -216,8 +197,14 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
                 self.lightning_module, self.devices, self.split_sizes, self.weight_by, self.batch_dim
             )
         outputs, scattered = self._replicated.run(step, batch, args, self._dataloader_idx)
-        self._last = LastBatch(scattered.sizes, scattered.seconds)
+        self._last = scattered.record
         return outputs, scattered
+
+    def _observe(self) -> None:
+        """Learn from the last training batch. Not before the next one: its times are known when devices are done."""
+        last, self._unobserved = self._unobserved, None
+        if last is not None:
+            self._split.observe(last)
 
     def _combine(self, losses: Sequence[Tensor], scattered: ScatteredBatch) -> Tensor:
         """Combine detached losses: Lightning runs its backward (precision, accumulation, overrides) on this sum."""
@@ -257,6 +244,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
             raise RuntimeError("`backward` was called without a loss from `training_step`.")
         assert self._replicated is not None
         self._replicated.backward(pending.losses, [leaf.grad for leaf in pending.leaves], pending.scattered)
+        self._unobserved = self._last
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -277,6 +265,19 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         outputs, scattered = self._run(step, *args, **kwargs)
         return gather(outputs, scattered.active_sizes, self.root_device, self.batch_dim)
 
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        checkpoint.update(self._split.state_dict())
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._split.load_state_dict(checkpoint)
+        return checkpoint
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -289,24 +290,3 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
             self._replicated.close()
         self._replicated = self._pending = None
         super().teardown()
-
-
-def _check_count(name: str, value: object, remedy: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}. {remedy}")
-    if value < 0:
-        raise ValueError(f"`{name}` must be at least 0, got {value}. {remedy}")
-
-
-def _check_split(split: object) -> None:
-    if split is None:
-        return
-    if isinstance(split, str) or not isinstance(split, Sequence):
-        raise TypeError(f"`split` must be a sequence of numbers, got {split!r}. Use for example [2, 3, 3].")
-    numbers = all(isinstance(part, int | float) and not isinstance(part, bool) for part in split)
-    if not numbers or any(not 0 <= part < float("inf") for part in split) or not sum(split):
-        raise ValueError(
-            f"`split` must hold non-negative numbers, not all zero, got {list(split)!r}. Use for example [2, 3, 3]."
-        )
