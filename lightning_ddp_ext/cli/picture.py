@@ -1,17 +1,15 @@
 """The curves of a run as a picture."""
 
 import csv
-import importlib.util
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_ddp_ext.callbacks.balance_picture import can_draw, draw_chunks, draw_times
 from lightning_ddp_ext.callbacks.balance_report import ReplicaRecord
 
 _NOT_CURVES = {"step", "epoch"}
-_SMOOTHED_OVER = 9
 
 
 def draw_run(folder: Path, records: Sequence[ReplicaRecord]) -> Path | None:
@@ -27,8 +25,7 @@ def draw_run(folder: Path, records: Sequence[ReplicaRecord]) -> Path | None:
     curves = _read_curves(folder / "metrics.csv")
     if not curves and not records:
         return None
-    if importlib.util.find_spec("matplotlib") is None:
-        warnings.warn("no picture: matplotlib is not installed. Install `lightning-ddp-ext[demo]`.", stacklevel=2)
+    if not can_draw():
         return None
     from matplotlib.figure import Figure
 
@@ -37,8 +34,8 @@ def draw_run(folder: Path, records: Sequence[ReplicaRecord]) -> Path | None:
     _draw_curves(axes[0][0], {name: curve for name, curve in curves.items() if "loss" in name}, "loss")
     _draw_curves(axes[0][1], {name: curve for name, curve in curves.items() if "loss" not in name}, "metrics")
     if records:
-        _draw_chunks(axes[1][0], records)
-        _draw_times(axes[1][1], records)
+        draw_chunks(axes[1][0], records)
+        draw_times(axes[1][1], records)
     path = folder / "run.png"
     figure.savefig(path, dpi=120)
     return path
@@ -51,7 +48,7 @@ def _read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             for name, value in row.items():
-                if value and name not in _NOT_CURVES:
+                if value and name not in _NOT_CURVES and not name.startswith("replica_"):
                     curves[name].append((int(row["step"]), float(value)))
     return curves
 
@@ -63,42 +60,6 @@ def _draw_curves(axis: Any, curves: dict[str, list[tuple[int, float]]], title: s
         axis.plot(steps, values, label=name, marker="o" if alone or "step" not in name else None, markersize=3)
     axis.set(title=title, xlabel="optimizer step")
     _finish(axis, bool(curves))
-
-
-def _draw_chunks(axis: Any, records: Sequence[ReplicaRecord]) -> None:
-    by_replica = _by_replica(records)
-    chunks = [[record.chunk for record in own] for own in by_replica.values()]
-    batches = [record.batch for record in by_replica[0]]
-    axis.stackplot(batches, chunks, labels=_labels(by_replica), step="mid", alpha=0.8)
-    axis.set(title="replicas: samples per batch, stacked", xlabel="batch")
-    _finish(axis, legend=False)
-    axis.legend(fontsize="small", loc="lower left", framealpha=0.9)
-
-
-def _draw_times(axis: Any, records: Sequence[ReplicaRecord]) -> None:
-    by_replica = _by_replica(records)
-    for label, own in zip(_labels(by_replica), by_replica.values(), strict=True):
-        axis.plot([r.batch for r in own], _running_median([1000 * r.seconds for r in own]), label=label)
-    axis.set(title=f"replicas: ms per batch, median of {_SMOOTHED_OVER}", xlabel="batch")
-    axis.set_ylim(bottom=0)
-    _finish(axis, legend=True)
-
-
-def _by_replica(records: Sequence[ReplicaRecord]) -> dict[int, list[ReplicaRecord]]:
-    by_replica: dict[int, list[ReplicaRecord]] = defaultdict(list)
-    for record in records:
-        by_replica[record.replica].append(record)
-    return dict(by_replica)
-
-
-def _labels(by_replica: dict[int, list[ReplicaRecord]]) -> list[str]:
-    return [f"replica {replica} ({own[0].device})" for replica, own in by_replica.items()]
-
-
-def _running_median(values: Sequence[float]) -> list[float]:
-    half = _SMOOTHED_OVER // 2
-    windows = [sorted(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
-    return [window[len(window) // 2] for window in windows]
 
 
 def _finish(axis: Any, legend: bool) -> None:

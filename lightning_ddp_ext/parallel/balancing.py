@@ -9,6 +9,7 @@ from typing import Any
 from lightning_ddp_ext.parallel.chunking import proportional_chunks
 
 WINDOW = 7  # batches behind each decision: an average over fewer followed single slow batches
+LONGEST_WINDOW = 112
 SUSTAINED = 5  # batches of a window that must show the imbalance
 START_AT = 0.10  # imbalance from which samples are moved ...
 STOP_AT = 0.05  # ... until it is below this
@@ -35,8 +36,9 @@ class BalanceController:
     Imbalance is how much longer the slowest replica takes than the mean, of the median times of 7 batches of full size.
     Above 10 %, if 5 of the 7 batches show it, each replica's share becomes proportional to its measured throughput
     (samples per second), and it is measured again, until the imbalance is below 5 % or whole samples allow no better.
-    A move that has not lowered the imbalance is taken back, and the next one waits twice as long. Every replica keeps
-    at least one sample, or it could not be measured any more.
+    A move that has not lowered the imbalance is taken back. After that, and whenever it has to move again after it had
+    settled, decisions rest on twice as many batches. Every replica keeps at least one sample, or it could not be
+    measured any more.
 
     Args:
         num_replicas: Number of replicas.
@@ -51,6 +53,7 @@ class BalanceController:
         self._sizes: list[int] = []
         self._warm = False
         self._moving = False
+        self._has_moved = False
         self._settled = False
         self._batch_size = 0
 
@@ -116,7 +119,7 @@ class BalanceController:
         imbalance = slowest / fmean(times) - 1
         previous, self._previous = self._previous, None
         if previous is not None and imbalance >= previous[1]:
-            self._length *= 2
+            self._length = min(2 * self._length, LONGEST_WINDOW)
             self._moving = False
             return self._move(previous[0], f"the imbalance is {imbalance:.0%}, not below the {previous[1]:.0%} before")
         threshold = STOP_AT if self._moving else START_AT
@@ -128,11 +131,13 @@ class BalanceController:
         expected = max(size / throughput for size, throughput in zip(sizes, throughputs, strict=True))
         if sizes == self._sizes or expected >= slowest:
             return self._settle(f"whole samples, and the memory, allow no better than {_ms(times)}")
-        self._previous, self._moving = (self._shares, imbalance), True
+        if self._settled and self._has_moved:
+            self._length = min(2 * self._length, LONGEST_WINDOW)
+        self._previous, self._moving, self._has_moved = (self._shares, imbalance), True, True
         return self._move(
             shares,
             f"replica {times.index(slowest)} takes {imbalance:.0%} longer than the mean ({_ms(times)}, medians of"
-            f" {self._length} batches)",
+            f" {len(self._window)} batches)",
         )
 
     def _is_sustained(self, slowest: int, threshold: float) -> bool:

@@ -123,6 +123,11 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         """Seconds that each device spent on the last batch, forward and backward; empty before the first."""
         return list(self._last.seconds)
 
+    @property
+    def last_batch(self) -> BatchRecord:
+        """Sizes and times of the last batch; reading the times waits for the devices."""
+        return self._last
+
     def split_sizes(self, batch_size: int) -> list[int]:
         """Return how many samples of a batch each device gets.
 

@@ -1,5 +1,9 @@
 import csv
+import io
 
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
@@ -7,24 +11,67 @@ from lightning_ddp_ext.callbacks import BalanceReport
 from tests.parity import Classifier, dataset, quiet_trainer
 
 
-def fit(strategy, devices, report):
-    trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2, callbacks=[report])
+def fit(strategy, devices, report, **options):
+    trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2, callbacks=[report], **options)
     trainer.fit(Classifier(), DataLoader(dataset(11), batch_size=8))
 
 
-def test_chunk_and_time_of_every_replica_are_recorded_and_written(tmp_path):
+def printed(report):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report.table())
+    return console.file.getvalue()
+
+
+def test_chunk_and_time_of_every_replica_are_recorded_and_written(tmp_path, capsys):
     report = BalanceReport(tmp_path / "new" / "replicas.csv")
     fit(BalancedDataParallelStrategy(gpu0_batch_size=1), 3, report)
     assert [record.chunk for record in report.records] == [1, 4, 3, 1, 1, 1] * 2
     assert [record.batch for record in report.records] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert all(record.seconds > 0 for record in report.records)
+    for batch in range(4):
+        of_batch = [record for record in report.records if record.batch == batch]
+        slowest = max(record.seconds for record in of_batch)
+        assert [r.idle_share for r in of_batch] == pytest.approx([1 - r.seconds / slowest for r in of_batch])
     with report.path.open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["chunk"]) for row in rows] == [record.chunk for record in report.records]
+    assert "medians of the last 4 batches" in capsys.readouterr().out
+
+
+def test_the_table_says_what_replicas_did(capsys):
+    report = BalanceReport(table=False)
+    fit(BalancedDataParallelStrategy(gpu0_batch_size=0), 2, report)
+    assert "medians" not in capsys.readouterr().out
+    idle, busy = report.summary()
+    assert (idle.chunk, idle.seconds, idle.idle_share, idle.peak_memory) == (0, 0, 1, None)
+    assert (busy.chunk, busy.idle_share) == (5.5, 0)  # batches of 8 and 3
+    text = printed(report)
+    assert "100%" in text
+    assert "peak memory of the process" in text
+
+
+def test_values_are_logged(tmp_path):
+    report = BalanceReport()
+    logger = CSVLogger(tmp_path, name=None, version="")
+    fit(BalancedDataParallelStrategy(split=[1, 3]), 2, report, logger=logger, log_every_n_steps=2)
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    samples = [
+        (row["step"], row["replica_0/samples"], row["replica_1/samples"]) for row in rows if row["replica_0/samples"]
+    ]
+    assert samples == [("2", "1.0", "2.0"), ("4", "1.0", "2.0")]
+    assert all(float(row["replica_0/milliseconds"]) > 0 for row in rows if row["replica_0/samples"])
+
+
+def test_a_picture_is_drawn(tmp_path):
+    report = BalanceReport(picture=tmp_path / "new" / "balance.png")
+    fit(BalancedDataParallelStrategy(), 2, report)
+    assert report.picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_strategies_record_nothing(tmp_path):
     report = BalanceReport(tmp_path / "replicas.csv")
     fit("auto", 1, report)
     assert report.records == []
+    assert report.summary() == []
     assert not report.path.exists()

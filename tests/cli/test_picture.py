@@ -5,7 +5,7 @@ import pytest
 from lightning_ddp_ext.callbacks.balance_report import ReplicaRecord
 from lightning_ddp_ext.cli.picture import draw_run
 
-RECORDS = [ReplicaRecord(batch, replica, "cpu", 4, 0.01) for batch in range(20) for replica in range(2)]
+RECORDS = [ReplicaRecord(batch, replica, "cpu", 4, 0.01, 0.0) for batch in range(20) for replica in range(2)]
 
 
 def test_curves_and_replicas_are_drawn(tmp_path):

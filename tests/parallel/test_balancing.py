@@ -90,7 +90,7 @@ def test_a_device_that_becomes_slower_later_is_noticed():
     controller = BalanceController(2)
     run(controller, devices, 30)
     devices[1].per_sample = 2
-    _, imbalances = run(controller, devices, 30)
+    _, imbalances = run(controller, devices, 40)
     assert imbalances[-1] < 0.05
     assert controller.chunk_sizes(60) == [40, 20]
 

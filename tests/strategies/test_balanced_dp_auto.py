@@ -1,0 +1,133 @@
+"""`balance="auto"` in training: chunks move, the gradient stays, the state is saved."""
+
+import logging
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext import BalancedDataParallelStrategy
+from lightning_ddp_ext.parallel.workers import current_replica
+from tests.parity import Classifier, dataset, quiet_trainer, relative_difference, seeded, train
+
+
+class Slowed(Classifier):
+    """The first replica takes three times as long for a sample."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(len(batch[0]) * (0.003, 0.001)[current_replica() or 0])
+        return super().training_step(batch, batch_idx)
+
+
+def auto(**options):
+    return BalancedDataParallelStrategy(balance="auto", **options)
+
+
+def loader(batches=24):
+    return DataLoader(dataset(16 * batches), batch_size=16)
+
+
+@pytest.fixture
+def said(caplog):
+    """What was logged about balance."""
+    # Lightning's loggers do not pass their records on, and the tests' are quiet.
+    logger = logging.getLogger("lightning.pytorch")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(caplog.handler)
+    yield lambda: [record.message for record in caplog.records if "`balance=" in record.message]
+    logger.removeHandler(caplog.handler)
+
+
+def test_chunks_move_and_the_gradient_stays(said):
+    strategy = auto()
+    single = train(seeded(Classifier), loader=loader(), max_epochs=1)
+    parallel = train(seeded(Slowed), strategy, 2, loader=loader(), max_epochs=1)
+    first, second = strategy.chunk_sizes
+    assert second > first + 4  # 8 and 8 at first; 4 and 12 would take equally long without the network
+    assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
+    assert relative_difference(parallel.parameters, single.parameters) < 1e-12
+    assert any("8, 8 ->" in text and "replica 0 takes" in text for text in said())
+
+
+def test_a_checkpoint_keeps_what_was_measured(tmp_path):
+    strategy = auto()
+    trainer = quiet_trainer(strategy, 2, precision="64-true", max_epochs=1)
+    trainer.fit(Slowed(), loader())
+    learnt = strategy.split_sizes(16)
+    assert learnt != [8, 8]
+    trainer.save_checkpoint(tmp_path / "moved.ckpt")
+    assert torch.load(tmp_path / "moved.ckpt", weights_only=True)["balanced_dp"]["shares"][0] < 0.5
+
+    resumed = auto()
+    quiet_trainer(resumed, 2, precision="64-true", max_epochs=2, limit_train_batches=1).fit(
+        Slowed(), loader(), ckpt_path=tmp_path / "moved.ckpt"
+    )
+    assert resumed.chunk_sizes == learnt
+
+    others = auto()
+    quiet_trainer(others, 3, precision="64-true", max_epochs=2, limit_train_batches=1).fit(
+        Classifier(), loader(), ckpt_path=tmp_path / "moved.ckpt"
+    )
+    assert others.chunk_sizes == [6, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "expected"),
+    [
+        ({}, ["cpu", "cpu"], False),
+        ({"balance": "even"}, ["cpu", "meta"], False),
+        ({}, ["cpu", "meta"], True),  # distinct devices
+        ({"balance": "auto"}, ["cpu", "cpu"], True),
+        ({"balance": "auto"}, ["cpu"], False),
+        ({"split": [1, 2]}, ["cpu", "meta"], False),
+        ({"gpu0_batch_size": 1}, ["cpu", "meta"], False),
+    ],
+)
+def test_the_default_is_auto_for_distinct_devices_only(options, devices, expected):
+    strategy = BalancedDataParallelStrategy(**options, parallel_devices=[torch.device(name) for name in devices])
+    strategy._split.start(strategy.devices)
+    assert (strategy._split.state_dict() != {}) is expected
+
+
+def test_deterministic_training_is_shared_evenly(said):
+    strategy = auto()
+    try:
+        trainer = Trainer(
+            strategy=strategy, accelerator="cpu", devices=2, max_steps=10, deterministic=True, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, precision="64-true",
+        )  # fmt: skip
+        trainer.fit(Slowed(), loader())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert strategy.chunk_sizes == [8, 8]
+    assert any("would not be deterministic" in text for text in said())
+
+
+class Drawing(Slowed):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0 * torch.rand(())
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` draws random numbers")
+def test_replicas_that_run_in_order_are_left_alone(said):
+    strategy = auto()
+    seed_everything(0, verbose=False)
+    train(seeded(Drawing), strategy, 2, loader=loader(12), max_epochs=1)
+    assert strategy.chunk_sizes == [8, 8]
+    assert [text for text in said() if "one after another" in text] == said()
+    assert len(said()) == 1
+
+
+def test_validation_uses_the_same_chunks_but_is_not_measured():
+    class Validated(Slowed):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    strategy = auto()
+    trainer = quiet_trainer(strategy, 2, precision="64-true", max_epochs=1)
+    trainer.fit(seeded(Validated), loader(), loader(4))
+    learnt = strategy.split_sizes(16)
+    trainer.validate(seeded(Validated), loader(), verbose=False)
+    assert strategy.chunk_sizes == learnt == strategy.split_sizes(16)
