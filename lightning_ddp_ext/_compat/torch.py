@@ -1,7 +1,6 @@
 """Private names of torch, each with its reason. Checked on torch 2.13.0; `tests/compat` fails when one moves."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,6 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 # The base of batch normalisation of every dimension; torch exports only the classes below it.
 BatchNorm = _BatchNorm
-
-# `nn.Module.compile()` stores the compiled call here; it is bound to the module it was compiled for.
-COMPILED_CALL = "_compiled_call_impl"
 
 
 def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -33,13 +29,3 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was used; torch has no public question."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Tell whether a module is what `torch.compile(module)` returns."""
-    return isinstance(module, torch._dynamo.OptimizedModule)
-
-
-def recompile(wrapper: Any) -> None:
-    """Bind a copied `torch.compile` wrapper to its own inner module."""
-    wrapper._initialize()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ddp_ext._compat.torch import COMPILED_CALL, HOOKS, STRUCTURE
+from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE
 from lightning_ddp_ext.parallel.containers import to_device
 from lightning_ddp_ext.parallel.replicas import Replica, Replicas
 
@@ -35,7 +35,7 @@ class AttributeMirror:
 
     def __init__(self, replicas: Replicas, own: Set[str] = frozenset()) -> None:
         self._replicas = replicas
-        self._own = own | STRUCTURE | {COMPILED_CALL, "forward"}
+        self._own = own | STRUCTURE | {"forward"}
         self._names = [f"{name}." if name else "" for name in _names_of(replicas)]
         self._modules = [module for module, _ in replicas[0].modules]
         self._seen = [dict(module.__dict__) for module in self._modules]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_ddp_ext._compat.torch import BatchNorm
@@ -12,7 +13,7 @@ class SingleSampleGuard:
     """Knows whether the module's batch normalisation refuses a chunk of one sample.
 
     It does where a sample has one value per channel, as behind a linear layer; over the pixels of an image one sample
-    is enough. The first batch shows which; until then the answer is the careful one.
+    is enough. The first batch shows which; until then, and inside of `torch.compile`, the answer is the careful one.
 
     Args:
         replicas: The replicas, just built.
@@ -26,12 +27,18 @@ class SingleSampleGuard:
                 self._observe_once(replica.references.find(layer))
 
     def _observe_once(self, layer: Any) -> None:
+        original, patched = layer.forward, layer.__dict__.get("forward")
+
         def forward(inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # The instance attribute hides the method for one call. A hook would be shared with the master.
-            layer.__dict__.pop("forward", None)
-            if inputs.numel():
-                self._values_per_sample.add(inputs.numel() // (inputs.size(0) * inputs.size(1)))
-            return layer.forward(inputs, *args, **kwargs)
+            # Looking on would break a compiled graph.
+            if not torch.compiler.is_compiling():
+                # The instance attribute hides the method for one call. A hook would be shared with the master.
+                layer.__dict__.pop("forward", None)
+                if patched is not None:
+                    layer.__dict__["forward"] = patched
+                if inputs.numel():
+                    self._values_per_sample.add(inputs.numel() // (inputs.size(0) * inputs.size(1)))
+            return original(inputs, *args, **kwargs)
 
         layer.__dict__["forward"] = forward
 

@@ -108,3 +108,20 @@ def test_the_guard_learns_from_the_first_batch_whether_one_sample_is_enough(modu
 
 def test_a_module_without_batch_norm_takes_single_samples():
     assert not SingleSampleGuard(replicate(nn.Linear(2, 2))).refuses_single_samples()
+
+
+def test_looking_at_batch_norm_leaves_a_patched_forward_in_place():
+    net = nn.BatchNorm1d(2)
+    calls = []
+
+    def patched(inputs):
+        calls.append(len(inputs))
+        return inputs
+
+    net.forward = patched
+    replicas = replicate(net)
+    guard = SingleSampleGuard(replicas)
+    for _ in range(2):
+        replicas[1].module(torch.ones(3, 2, 5))
+    assert calls == [3, 3]
+    assert not guard.refuses_single_samples()
