@@ -1,7 +1,8 @@
 """Training one module in several ways and comparing what reaches the optimizer."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,7 +11,29 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_ddp_ext import BalancedDataParallelStrategy
+
 FEATURES, CLASSES = 5, 3
+SPLITS: list[tuple[list[int] | None, int]] = [
+    (None, 1),
+    ([0, 8], 2),
+    ([2, 6], 2),
+    ([7, 1], 2),
+    ([2, 3, 3], 3),
+    (None, 2),
+    (None, 4),
+]
+T = TypeVar("T")
+
+
+def balanced(split: Sequence[float] | None = None, **options: Any) -> BalancedDataParallelStrategy:
+    return BalancedDataParallelStrategy(split=split, **options)
+
+
+def both_ways(run: Callable[..., T], **options: Any) -> tuple[T, T]:
+    """Run on one device, then on two replicas that share batches 2 to 6 unless the options say otherwise."""
+    strategy = balanced(**(options or {"split": [2, 6]}))
+    return run(strategy="auto", devices=1), run(strategy=strategy, devices=2)
 
 
 class Classifier(LightningModule):
@@ -33,6 +56,25 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters(), lr=1e-2)
+
+
+class Evaluated(Classifier):
+    """Also validates, tests and predicts, on one loader or several."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> None:
+        super().__init__(optimizer)
+        self.val_accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits = self.network(batch[0])
+        self.val_accuracy(logits, batch[1])
+        self.log("val_accuracy", self.val_accuracy, on_epoch=True)
+        self.log("val_loss", functional.cross_entropy(logits, batch[1]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return {"logits": self.network(batch[0]), "index": batch[1].tolist()}
 
 
 @dataclass
@@ -63,6 +105,10 @@ def dataset(samples: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
     return TensorDataset(features, torch.randint(0, CLASSES, (samples,), generator=generator))
 
 
+def batches(samples: int = 27, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset(samples), batch_size=batch_size, **options)
+
+
 @dataclass
 class Trained:
     module: LightningModule
@@ -72,6 +118,19 @@ class Trained:
     @property
     def parameters(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.module.parameters()]
+
+
+def assert_same_training(parallel: Trained, single: Trained, tolerance: float = 1e-12) -> None:
+    """Compare every gradient, the parameters in the end, the number of steps and everything logged."""
+    assert parallel.trainer.global_step == single.trainer.global_step > 0
+    for name in ("after_backward", "before_step"):
+        found, expected = getattr(parallel.gradients, name), getattr(single.gradients, name)
+        assert relative_difference(found, expected) < tolerance, name
+    assert relative_difference(parallel.parameters, single.parameters) < tolerance
+    metrics = single.trainer.callback_metrics
+    assert parallel.trainer.callback_metrics.keys() == metrics.keys()
+    for name, value in metrics.items():
+        torch.testing.assert_close(parallel.trainer.callback_metrics[name], value, rtol=1e-9, atol=1e-9)
 
 
 def quiet_trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
@@ -86,7 +145,13 @@ def quiet_trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
 
 
 def train(
-    module: LightningModule, strategy: Any = "auto", devices: int = 1, *, loader: Any = None, **options: Any
+    module: LightningModule,
+    strategy: Any = "auto",
+    devices: int = 1,
+    *,
+    loader: Any = None,
+    val_loader: Any = None,
+    **options: Any,
 ) -> Trained:
     """Fit in float64 unless told otherwise; the default loader ends with a partial batch of 3."""
     recorder = GradientRecorder()
@@ -94,7 +159,7 @@ def train(
     trainer = quiet_trainer(
         strategy, devices, **{"max_epochs": 3, "precision": "64-true", "callbacks": callbacks, **options}
     )
-    trainer.fit(module, loader if loader is not None else DataLoader(dataset(27), batch_size=8))
+    trainer.fit(module, loader if loader is not None else batches(), val_loader)
     return Trained(module, trainer, recorder)
 
 

@@ -1,7 +1,6 @@
 """Private names of torch, each with its reason. Checked on torch 2.13.0; `tests/compat` fails when one moves."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +18,6 @@ BatchNorm = _BatchNorm
 # The base of every layer with running statistics, those of instances among them.
 Normalisation = _NormBase
 
-# `nn.Module.compile()` stores the compiled call here; it is bound to the module it was compiled for.
-COMPILED_CALL = "_compiled_call_impl"
-
 
 def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Add many tensors in place in few kernel launches; `torch.optim` relies on the same function."""
@@ -36,13 +32,3 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was used; torch has no public question."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Tell whether a module is what `torch.compile(module)` returns."""
-    return isinstance(module, torch._dynamo.OptimizedModule)
-
-
-def recompile(wrapper: Any) -> None:
-    """Bind a copied `torch.compile` wrapper to its own inner module."""
-    wrapper._initialize()

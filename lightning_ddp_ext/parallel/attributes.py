@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ddp_ext._compat.torch import COMPILED_CALL, HOOKS, STRUCTURE
+from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE
 from lightning_ddp_ext.parallel.containers import to_device
 from lightning_ddp_ext.parallel.replicas import Replica, Replicas
 
@@ -36,7 +36,7 @@ class AttributeMirror:
 
     def __init__(self, replicas: Replicas, own: Set[str] = frozenset()) -> None:
         self._replicas = replicas
-        self._own = own | STRUCTURE | {COMPILED_CALL, "forward"}
+        self._own = own | STRUCTURE | {"forward"}
         self._names = [f"{name}." if name else "" for name in _names_of(replicas)]
         self._modules = [module for module, _ in replicas[0].modules]
         self._seen = [dict(module.__dict__) for module in self._modules]
@@ -183,7 +183,8 @@ class AttributeMirror:
         if values[0] is not _MISSING:
             master.__dict__[name] = to_device(values[0], self._replicas[0].device)
             self._seen[position] = dict(master.__dict__)
-        self._warn(place, "was set inside a step, to a value of its own on each replica")
+        if not _is_recomputed(master, name):
+            self._warn(place, "was set inside a step, to a value of its own on each replica")
 
     def _warn(self, place: Place, what: str) -> None:
         if place in self._warned:
@@ -210,6 +211,11 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_recomputed(module: nn.Module, name: str) -> bool:
+    """Tell a weight that a hook computes from parameters before every forward, as for pruning or spectral norm."""
+    return any(f"{name}_{part}" in module._parameters for part in ("orig", "g"))
 
 
 def _names_of(replicas: Replicas) -> list[str]:

@@ -7,15 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import (
-    COMPILED_CALL,
-    STRUCTURE,
-    add_all_,
-    copy_all_,
-    has_gradient_hooks,
-    is_compiled_wrapper,
-    recompile,
-)
+from lightning_ddp_ext._compat.torch import STRUCTURE, add_all_, copy_all_, has_gradient_hooks
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.parallel.buckets import send_all
 from lightning_ddp_ext.parallel.references import References
@@ -52,7 +44,6 @@ class Replica:
             for name, value in original.__dict__.items():
                 if name not in STRUCTURE:
                     copy.__dict__[name] = self.references.rewrite(value)
-            self._rebind_compiled(original, copy)
         self.module: nn.Module = self.references.find(master)  # type: ignore[assignment]
 
     def _add_module(self, original: nn.Module, copy_module: CopyModule) -> None:
@@ -97,14 +88,6 @@ class Replica:
         own = buffer.detach().clone().to(self.device)
         self.references.add(buffer, own)
         return own
-
-    @staticmethod
-    def _rebind_compiled(original: nn.Module, copy: nn.Module) -> None:
-        if original.__dict__.get(COMPILED_CALL) is not None:
-            copy.__dict__[COMPILED_CALL] = None
-            copy.compile()
-        if is_compiled_wrapper(original):
-            recompile(copy)
 
     @property
     def leaves(self) -> list[nn.Parameter]:

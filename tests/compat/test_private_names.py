@@ -81,13 +81,10 @@ def test_steps_that_fetch_their_own_batches_are_recognised():
     assert not compat_lightning.takes_dataloader_iter(Fetching(), "validation_step")
 
 
-def test_modules_keep_their_tree_and_compiled_call_where_expected():
+def test_modules_keep_their_tree_and_hooks_where_expected():
     attributes = nn.Linear(1, 1).__dict__
     assert attributes.keys() >= compat_torch.STRUCTURE
     assert attributes.keys() >= set(compat_torch.HOOKS)
-    module = nn.Linear(1, 1)
-    module.compile(backend="eager")
-    assert module.__dict__[compat_torch.COMPILED_CALL] is not None
 
 
 def test_every_batch_normalisation_has_the_same_base():
@@ -108,13 +105,6 @@ def test_gradient_hooks_of_parameters_are_recognised():
     hooked.register_hook(lambda gradient: None)
     late.register_post_accumulate_grad_hook(lambda parameter: None)
     assert [compat_torch.has_gradient_hooks(p) for p in (plain, hooked, late)] == [False, True, True]
-
-
-def test_compiled_wrappers_are_recognised_and_rebound():
-    compiled = torch.compile(nn.Linear(1, 1), backend="eager")
-    assert compat_torch.is_compiled_wrapper(compiled)
-    assert not compat_torch.is_compiled_wrapper(nn.Linear(1, 1))
-    compat_torch.recompile(compiled)
 
 
 def test_states_of_metrics_are_merged_in_order_and_written():

@@ -167,6 +167,40 @@ def test_parametrised_layers_are_replicated():
     assert all(p.grad is None for p in net.parameters())
 
 
+class CompiledFunction(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.call = torch.compile(self.scale, backend="eager")
+
+    def scale(self, inputs):
+        return 2 * nn.functional.linear(inputs, self.weight, self.bias)
+
+    def forward(self, inputs):
+        return self.call(inputs)
+
+
+def compiled_by_method():
+    net = nn.Sequential(nn.Linear(3, 2))
+    net.compile(backend="eager")
+    return net
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: nn.Sequential(torch.compile(nn.Linear(3, 2), backend="eager")), compiled_by_method, CompiledFunction],
+    ids=["wrapper", "method", "function"],
+)
+def test_compiled_parts_use_the_replicas_parameters(build):
+    net = build()
+    replica = replicate(net)[1].module
+    inputs = torch.randn(4, 3)
+    torch.testing.assert_close(replica(inputs), net(inputs))
+    replica(inputs).sum().backward()
+    assert all(p.grad is not None for p in replica.parameters())
+    assert all(p.grad is None for p in net.parameters())
+    torch._dynamo.reset()
+
+
 def test_uninitialised_parameters_are_refused():
     with pytest.raises(UnsupportedFeatureError, match="parameter `weight` is not initialised yet"):
         replicate(nn.LazyLinear(3))

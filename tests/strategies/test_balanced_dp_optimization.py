@@ -1,0 +1,209 @@
+"""What modules override around backward and the optimizer runs once, on the gradient of the whole batch."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from tests.parity import Classifier, assert_same_training, balanced, both_ways, relative_difference, seeded, train
+
+
+def one_cycle(optimizer):
+    return {"scheduler": lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12), "interval": "step"}
+
+
+def plateau(optimizer):
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    return {"scheduler": scheduler, "monitor": "loss_epoch"}
+
+
+def plateau_by_step(optimizer):
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
+    return {"scheduler": scheduler, "monitor": "loss_step", "interval": "step", "frequency": 2}
+
+
+def cosine_by_epoch(optimizer):
+    return {"scheduler": lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)}
+
+
+def warm_up(optimizer):
+    warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+    return {"scheduler": lr_scheduler.SequentialLR(optimizer, [warm, cosine], milestones=[4]), "interval": "step"}
+
+
+class Scheduled(Classifier):
+    def __init__(self, schedule):
+        super().__init__()
+        self.schedule = schedule
+        self.rates = []
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)}
+
+    def on_train_batch_end(self, *args):
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("schedule", [one_cycle, plateau, plateau_by_step, cosine_by_epoch, warm_up])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_schedules(schedule, accumulate):
+    def run(**way):
+        return train(seeded(lambda: Scheduled(schedule)), **way, accumulate_grad_batches=accumulate)
+
+    single, parallel = both_ways(run)
+    assert_same_training(parallel, single)
+    assert parallel.module.rates == single.module.rates
+    assert len(set(single.module.rates)) > 1
+
+
+class Backward(Classifier):
+    """Scales the loss; with SGD, for to Adam that is all the same."""
+
+    def __init__(self):
+        super().__init__(torch.optim.SGD)
+
+    def backward(self, loss, *args, **kwargs):
+        self.note("backward")
+        (3 * loss).backward(*args, **kwargs)
+
+
+class Step(Classifier):
+    """Warms up by hand, and skips every third step."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        self.note("optimizer_step")
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 * (1 + self.trainer.global_step)
+        if batch_idx % 3 == 2:
+            optimizer_closure()
+            return
+        optimizer.step(closure=optimizer_closure)
+
+
+class ZeroGrad(Classifier):
+    """Keeps a part of the last gradient."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        self.note("optimizer_zero_grad")
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class Clipping(Classifier):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.note("configure_gradient_clipping")
+        self.clip_gradients(
+            optimizer, gradient_clip_val=0.01 * (1 + self.current_epoch), gradient_clip_algorithm="norm"
+        )
+
+
+class Scheduler(Scheduled):
+    def __init__(self):
+        super().__init__(one_cycle)
+
+    def lr_scheduler_step(self, scheduler, metric):
+        self.note("lr_scheduler_step")
+        scheduler.step()
+
+
+class Logging(Classifier):
+    def log(self, name, value, *args, **kwargs):
+        self.note(f"log {name}")
+        super().log(f"own/{name}", value, *args, **kwargs)
+
+
+class Hooks(Classifier):
+    """Works on gradients in every hook that there is between the loss and the step."""
+
+    def on_before_backward(self, loss):
+        self.note(("before backward", loss.ndim, loss.requires_grad))
+
+    def on_after_backward(self):
+        self.note("after backward")
+        for parameter in self.parameters():
+            parameter.grad.add_(0.01 * parameter.detach())
+
+    def on_before_optimizer_step(self, optimizer):
+        self.note("before step")
+        for parameter in self.parameters():
+            parameter.grad.sign_()
+
+    def on_before_zero_grad(self, optimizer):
+        self.note("before zero_grad")
+
+
+OVERRIDES = [Backward, Step, ZeroGrad, Clipping, Scheduler, Logging, Hooks]
+
+
+@pytest.mark.parametrize("kind", OVERRIDES)
+def test_overrides_run_as_often_and_with_the_same_result(kind):
+    class Noting(kind):
+        def __init__(self):
+            super().__init__()
+            self.notes = []
+
+        def note(self, what):
+            self.notes.append(what)
+
+    def run(**way):
+        return train(seeded(Noting), **way)
+
+    single, parallel = both_ways(run)
+    assert_same_training(parallel, single)
+    assert parallel.module.notes == single.module.notes != []
+
+
+@pytest.mark.parametrize("kind", [Backward, ZeroGrad, Clipping, Hooks])
+def test_the_overrides_make_a_difference(kind):
+    class Noting(kind):
+        def note(self, what):
+            pass
+
+    gradients = [train(seeded(build)).gradients.before_step for build in (Noting, Classifier)]
+    assert relative_difference(*gradients) > 1e-2
+
+
+@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.05), ("value", 0.005)])
+def test_clipping_sees_the_final_gradient(algorithm, limit):
+    options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": 2}
+    single = train(seeded(Classifier), **options)
+    parallel = train(seeded(Classifier), balanced([2, 6]), 2, **options)
+    unclipped = train(seeded(Classifier), balanced([2, 6]), 2, accumulate_grad_batches=2)
+    assert relative_difference(parallel.parameters, single.parameters) < 1e-12
+    assert relative_difference(unclipped.parameters, single.parameters) > 1e-4
+
+
+def test_lbfgs_calls_the_step_several_times_for_one_batch():
+    def run(**way):
+        return train(seeded(lambda: Classifier(torch.optim.LBFGS)), **way, max_epochs=1)
+
+    single, parallel = both_ways(run)
+    assert len(single.gradients.after_backward) > 20
+    assert relative_difference(parallel.parameters, single.parameters) < 1e-8
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Evaluates the closure a second time at weights moved along the gradient."""
+
+    def step(self, closure):
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        moves = [0.05 * p.grad for p in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, moves)
+        closure()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, moves)
+        super().step()
+        return loss
+
+
+def test_an_optimizer_may_move_the_parameters_between_two_closures():
+    def run(**way):
+        return train(seeded(lambda: Classifier(SharpnessAware)), **way)
+
+    single, parallel = both_ways(run)
+    assert_same_training(parallel, single)
+    assert len(single.gradients.after_backward) == 24
