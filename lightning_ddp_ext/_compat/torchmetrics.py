@@ -113,23 +113,25 @@ def restore_compute_groups(collection: MetricCollection, form: bool) -> None:
         collection._compute_groups_create_state_ref()
 
 
-Recorder = Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+Recorder = Callable[[str, tuple[Any, ...], dict[str, Any]], Callable[[Any], Any]]
 
 
 def record_calls(metric: Metric, recorder: Recorder) -> None:
-    """Report the outermost calls of `update` and `forward` of one metric instance."""
+    """Report the outermost calls of `update` and `forward` of one metric, and have what each returns passed on."""
     depth = 0
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
-            if depth == 0:
-                recorder(name, args, kwargs)
+            if depth:
+                return function(*args, **kwargs)
+            pass_on = recorder(name, args, kwargs)
             depth += 1
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
             finally:
                 depth -= 1
+            return pass_on(result)
 
         return call
 

@@ -75,7 +75,9 @@ class LogReplay:
             reduction = _reduction(options)
             if reduction == "mean" and _are_counts(values, [size_of[entry.replica] for entry in counted]):
                 reduction = "sum"
-            value = _combine(values, weights_of_values, reduction, self._home)
+            value = self._metrics.of_whole_batch(values[0])
+            if value is None:
+                value = _combine(values, weights_of_values, reduction, self._home)
             self._master.log(name, value, **options)
 
     def _interpret(

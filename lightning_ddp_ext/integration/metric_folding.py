@@ -1,8 +1,9 @@
 """Metrics that replicas update end in the module's own metric, as if one device had seen the whole batch."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lightning_ddp_ext._compat.torchmetrics import (
     set_forward_value,
     write_state,
 )
-from lightning_ddp_ext.parallel.containers import to_device
+from lightning_ddp_ext.parallel.containers import items, map_items, to_device
 from lightning_ddp_ext.parallel.replicas import Replicas
 
 
@@ -53,6 +54,12 @@ class _Call:
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    returned: Any = None
+
+    def pass_on(self, returned: Any) -> Any:
+        """Keep what the call returns. Each tensor gets a memory of its own, by which it is recognised."""
+        self.returned = _with_own_memory(returned)
+        return self.returned
 
     @property
     def has_scalars(self) -> bool:
@@ -68,7 +75,12 @@ class _Entry:
     def __post_init__(self) -> None:
         self.calls = [[] for _ in self.copies]
         for calls, copied in zip(self.calls, self.copies, strict=True):
-            record_calls(copied, lambda method, args, kwargs, calls=calls: calls.append(_Call(method, args, kwargs)))  # type: ignore[misc]
+            record_calls(copied, partial(_record, calls))
+
+
+def _record(calls: list[_Call], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
+    calls.append(_Call(method, args, kwargs))
+    return calls[-1].pass_on
 
 
 class MetricFolder:
@@ -78,6 +90,8 @@ class MetricFolder:
     replicas. Every other metric - and a call with scalars, whose place in the batch a state no longer shows - is given
     the replicas' arguments once more, joined to those of the whole batch: tensors and lists are concatenated,
     floating-point scalars are means and are averaged by weight, whole numbers are counts and are added.
+
+    What `forward` returns to a step is the value of a chunk; `of_whole_batch` tells that of the batch.
 
     Args:
         replicas: The replicas, just built.
@@ -97,10 +111,25 @@ class MetricFolder:
         self._entries = [_Entry(m, [replica.references.find(m) for replica in replicas]) for m in metrics]  # type: ignore[misc]
         self._collections = [m for m in replicas.master.modules() if isinstance(m, MetricCollection)]
         self._originals = {id(copied): entry.metric for entry in self._entries for copied in entry.copies}
+        self._returned: list[tuple[Tensor, Tensor]] = []
 
     def original(self, metric: Metric) -> Metric:
         """Return the master's metric for a replica's."""
         return self._originals.get(id(metric), metric)
+
+    def of_whole_batch(self, value: Any) -> Tensor | None:
+        """Return what a metric's `forward` would have returned for the whole batch.
+
+        Args:
+            value: What it has returned on a replica in the last step, or an element of that, such as one class's.
+
+        Returns:
+            The value, or None if this is not what a metric has returned.
+        """
+        for ours, whole in self._returned if isinstance(value, Tensor) else ():
+            if ours.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+                return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+        return None
 
     def fold(self, active: Sequence[int], weights: Sequence[float]) -> None:
         """Fold what the step added.
@@ -110,13 +139,16 @@ class MetricFolder:
             weights: What each of their chunks counts.
         """
         touched = False
+        self._returned.clear()
         for entry in self._entries:
             called = [(index, weight) for index, weight in zip(active, weights, strict=True) if entry.calls[index]]
             if not called:
                 continue
             touched = True
-            scalars = any(call.has_scalars for index, _ in called for call in entry.calls[index])
-            if has_mergeable_state(entry.metric) and not scalars:
+            calls = [call for index, _ in called for call in entry.calls[index]]
+            # After several calls of `forward`, the value of the last one is not that of the merged state.
+            one_value = len(calls) == len(called) or all(call.method == "update" for call in calls)
+            if has_mergeable_state(entry.metric) and one_value and not any(call.has_scalars for call in calls):
                 self._merge(entry, [index for index, _ in called])
             else:
                 self._replay(entry, [index for index, _ in called], [weight for _, weight in called])
@@ -132,7 +164,9 @@ class MetricFolder:
         metric, copies = entry.metric, [entry.copies[index] for index in indices]
         batch = merge_states(metric, [to_device(read_state(copied), self._home) for copied in copies])
         if any(last_forward_value(copied) is not None for copied in copies):
-            set_forward_value(metric, compute_over(metric, batch))
+            value = compute_over(metric, batch)
+            set_forward_value(metric, value)
+            self._pair([entry.calls[index][0] for index in indices], value)
         calls = max(len(entry.calls[index]) for index in indices)
         write_state(metric, merge_states(metric, [read_state(metric), batch]), updates=calls)
 
@@ -149,7 +183,28 @@ class MetricFolder:
         for group in zip(*by_replica, strict=True):
             args = _join([call.args for call in group], weights, self._home)
             kwargs = _join([call.kwargs for call in group], weights, self._home)
-            getattr(entry.metric, group[0].method)(*args, **kwargs)
+            self._pair(group, getattr(entry.metric, group[0].method)(*args, **kwargs))
+
+    def _pair(self, calls: Sequence[_Call], whole: Any) -> None:
+        """Remember what replicas' calls have returned beside what the same call returns for the whole batch."""
+        wholes = list(_tensors(_with_own_memory(whole)))
+        for call in calls:
+            parts = list(_tensors(call.returned))
+            if [part.shape for part in parts] == [value.shape for value in wholes]:
+                self._returned.extend(zip(parts, wholes, strict=True))
+
+
+def _with_own_memory(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone(memory_format=torch.contiguous_format)
+    return map_items(value, _with_own_memory)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for _, item in items(value):
+        yield from _tensors(item)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -1,14 +1,12 @@
 """Putting the outputs of replicas together again."""
 
-import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.parallel.containers import is_dataclass, rebuild, rebuild_mapping, to_device
+from lightning_ddp_ext.parallel.containers import fields, is_object, rebuild, rebuild_mapping, rebuild_object, to_device
 
 
 def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, batch_dim: int = 0) -> Any:
@@ -35,12 +33,11 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, b
     if isinstance(first, Mapping) and all(output.keys() == first.keys() for output in outputs):
         items = {key: gather([output[key] for output in outputs], sizes, device, batch_dim) for key in first}
         return rebuild_mapping(first, items)
-    if is_dataclass(first):
-        gathered = copy.copy(first)
-        for field in dataclasses.fields(first):
-            values = [getattr(output, field.name) for output in outputs]
-            object.__setattr__(gathered, field.name, gather(values, sizes, device, batch_dim))
-        return gathered
+    if is_object(first):
+        values = {name: [getattr(output, name, None) for output in outputs] for name in fields(first)}
+        return rebuild_object(
+            first, {name: gather(column, sizes, device, batch_dim) for name, column in values.items()}
+        )
     if isinstance(first, list | tuple):
         lengths = [len(output) for output in outputs]
         same_length = len(set(lengths)) == 1

@@ -1,31 +1,34 @@
 """Cutting a nested batch into chunks."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
 
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.parallel.containers import is_array, is_record, items, map_items, rebuild
+from lightning_ddp_ext.parallel.arrays import can_be_cut, count_rows, hides_array, is_array, take_rows
+from lightning_ddp_ext.parallel.containers import is_object, is_record, items, map_items, rebuild
 
 _REMEDY = (
     "Give every entry the same number of samples along `batch_dim`, or define `scatter_batch(batch, split)` on the"
     " module: it calls `split(number_of_samples)` for the chunk sizes and returns one chunk for each, None for size 0."
 )
 _NUMBERS = (int, float, complex)
+_NAMED = 6  # a list of samples may have hundreds of entries
 
 
 def batch_size_of(batch: Any, batch_dim: int = 0) -> int:
     """Count the samples of a batch.
 
-    Tensors and arrays have as many as their size along `batch_dim`; those without that dimension, numbers and strings
-    belong to every sample. A list inside the batch may have one entry per sample instead (images of several sizes, the
-    targets of a detection batch): where the rest of the batch says so, or where it holds mappings or lists that
-    disagree in size. A batch that is a flat list without tensors has as many samples as entries.
+    Tensors and arrays have as many as their size along `batch_dim`, packed sequences and nested tensors as many as they
+    have sequences; tensors without that dimension, numbers and strings belong to every sample. A list inside the batch
+    may have one entry per sample instead (images of several sizes, the targets of a detection batch): where the rest of
+    the batch says so, or where it holds mappings or lists that disagree in size. In a batch without tensors lists count
+    the samples, and a batch that is itself a list has as many as entries.
 
     Args:
-        batch: Tensors and arrays in nested mappings, dataclasses, lists, tuples and named tuples.
+        batch: Tensors and arrays in nested mappings, dataclasses, attrs classes, lists, tuples and named tuples.
         batch_dim: The dimension that counts samples.
 
     Returns:
@@ -44,7 +47,7 @@ def batch_size_of(batch: Any, batch_dim: int = 0) -> int:
 def split_batch(batch: Any, sizes: Sequence[int], batch_dim: int = 0) -> list[Any]:
     """Cut a batch into consecutive chunks.
 
-    Chunks are views: nothing is copied or moved. What has no batch dimension is in every chunk.
+    Chunks of dense tensors are views: nothing is copied or moved. What has no batch dimension is in every chunk.
 
     Args:
         batch: See `batch_size_of`.
@@ -78,15 +81,21 @@ class _Entry(NamedTuple):
         length: Entries of a list that may have one per sample; None for anything else.
         certain: Whether a list can only be meant that way.
         decides: Whether it holds arrays at all; a list of strings may also be a list of, say, class names.
+        one_value: Whether it is a tuple of numbers, which may also be one value, such as a shape.
+        uncut: Type of an object that cannot be cut, if it is one.
     """
 
     path: str
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] = ()
     length: int | None = None
     certain: bool = False
     decides: bool = True
+    one_value: bool = False
+    uncut: str | None = None
 
     def __str__(self) -> str:
+        if self.length in self.rows:
+            return f"`{self.path}` has {self.length} entries of {self.length} rows"
         sizes = dict.fromkeys([*self.rows, *([] if self.length is None else [self.length])])
         return f"`{self.path}` has {' or '.join(map(str, sizes)) or 'no common size'}"
 
@@ -94,27 +103,67 @@ class _Entry(NamedTuple):
 def _measure(batch: Any, batch_dim: int) -> "_Cut":
     """Find the size of a batch, and whether lists are cut by their entries or by the rows of their tensors."""
     found = list(_entries(batch, batch_dim, "batch", top=True))
+    for entry in found:
+        if entry.uncut and entry.length is None:
+            raise BatchSplitError(f"`{entry.path}` of type `{entry.uncut}` holds tensors but cannot be cut. {_REMEDY}")
+    if any(entry.decides for entry in found):
+        cut = _read(batch, batch_dim, found)
+    else:
+        cut = _read_without_arrays(batch, batch_dim, found)
+    for entry in found:
+        if 1 < cut.total == entry.length and (entry.uncut or (entry.one_value and cut.by_rows)):
+            raise BatchSplitError(
+                f"`{entry.path}`, a {entry.uncut or 'tuple of numbers'}, has as many entries as the batch has samples,"
+                " but may be one value for all of them. Make it a list if each sample has one; otherwise leave it out"
+                " of the batch, or make it a `torch.Size`."
+            )
+    return cut
+
+
+def _read(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> "_Cut":
     entries = [entry for entry in found if entry.decides]
-    if not entries and isinstance(batch, list | tuple) and batch and not _holds_array(batch):
-        return _Cut(len(batch), batch_dim, by_rows=False, flat=True)
-    if not entries:
-        raise BatchSplitError(
-            f"the batch of type `{type(batch).__name__}` has no tensor with dimension {batch_dim} to split. {_REMEDY}"
-        )
     rows = _common([entry.rows for entry in entries])
     length = _common([() if entry.length is None else (entry.length,) for entry in entries])
-    if length is not None and any(entry.certain and entry.length == length for entry in found):
+    if _may_be_samples(batch):
+        raise _ambiguous(
+            [_Entry("batch", () if rows is None else (rows,), len(batch)), *(entries if rows is None else ())]
+        )
+    if length is not None:
+        lists = [entry for entry in found if entry.length == length]
+        if any(entry.certain for entry in lists):
+            if rows is not None and len(lists) == 1 and length > 1:
+                raise _ambiguous(lists)
+            return _Cut(length, batch_dim, by_rows=False)
+    total = rows if length is None else None
+    if total is None:
+        total = _common([entry.rows for entry in entries if entry.length is None])
+    unclear = [entry for entry in entries if entry.certain and entry.rows == (entry.length,) != (1,)]
+    if total is None or unclear or not all(total in (*entry.rows, entry.length) for entry in entries):
+        raise _ambiguous(unclear or entries)
+    return _Cut(total, batch_dim, by_rows=True)
+
+
+def _read_without_arrays(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> "_Cut":
+    if isinstance(batch, list | tuple) and batch and not is_record(batch) and not hides_array(batch):
+        if len(batch) > 1 and all(isinstance(item, list | tuple) and _are_alike(item) for item in batch):
+            lengths = {len(item) for item in batch}
+            if len(lengths) == 1:
+                raise _ambiguous([_Entry("batch", tuple(lengths), len(batch))])
+        return _Cut(len(batch), batch_dim, by_rows=False, flat=True)
+    lists = [entry for entry in found if entry.certain]
+    length = _common([(entry.length,) for entry in lists if entry.length is not None])
+    if length is not None:
         return _Cut(length, batch_dim, by_rows=False)
-    if rows is not None and length is None:
-        return _Cut(rows, batch_dim, by_rows=True)
-    tensors = _common([entry.rows for entry in entries if entry.length is None])
-    if tensors is not None and all(tensors in (*entry.rows, entry.length) for entry in entries):
-        return _Cut(tensors, batch_dim, by_rows=True)
-    raise BatchSplitError(f"the batch size is ambiguous: {', '.join(map(str, entries))}. {_REMEDY}")
+    if lists:
+        raise _ambiguous(lists)
+    raise BatchSplitError(
+        f"the batch of type `{type(batch).__name__}` has no tensor with dimension {batch_dim} to split. {_REMEDY}"
+    )
 
 
-def _holds_array(value: Any) -> bool:
-    return is_array(value) or any(_holds_array(item) for _, item in items(value))
+def _ambiguous(entries: Sequence[_Entry]) -> BatchSplitError:
+    named = [*map(str, entries[:_NAMED]), *(["..."] if len(entries) > _NAMED else [])]
+    return BatchSplitError(f"the batch size is ambiguous: {', '.join(named)}. {_REMEDY}")
 
 
 def _common(sizes: Sequence[tuple[int, ...]]) -> int | None:
@@ -122,31 +171,58 @@ def _common(sizes: Sequence[tuple[int, ...]]) -> int | None:
     return next((size for size in (sizes[0] if sizes else ()) if all(size in other for other in sizes)), None)
 
 
+def _may_be_samples(batch: Any) -> bool:
+    """Tell whether the entries of a list look like samples: mappings, objects or mixed tuples of one form."""
+    if not isinstance(batch, list | tuple) or is_record(batch) or len(batch) < 2:
+        return False
+    forms = {_form(item) for item in batch}
+    return len(forms) == 1 and forms != {None}
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return type(value), frozenset(value)
+    if is_object(value) or is_record(value):
+        return type(value)
+    if isinstance(value, list | tuple) and not is_array(value) and not _are_alike(value):
+        return type(value), len(value)
+    return None
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Tell entries of one kind from a pair of, say, features and labels."""
+    return len({(type(item), getattr(item, "ndim", None), getattr(item, "dtype", None)) for item in values}) <= 1
+
+
 def _entries(value: Any, batch_dim: int, path: str, top: bool = False) -> Iterator[_Entry]:
     if is_array(value):
-        if value.ndim > batch_dim:
-            yield _Entry(path, (value.shape[batch_dim],))
+        rows = count_rows(value, batch_dim)
+        if not can_be_cut(value):
+            yield _Entry(path, uncut=str(value.layout))
+        elif rows is not None:
+            yield _Entry(path, (rows,))
         return
     inner = [entry for name, item in items(value) for entry in _entries(item, batch_dim, path + name)]
     if isinstance(value, list | tuple) and not is_record(value) and not top:
         yield from _list_entry(value, [entry for entry in inner if entry.decides], path)
-        return
-    yield from inner
-    if not inner and any(isinstance(item, Tensor) for item in getattr(value, "__dict__", {}).values()):
-        raise BatchSplitError(f"`{path}` of type `{type(value).__name__}` holds tensors but cannot be cut. {_REMEDY}")
+    elif isinstance(value, list | tuple | Mapping) or is_object(value):
+        yield from inner
+    elif hides_array(value):
+        yield _Entry(path, uncut=type(value).__name__)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        yield _Entry(path, length=len(value), decides=False, uncut=type(value).__name__)
 
 
 def _list_entry(value: Any, inner: Sequence[_Entry], path: str) -> Iterator[_Entry]:
     if not inner:
-        # A tuple of numbers is taken for one value, such as a shape.
-        if isinstance(value, list) or not all(isinstance(item, _NUMBERS) for item in value):
-            yield _Entry(path, (), len(value), certain=True, decides=False)
+        # A tuple of numbers may be one value, such as a shape.
+        one_value = isinstance(value, tuple) and all(isinstance(item, _NUMBERS) for item in value)
+        if not isinstance(value, torch.Size):
+            yield _Entry(path, (), len(value), certain=not one_value, decides=False, one_value=one_value)
         return
     common = _common([entry.rows for entry in inner])
     rows = () if common is None else (common,)
-    # Samples look alike: a pair of features and labels is no list of two samples.
-    alike = len({(type(item), getattr(item, "ndim", None), getattr(item, "dtype", None)) for item in value}) == 1
-    if alike or not rows:
+    if _are_alike(value) or not rows:
         yield _Entry(path, rows, len(value), certain=not rows or not all(map(is_array, value)))
     else:
         yield _Entry(path, rows)
@@ -170,17 +246,19 @@ class _Cut:
 
     def slice(self, value: Any, start: int, stop: int) -> Any:
         if is_array(value):
-            if 0 < value.ndim <= self.batch_dim and value.shape[0] == self.total:
-                raise BatchSplitError(
-                    f"a tensor of shape {tuple(value.shape)} has no dimension {self.batch_dim}, but as many entries as"
-                    f" the batch has samples. {_REMEDY}"
-                )
-            if value.ndim <= self.batch_dim or value.shape[self.batch_dim] != self.total:
-                return value
-            return value[(slice(None),) * self.batch_dim + (slice(start, stop),)]
+            return self._slice_array(value, start, stop)
         if self._is_per_sample(value):
             return rebuild(value, list(value[start:stop]))
         return map_items(value, lambda item: self.slice(item, start, stop))
+
+    def _slice_array(self, value: Any, start: int, stop: int) -> Any:
+        rows = count_rows(value, self.batch_dim)
+        if rows is None and value.ndim and value.shape[0] == self.total:
+            raise BatchSplitError(
+                f"a tensor of shape {tuple(value.shape)} has no dimension {self.batch_dim}, but as many entries as the"
+                f" batch has samples. {_REMEDY}"
+            )
+        return take_rows(value, self.batch_dim, start, stop) if rows == self.total else value
 
     def _is_per_sample(self, value: Any) -> bool:
         if not isinstance(value, list | tuple) or is_record(value) or len(value) != self.total:
@@ -188,7 +266,7 @@ class _Cut:
         entries = list(_list_entry(value, self._arrays_in(value), ""))
         if not entries or entries[0].length is None:
             return False
-        return not (self.by_rows and self.total in entries[0].rows)
+        return not (self.by_rows and (self.total in entries[0].rows or entries[0].one_value))
 
     def _arrays_in(self, value: Any) -> list[_Entry]:
         inner = (entry for name, item in items(value) for entry in _entries(item, self.batch_dim, name))

@@ -5,10 +5,17 @@ import threading
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision, MulticlassRecall
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassF1Score,
+    MulticlassPrecision,
+    MulticlassRecall,
+)
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
 from tests.parity import CLASSES, Classifier, dataset, quiet_trainer, seeded
@@ -137,3 +144,57 @@ def test_hooks_of_metrics_do_not_drag_along_what_they_are_bound_to():
     loader = DataLoader(dataset(16), batch_size=8)
     quiet_trainer("balanced_dp", 2, precision="64-true", max_epochs=1).fit(module, loader)
     assert len(calls) == 4
+
+
+class StepValues(Callback):
+    def __init__(self):
+        self.values = []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+class LogsWhatForwardReturns(Classifier):
+    """`value = self.metric(...)`, `self.log("metric", value)`: on a replica the value is a chunk's."""
+
+    def __init__(self):
+        super().__init__()
+        self.f1 = MulticlassF1Score(CLASSES)
+        self.auroc = MulticlassAUROC(CLASSES)
+        self.largest = torchmetrics.MaxMetric()
+        self.kendall = torchmetrics.KendallRankCorrCoef()
+        self.by_class = MulticlassRecall(CLASSES, average=None)
+        self.range = torchmetrics.MinMaxMetric(MulticlassAccuracy(CLASSES, average="micro"))
+        self.group = torchmetrics.MetricCollection([MulticlassPrecision(CLASSES), MulticlassAccuracy(CLASSES)])
+        self.twice = torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch, batch_idx):
+        features, labels = batch
+        logits = self.network(features)
+        both = {"on_step": True, "on_epoch": True}
+        for name in ("f1", "auroc"):
+            self.log(name, getattr(self, name)(logits.detach().softmax(-1), labels), **both)
+        self.log("largest", self.largest(features[:, 0]), **both)
+        self.log("kendall", self.kendall(features[:, 0], features[:, 1]), **both)
+        self.log_dict({f"recall_{i}": value for i, value in enumerate(self.by_class(logits, labels))}, **both)
+        self.log_dict(self.range(logits, labels), **both)
+        self.log_dict(self.group(logits, labels), **both)
+        self.log("first", self.twice(features[:, 0], features[:, 1]), **both)
+        self.log("second", self.twice(features[:, 2], features[:, 3]), **both)
+        self.log("twice", self.twice, **both)
+        return functional.cross_entropy(logits, labels)
+
+
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets", "ignore:Average precision score")
+@pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([2, 3, 3], 3)])
+def test_what_forward_returns_is_logged_as_the_value_of_the_batch(split, devices):
+    runs = []
+    for strategy, number in (("auto", 1), (BalancedDataParallelStrategy(split=split), devices)):
+        steps = StepValues()
+        trainer = quiet_trainer(strategy, number, precision="64-true", max_epochs=2, callbacks=[steps])
+        trainer.fit(seeded(LogsWhatForwardReturns), DataLoader(dataset(28), batch_size=8))
+        runs.append(steps.values)
+    expected, values = runs
+    assert len(expected[-1]) > 25
+    for step, expected_step in zip(values, expected, strict=True):
+        assert step == pytest.approx(expected_step, abs=1e-9)

@@ -82,7 +82,7 @@ def test_several_views_of_two_samples_are_cut_by_rows():
 class Sample:
     x: torch.Tensor
     names: list
-    shape: tuple = (2, 2)
+    shape: tuple = (2, 2, 2)
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,7 +105,7 @@ def test_dataclasses_mappings_and_arrays_are_cut():
     _, second = split_batch(batch, [1, 1])
     assert [type(part) for part in second] == [type(part) for part in batch]
     assert second[0].names == ["b"]
-    assert second[0].shape == (2, 2)
+    assert second[0].shape == (2, 2, 2)
     assert second[0].x.shape == second[1].x.shape == second[2]["x"].shape == second[3]["x"].shape == (1, 2)
     assert second[2].origin == "kept"
     assert second[4]["input_ids"].tolist() == second[4].input_ids.tolist() == [[2, 3]]
@@ -243,7 +243,7 @@ def test_an_empty_batch_is_refused():
 
 
 def test_default_dictionaries_and_shapes_are_kept():
-    batch = collections.defaultdict(list, x=rows(2), size=(2, 3))
+    batch = collections.defaultdict(list, x=rows(2), size=torch.Size((2, 3)))
     chunk = split_batch(batch, [1, 1])[0]
     assert chunk["size"] == (2, 3)
     assert chunk["missing"] == []
