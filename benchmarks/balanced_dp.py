@@ -1,168 +1,175 @@
-"""Time of a training step through the whole Trainer: `balanced_dp` against one device.
+"""What `balanced_dp` costs and gains on the CPU: training steps, overheads, and Python's lock.
 
-Contenders run in turn within each round, and every ratio is taken within a round, so that a change of load meets all of
-them. The reference is the better of one device with one thread and with all threads, found by trying both.
+Whole Trainer steps of four models, against one device with each number of threads and against Lightning's own `ddp`
+with two processes. Contenders run in turn within each round, and every ratio is taken within a round. A round counts
+only if nothing else used the machine meanwhile. Besides, what the strategy costs by itself, with a model that costs
+nothing, and what Python's lock leaves for two threads to gain in a model of many tiny layers.
 
-Run it with `python benchmarks/balanced_dp.py [--rounds 10] [--steps 30] [--json results.json]`.
+Run it with `python benchmarks/balanced_dp.py`; it takes about ten minutes, and needs the extra `demo` for its picture.
 """
 
 import argparse
+import functools
 import json
-import logging
+import math
 import os
 import platform
-import statistics
-import time
-import warnings
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
+from measuring.contender import Contender, closing_all, count_cores
+from measuring.estimates import FEWEST
+from measuring.models import CASES, TINY
+from measuring.picture import draw_ratios
+from measuring.results import BALANCED, DDP, LockResult, OverheadResult, StepResult, name_device
+from measuring.rounds import Burst, Measurement, collect_rounds
+from measuring.tables import explain_lock, make_lock_table, make_overhead_table, make_step_table
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_ddp_ext  # noqa: F401  registers "balanced_dp"
+LOGGED_KEYS = 10
+REPLICAS = (1, 2, 4)
+_FEWEST_STEPS = 20
+_LEAST_WIDTH = 100  # columns of text, below which numbers of the tables are cut
 
-WARM_UP = 5  # steps at the start of each run that are not counted
-
-
-class Classifier(pl.LightningModule):
-    """Cross-entropy over a given network."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Compute the loss of a batch (inputs, labels)."""
-        inputs, labels = batch
-        return functional.cross_entropy(self.network(inputs), labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD, so that the step is forward and backward."""
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class _Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(128, 10)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.encoder(inputs).mean(1))
-
-
-def _conv() -> nn.Module:
-    blocks = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*blocks, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 64, 10))
-
-
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-
-
-def _tiny() -> nn.Module:
-    hidden = [layer for _ in range(30) for layer in (nn.Linear(16, 16), nn.ReLU())]
-    return nn.Sequential(nn.Linear(16, 16), *hidden, nn.Linear(16, 10))
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "conv net": (_conv, (3, 16, 16), 64),
-    "transformer": (_Encoder, (32, 128), 32),
-    "MLP": (_mlp, (512,), 256),
-    "60 tiny layers": (_tiny, (16,), 64),
-}
-CONTENDERS: dict[str, tuple[str, int, int]] = {
-    "one device, 1 thread": ("auto", 1, 1),
-    "one device, all threads": ("auto", 1, torch.get_num_threads()),
-    "balanced_dp, 2 replicas": ("balanced_dp", 2, torch.get_num_threads()),
-}
-
-
-class _StepTimes(pl.Callback):
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
-
-
-def measure(case: str, contender: str, steps: int) -> float:
-    """Return the median time of a step, in seconds."""
-    build, shape, batch_size = CASES[case]
-    strategy, devices, threads = CONTENDERS[contender]
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    inputs = torch.randn(batch_size * (steps + WARM_UP), *shape)
-    data = TensorDataset(inputs, torch.randint(0, 10, (len(inputs),)))
-    times = _StepTimes()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
-        max_epochs=1,
-        callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Classifier(build()), DataLoader(data, batch_size))
-    return statistics.median(times.seconds[WARM_UP:])
-
-
-def summarise(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Compute medians, and the ratio of `balanced_dp` to the better single device of the same round."""
-    medians = {name: statistics.median(times[name] for times in rounds) for name in CONTENDERS}
-    ours = "balanced_dp, 2 replicas"
-    best = min((name for name in CONTENDERS if name != ours), key=lambda name: medians[name])
-    ratios = sorted(times[ours] / times[best] for times in rounds)
-    return {
-        "milliseconds": {name: 1000 * value for name, value in medians.items()},
-        "reference": best,
-        "ratio": statistics.median(ratios),
-        "lowest": ratios[0],
-        "highest": ratios[-1],
-    }
+Run = Callable[..., Burst]
 
 
 def main() -> None:
-    """Measure every case and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    table = Table(title="Time of a training step", caption=f"{arguments.rounds} rounds of {arguments.steps} steps")
-    for column in ("model", *CONTENDERS, "ratio to the better one device", "lowest to highest"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    results: dict[str, Any] = {"torch": torch.__version__, "processor": platform.machine(), "cores": os.cpu_count()}
-    results["load at the start"] = os.getloadavg()
-    for case in CASES:
-        rounds = [
-            {contender: measure(case, contender, arguments.steps) for contender in CONTENDERS}
-            for _ in range(arguments.rounds)
-        ]
-        result = results[case] = summarise(rounds)
-        times = [f"{result['milliseconds'][contender]:.2f} ms" for contender in CONTENDERS]
-        table.add_row(case, *times, f"{result['ratio']:.2f}", f"{result['lowest']:.2f} to {result['highest']:.2f}")
-    results["load at the end"] = os.getloadavg()
-    Console(width=140).print(table)
-    print(f"load average at the start {results['load at the start']}, at the end {results['load at the end']}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=2))
+    """Measure, and leave tables, numbers and a picture."""
+    options = parse_options()
+    options.output.mkdir(parents=True, exist_ok=True)
+    machine = describe_machine()
+    steps = {model: measure_steps(model, options) for model in options.models}
+    overheads = measure_overheads(options)
+    lock = measure_lock(options)
+    machine["load averages at the end"] = os.getloadavg()
+
+    lines = [
+        make_step_table(steps),
+        make_overhead_table(overheads),
+        make_lock_table(lock),
+        explain_lock(lock, steps.get(TINY)),
+        f"Load average before {machine['load averages at the start'][0]:.2f}, after {os.getloadavg()[0]:.2f}.",
+    ]
+    with (options.output / "tables.txt").open("w") as file:
+        for console in (Console(width=max(Console().width, _LEAST_WIDTH)), Console(file=file, width=_LEAST_WIDTH)):
+            console.print(*lines, sep="\n\n", highlight=False)
+    results = {
+        "machine": machine,
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "steps": {model: result.to_json() for model, result in steps.items()},
+        "overheads": overheads.to_json(),
+        "lock": lock.to_json(),
+    }
+    floor = lock.floor(steps[TINY]) if TINY in steps else None
+    results["lock"]["floor of the ratio to the best one device"] = floor
+    (options.output / "results.json").write_text(json.dumps(results, indent=1))
+    draw_ratios(steps, {} if floor is None else {TINY: floor}, options.output)
+    print(f"Written to {options.output}.")
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    cores = count_cores()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--models", nargs="+", choices=CASES, default=list(CASES), metavar="MODEL", help=", ".join(CASES)
+    )
+    parser.add_argument(
+        "--threads", nargs="+", type=int, default=list(range(1, cores + 1)), help="numbers tried on one device"
+    )
+    parser.add_argument("--rounds", type=int, default=15, help=f"rounds that have to count, at least {FEWEST}")
+    parser.add_argument("--max-rounds", type=int, default=30, help="rounds that are run at most")
+    parser.add_argument("--burst", type=float, default=1.0, help="seconds of a contender's turn")
+    parser.add_argument("--any-load", action="store_true", help="count rounds however busy the machine was")
+    parser.add_argument("--quick", action="store_true", help="see whether it works: one model, short turns, any load")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/benchmarks/balanced_dp"), help="folder of the results"
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.models, options.rounds, options.burst, options.any_load = [TINY], FEWEST, 0.05, True
+    if not FEWEST <= options.rounds <= options.max_rounds:
+        parser.error(f"`--rounds` must be at least {FEWEST} and at most `--max-rounds`, got {options.rounds}.")
+    return options
+
+
+def measure_steps(model: str, options: argparse.Namespace) -> StepResult:
+    """Measure the training steps of a model."""
+    cores = count_cores()
+    train = functools.partial(Contender, "measuring.training", model)
+    contenders = {name_device(threads): train("auto", f"--threads={threads}") for threads in options.threads}
+    contenders[DDP] = train("ddp", "--devices=2", f"--threads={max(1, cores // 2)}", ranks=2)
+    contenders[BALANCED] = train("balanced_dp", "--devices=2", f"--threads={cores}")
+    with closing_all(list(contenders.values())):
+        runs = {name: contender.run for name, contender in contenders.items()}
+        return StepResult(_measure(model, runs, options), options.threads)
+
+
+def measure_overheads(options: argparse.Namespace) -> OverheadResult:
+    """Measure fits of a model that costs nothing."""
+    strategies: dict[str, dict[str, Any]] = {"one device": {"strategy": "auto", "devices": 1}}
+    for replicas in REPLICAS:
+        strategies[f"{BALANCED} ({replicas})"] = {"strategy": "balanced_dp", "devices": replicas}
+    contender = Contender("measuring.overheads")
+    with closing_all([contender]):
+        runs = {
+            OverheadResult.name_contender(name, keys): functools.partial(contender.run, keys=keys, **strategy)
+            for name, strategy in strategies.items()
+            for keys in (0, LOGGED_KEYS)
+        }
+        return OverheadResult(_measure("overheads", runs, options), list(strategies), LOGGED_KEYS)
+
+
+def measure_lock(options: argparse.Namespace) -> LockResult:
+    """Measure bare passes in threads."""
+    contender = Contender("measuring.lock")
+    with closing_all([contender]):
+        runs = {
+            LockResult.name_contender(direction, threads, share): functools.partial(
+                contender.run, direction=direction, threads=threads, share=share
+            )
+            for direction in ("forward", "backward")
+            for threads, share in LockResult.WAYS
+        }
+        return LockResult(_measure("Python's lock", runs, options))
+
+
+def _measure(what: str, runs: Mapping[str, Run], options: argparse.Namespace) -> Measurement:
+    """Find out how many steps fill a burst of each contender, and run the rounds."""
+
+    def show(measurement: Measurement) -> None:
+        done = f"{len(measurement.counted)} of {options.rounds} rounds, {len(measurement.rounds)} run"
+        print(f"{what}: {done}", file=sys.stderr, flush=True)
+
+    for run in runs.values():
+        run(steps=_FEWEST_STEPS)  # starts up, which keeps the cores busy until the last one has
+    bursts = {}
+    for name, run in runs.items():
+        seconds = run(steps=_FEWEST_STEPS).median
+        bursts[name] = functools.partial(run, steps=max(_FEWEST_STEPS, math.ceil(options.burst / seconds)))
+    return collect_rounds(bursts, options.rounds, options.max_rounds, options.any_load, show)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what one has to know to compare the numbers with others."""
+    cpu_info = Path("/proc/cpuinfo")
+    names = [line for line in cpu_info.read_text().splitlines() if "model name" in line] if cpu_info.exists() else []
+    packages = ("torch", "lightning", "lightning-ddp-ext", "numpy")
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "processor": names[0].partition(": ")[2] if names else platform.processor(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "cores we may use": count_cores(),
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in packages},
+        "load averages at the start": os.getloadavg(),
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""The contender's end of the line: wait for an order, carry it out, reply."""
+
+import faulthandler
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+HARD_LIMIT = 120.0  # seconds; start-up takes about 5 and an order about 1, more on a machine that is busy
+WARM_UP = 5  # steps after each rest that are not counted: caches were others' meanwhile
+
+
+class Orders:
+    """Orders are lines of JSON on the standard input, replies are lines of JSON on the standard output."""
+
+    def __init__(self) -> None:
+        # Whatever libraries print goes to the errors, so that it cannot end up between the replies.
+        self._replies = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self._cpu = 0.0
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore")
+
+    def wait(self) -> dict[str, Any]:
+        """Sleep until an order comes; without anybody left to give one, the process ends."""
+        faulthandler.cancel_dump_traceback_later()
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)  # in the midst of training: an orderly end would wait for other ranks
+        # Carrying out an order may hang, as a rank does whose peer is gone; sleeping cannot.
+        faulthandler.dump_traceback_later(HARD_LIMIT, exit=True)
+        self._cpu = time.process_time()
+        order: dict[str, Any] = json.loads(line)
+        return order
+
+    def reply(self, seconds: Sequence[float], **others: float) -> None:
+        """Report the time of each step, and the CPU time that all threads of this process spent since the order.
+
+        Args:
+            seconds: Time of each step that counts.
+            **others: Further times in seconds.
+        """
+        reply = {
+            "steps": len(seconds),
+            "mean": statistics.fmean(seconds),
+            "median": statistics.median(seconds),
+            "longest": max(seconds),
+            "cpu": time.process_time() - self._cpu,
+            "others": others,
+        }
+        print(json.dumps(reply), file=self._replies, flush=True)

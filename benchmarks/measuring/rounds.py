@@ -1,0 +1,102 @@
+"""Rounds: every contender runs once in each, and only rounds count that had the machine to themselves."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from measuring.estimates import Estimate, estimate_median
+
+MOST_BY_OTHERS = 0.03  # of the cores' time
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """What a contender did in its turn.
+
+    Args:
+        steps: How many steps were counted.
+        mean: Seconds per step. Not their median: what happens only now and then counts too.
+        median: Median time of a step in seconds.
+        longest: Time of the longest step in seconds.
+        by_others: Share of the cores' time that went to anything but this contender, including what a hypervisor took.
+        extra: Further times in seconds.
+    """
+
+    steps: int
+    mean: float
+    median: float
+    longest: float
+    by_others: float
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+Round = dict[str, Burst]
+"""A burst of each contender, in the order in which they ran."""
+
+
+def is_quiet(round_: Round) -> bool:
+    """Whether nothing else used the machine in any of the round's bursts."""
+    return all(burst.by_others <= MOST_BY_OTHERS for burst in round_.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """All rounds of some contenders.
+
+    Args:
+        rounds: In the order in which they were run.
+        any_load: Whether rounds count that were not quiet.
+    """
+
+    rounds: list[Round]
+    any_load: bool
+
+    @property
+    def counted(self) -> list[Round]:
+        """The rounds that count."""
+        return [round_ for round_ in self.rounds if self.any_load or is_quiet(round_)]
+
+    def estimate(self, of_round: Callable[[Round], float]) -> Estimate | None:
+        """Estimate the median of what is computed within each round, or return None if too few rounds count."""
+        return estimate_median([of_round(round_) for round_ in self.counted])
+
+    def time(self, name: str) -> Estimate | None:
+        """Estimate the seconds that a contender takes for a step."""
+        return self.estimate(lambda round_: round_[name].mean)
+
+    def ratio(self, name: str, reference: str) -> Estimate | None:
+        """Estimate the ratio of two contenders' times."""
+        return self.estimate(lambda round_: round_[name].mean / round_[reference].mean)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything that was measured."""
+        rounds = [
+            {"quiet": is_quiet(round_), "bursts": {name: asdict(burst) for name, burst in round_.items()}}
+            for round_ in self.rounds
+        ]
+        return {"rounds counted": len(self.counted), "rounds run": len(self.rounds), "rounds": rounds}
+
+
+def collect_rounds(
+    contenders: Mapping[str, Callable[[], Burst]],
+    wanted: int,
+    at_most: int,
+    any_load: bool,
+    show: Callable[[Measurement], None] = lambda measurement: None,
+) -> Measurement:
+    """Run rounds until enough of them count.
+
+    Args:
+        contenders: What runs a burst of each; who begins rotates from round to round.
+        wanted: How many rounds have to count.
+        at_most: How many are run at most.
+        any_load: Whether rounds count that were not quiet.
+        show: Called after each round.
+    """
+    names = list(contenders)
+    measurement = Measurement([], any_load)
+    while len(measurement.counted) < wanted and len(measurement.rounds) < at_most:
+        first = len(measurement.rounds) % len(names)
+        measurement.rounds.append({name: contenders[name]() for name in names[first:] + names[:first]})
+        show(measurement)
+    return measurement

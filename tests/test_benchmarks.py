@@ -1,0 +1,194 @@
+"""The benchmark's own reckoning; nothing here depends on how long anything takes."""
+
+import io
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from measuring.contender import Contender, closing_all
+from measuring.estimates import Estimate, estimate_median, floor_of_ratio
+from measuring.models import TINY
+from measuring.picture import draw_ratios
+from measuring.results import BALANCED, DDP, LockResult, OverheadResult, StepResult, name_device
+from measuring.rounds import MOST_BY_OTHERS, Burst, collect_rounds
+from measuring.tables import NOT_SOUND, explain_lock, make_lock_table, make_overhead_table, make_step_table
+from rich.console import Console
+
+ROOT = Path(__file__).parent.parent
+QUIET, BUSY = MOST_BY_OTHERS / 2, MOST_BY_OTHERS * 2
+
+
+def burst(seconds, by_others=QUIET):
+    return Burst(30, seconds, seconds, seconds, by_others, {"start_up": 0.1, "first_step": 0.2})
+
+
+def collect(times, by_others=lambda round_: QUIET, **options):
+    """Rounds of contenders that always take the same times."""
+    started = []
+
+    def run(name):
+        started.append(name)
+        return burst(times[name], by_others((len(started) - 1) // len(times)))
+
+    options = {"wanted": 8, "at_most": 12, "any_load": False, **options}
+    return collect_rounds({name: lambda name=name: run(name) for name in times}, **options)
+
+
+def step_result(**options):
+    return StepResult(
+        collect({name_device(1): 0.02, name_device(2): 0.01, DDP: 0.016, BALANCED: 0.008}, **options), [1, 2]
+    )
+
+
+def lock_result(**options):
+    ways = [(direction, *way) for direction in ("forward", "backward") for way in LockResult.WAYS]
+    times = {LockResult.name_contender(*way): 0.001 * way[1] for way in ways}
+    return LockResult(collect(times, **options))
+
+
+def overhead_result(**options):
+    names = ["one device", "balanced_dp (4)"]
+    times = {
+        OverheadResult.name_contender(name, keys): 0.001 + 0.002 * index + 0.0001 * keys
+        for index, name in enumerate(names)
+        for keys in (0, 10)
+    }
+    return OverheadResult(collect(times, **options), names, 10)
+
+
+@pytest.mark.parametrize("count", range(6, 60))
+def test_the_interval_is_the_narrowest_that_holds_the_median_with_95_percent(count):
+    values = list(range(1, count + 1))
+    random.Random(count).shuffle(values)
+    estimate = estimate_median(values)
+    below = [sum(math.comb(count, k) for k in range(tail)) / 2**count for tail in range(count)]
+    assert estimate.low + estimate.high == count + 1
+    assert 1 - 2 * below[estimate.low] >= 0.95
+    assert 1 - 2 * below[estimate.low + 1] < 0.95
+    assert estimate.median == (count + 1) / 2
+
+
+def test_five_values_say_nothing_about_the_median():
+    assert estimate_median([1.0] * 5) is None
+    assert estimate_median([1.0] * 6) == Estimate(1.0, 1.0, 1.0)
+
+
+def test_busy_rounds_are_repeated():
+    measurement = collect({"a": 1.0, "b": 1.0}, lambda round_: BUSY if round_ in (0, 3) else QUIET)
+    assert (len(measurement.counted), len(measurement.rounds)) == (8, 10)
+
+
+def test_one_busy_burst_makes_its_round_busy():
+    bursts = iter([QUIET, BUSY] + [QUIET] * 100)
+    names = ("a", "b")
+    measurement = collect_rounds({name: lambda: burst(1.0, next(bursts)) for name in names}, 6, 12, False)
+    assert (len(measurement.counted), len(measurement.rounds)) == (6, 7)
+
+
+def test_rounds_end_at_their_limit():
+    measurement = collect({"a": 1.0}, lambda round_: BUSY)
+    assert (len(measurement.counted), len(measurement.rounds)) == (0, 12)
+    assert measurement.time("a") is None
+
+
+def test_any_load_counts_all_rounds():
+    measurement = collect({"a": 1.0}, lambda round_: BUSY, any_load=True)
+    assert (len(measurement.counted), len(measurement.rounds)) == (8, 8)
+
+
+def test_who_begins_rotates():
+    orders = [list(round_) for round_ in collect({"a": 1.0, "b": 1.0, "c": 1.0}).rounds]
+    assert orders[:4] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+
+
+def test_a_load_that_meets_all_contenders_leaves_the_ratio_alone():
+    slowdowns = [1.0, 5.0, 2.0, 7.0, 1.5, 3.0]
+    measurement = collect({"a": 1.0, "b": 2.0}, wanted=6)
+    for round_, slowdown in zip(measurement.rounds, slowdowns, strict=True):
+        round_.update({name: burst(one.mean * slowdown) for name, one in round_.items()})
+    assert measurement.ratio("a", "b") == Estimate(0.5, 0.5, 0.5)
+
+
+def test_the_best_one_device_is_the_reference():
+    result = step_result()
+    assert result.best_device == name_device(2)
+    assert result.ratio_to_device.median == pytest.approx(0.8)
+    assert result.ratio_to_ddp.median == pytest.approx(0.5)
+
+
+def test_the_floor_replaces_only_forward_and_backward():
+    assert floor_of_ratio(10.0, 10.0, 6.0, 6.0) == 1.0
+    assert floor_of_ratio(10.0, 8.0, 6.0, 12.0) == 2.0
+    lock, steps = lock_result(), step_result()
+    assert lock.floor(steps) == pytest.approx((0.02 - 0.002 + 0.004) / 0.01)
+    assert lock.floor(StepResult(steps.measurement, [2])) is None
+
+
+def test_what_a_strategy_costs_is_relative_to_one_device():
+    result = overhead_result()
+    assert result.more_per_step("one device") is None
+    assert result.more_per_step("balanced_dp (4)").median == pytest.approx(0.002)
+    assert result.per_key("one device").median == pytest.approx(0.0001)
+
+
+def print_tables(width, **options):
+    file = io.StringIO()
+    steps, lock = {"transformer": step_result(**options), TINY: step_result(**options)}, lock_result(**options)
+    lines = [make_step_table(steps), make_overhead_table(overhead_result(**options)), make_lock_table(lock)]
+    Console(file=file, width=width).print(*lines, explain_lock(lock, steps[TINY]))
+    return file.getvalue()
+
+
+def test_tables_fit_into_100_columns():
+    text = print_tables(100)
+    assert "…" not in text
+    assert "0.80 [0.80, 0.80]" in text
+    assert "+2.00 [+2.00, +2.00]" in text
+    assert "8 of 8" in text
+    assert NOT_SOUND not in text.replace(f'"{NOT_SOUND}"', "")
+
+
+def test_without_quiet_rounds_there_are_no_ratios():
+    text = print_tables(100, by_others=lambda round_: BUSY)
+    assert "[" not in text
+    assert NOT_SOUND in text
+    assert "0 of 12" in text
+
+
+def test_any_load_is_said_in_every_table():
+    text = print_tables(100, by_others=lambda round_: BUSY, any_load=True)
+    assert text.count("HOWEVER BUSY") == 3
+    assert "[" in text
+
+
+def test_the_picture_is_drawn_with_and_without_quiet_rounds(tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = draw_ratios({"a": step_result(), "b": step_result(by_others=lambda round_: BUSY)}, {"a": 0.7}, tmp_path)
+    assert [path.name for path in paths] == ["ratios.png", "ratios.svg"]
+    assert all(path.stat().st_size for path in paths)
+    assert draw_ratios({"a": step_result(by_others=lambda round_: BUSY)}, {}, tmp_path)
+
+
+def test_results_are_plain_numbers():
+    for options in ({}, {"by_others": lambda round_: BUSY}):
+        for result in (step_result(**options), overhead_result(**options), lock_result(**options)):
+            assert json.loads(json.dumps(result.to_json()))["rounds run"] == len(result.measurement.rounds)
+
+
+def test_a_contender_that_fails_is_an_error_with_its_last_lines():
+    contender = Contender("measuring.missing", "argument")
+    with closing_all([contender]), pytest.raises(RuntimeError, match=r"(?s)measuring\.missing argument.*No module"):
+        contender.run(steps=1)
+
+
+@pytest.mark.slow
+def test_a_quick_run_leaves_tables_numbers_and_pictures(tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "balanced_dp.py", "--quick", "--output", tmp_path]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, cwd=tmp_path).stdout
+    assert "Floor: two threads" in printed
+    assert {"tables.txt", "results.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert json.loads((tmp_path / "results.json").read_text())["steps"][TINY]["rounds counted"] == 6
