@@ -60,7 +60,7 @@ def main() -> None:
             console.print(*lines, sep="\n\n", highlight=False)
     results = {
         "machine": machine,
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "options": {name: value for name, value in vars(options).items() if name != "output"},
         "steps": {model: result.to_json() for model, result in steps.items()},
         "overheads": overheads.to_json(),
         "lock": lock.to_json(),
