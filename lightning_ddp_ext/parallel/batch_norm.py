@@ -50,8 +50,10 @@ class BatchNormObserver:
         original = layer.forward
 
         def forward(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # Compiled code would be compiled again for every change of what is recorded here.
-            if layer.training and input.numel() and not torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
+                # Compiled code may only write, and always the same: it is compiled again when what it reads changes.
+                layer._values_per_sample = input.shape[2:].numel()
+            elif layer.training and input.numel():
                 values = input.numel() // input.size(1)
                 self._values_per_sample.add(values // input.size(0))
                 if layer.running_mean is not None:
@@ -74,16 +76,19 @@ class BatchNormObserver:
             for own in calls:
                 own.clear()
 
-    def merge(self, active: Sequence[int]) -> set[int]:
+    def merge(self, active: Sequence[int], sizes: Sequence[int]) -> set[int]:
         """Write the running statistics of the whole batch into the master.
 
         Args:
             active: Indices of the replicas that took part.
+            sizes: Number of samples of each of them.
 
         Returns:
-            Ids of the master's buffers that are merged now: those of layers whose calls were seen. Calls in compiled
-            code are not.
+            Ids of the master's buffers that are merged now. Those of layers that compiled code has called more than
+            once are not.
         """
+        for index, size in zip(active, sizes, strict=True):
+            self._add_compiled_calls(index, size)
         groups: dict[tuple[torch.dtype, int], list[int]] = {}
         for position, layer in enumerate(self._layers):
             calls = max(len(self._calls[index][position]) for index in active)
@@ -94,6 +99,14 @@ class BatchNormObserver:
                 self._merge_group(active, positions, calls)
         merged = [self._layers[position] for positions in groups.values() for position in positions]
         return {id(getattr(layer, name)) for layer in merged for name in _STATISTICS}
+
+    def _add_compiled_calls(self, index: int, size: int) -> None:
+        for layer, copy, calls in zip(self._layers, self._copies[index], self._calls[index], strict=True):
+            values_per_sample = copy.__dict__.get("_values_per_sample")
+            if calls or values_per_sample is None or copy.running_mean is None or copy.num_batches_tracked is None:
+                continue
+            if int(copy.num_batches_tracked) - int(layer.num_batches_tracked) == 1:
+                calls.append(_Call(size * values_per_sample, None))
 
     def _merge_group(self, active: Sequence[int], positions: Sequence[int], calls: int) -> None:
         """Merge layers that were called equally often, all of their channels in one vector."""

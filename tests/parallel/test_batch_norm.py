@@ -25,7 +25,7 @@ def train(net, sizes, batches, observed=True):
         for index, chunk in zip(range(len(sizes)), batch.split(sizes), strict=True):
             if index in active:
                 replicas[index].module(chunk)
-        merged = observer.merge(active) if observed else set()
+        merged = observer.merge(active, [sizes[index] for index in active]) if observed else set()
         merger.merge(active, [sizes[index] for index in active], merged)
 
 

@@ -24,7 +24,7 @@ from tests.parity import Classifier, dataset, quiet_trainer
         ({"split": [0, 0]}, ValueError, "not all zero"),
         ({"split": [1, float("nan")]}, ValueError, "`split` must hold non-negative numbers"),
         ({"split": []}, ValueError, "`split` must hold non-negative numbers"),
-        ({"balance": "odd"}, ValueError, "`balance` must be \"even\" or \"auto\", got 'odd'"),
+        ({"balance": "odd"}, ValueError, '`balance` must be "even" or "auto", got \'odd\''),
         ({"weight_by": "tokens"}, ValueError, "`weight_by` must be one of"),
         ({"batch_dim": -1}, ValueError, "`batch_dim` must be at least 0, got -1"),
         ({"unknown": 1}, TypeError, "unknown"),
