@@ -41,3 +41,16 @@ def data_hook_owner(trainer: Trainer, hook: str) -> Any:
 def takes_dataloader_iter(module: LightningModule, step: str) -> bool:
     """Tell whether a step asks for the iterator itself, `training_step(self, dataloader_iter)`."""
     return is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
+
+
+def is_list_of_batches(trainer: Trainer, batch: Any) -> bool:
+    """Tell whether a batch is a list with one batch of each of several loaders, rather than a list of samples."""
+    loop = trainer._active_loop
+    combined = None if loop is None else loop._combined_loader
+    return (
+        combined is not None
+        and combined._mode != "sequential"
+        and isinstance(combined.iterables, list | tuple)
+        and type(batch) is type(combined.iterables)
+        and len(batch) == len(combined.iterables)
+    )

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device, data_hook_owner
+from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device, data_hook_owner, is_list_of_batches
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.integration.log_replay import LogReplay
 from lightning_ddp_ext.integration.metric_folding import MetricFolder, copy_metric
@@ -192,9 +192,11 @@ class ReplicatedModule:
 
     def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         hook = getattr(self._module, "scatter_batch", None)
+        if hook is None and is_list_of_batches(self._module.trainer, batch):
+            chunks, sizes = self._cut_by_size(dict(enumerate(batch)))
+            return [None if chunk is None else type(batch)(chunk.values()) for chunk in chunks], sizes
         if hook is None:
-            sizes = self._sizes(batch_size_of(batch, self._batch_dim))
-            return split_batch(batch, sizes, self._batch_dim), sizes
+            return self._cut_by_size(batch)
         sizes = []
 
         def split(number_of_samples: int) -> list[int]:
@@ -208,6 +210,10 @@ class ReplicatedModule:
                 " once and return one chunk for each size, None for size 0."
             )
         return chunks, sizes
+
+    def _cut_by_size(self, batch: Any) -> tuple[list[Any], list[int]]:
+        sizes = self._sizes(batch_size_of(batch, self._batch_dim))
+        return split_batch(batch, sizes, self._batch_dim), sizes
 
     def _sizes(self, batch_size: int) -> list[int]:
         sizes = self._chunk_sizes(batch_size)

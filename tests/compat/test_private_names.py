@@ -3,10 +3,12 @@
 import ast
 import inspect
 
+import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
@@ -67,6 +69,24 @@ def test_a_module_takes_on_a_device():
     compat_lightning.adopt_device(module, torch.device("meta"))
     assert module.device == torch.device("meta")
     assert module._metric_attributes is None
+
+
+@pytest.mark.parametrize(
+    ("loaders", "mode", "expected"),
+    [
+        ([1, 1], "min_size", True),
+        ([1, 1], "sequential", False),
+        ({"a": 1, "b": 1}, "min_size", False),
+        ([1, 1, 1], "min_size", False),
+    ],
+)
+def test_a_batch_of_each_loader_is_told_from_a_list_of_samples(loaders, mode, expected):
+    trainer = Trainer(accelerator="cpu", logger=False)
+    trainer.training = True
+    trainer.fit_loop._combined_loader = CombinedLoader(loaders, mode)
+    assert compat_lightning.is_list_of_batches(trainer, [None, None]) is expected
+    trainer.training = False
+    assert not compat_lightning.is_list_of_batches(trainer, [None, None])
 
 
 def test_steps_that_fetch_their_own_batches_are_recognised():
