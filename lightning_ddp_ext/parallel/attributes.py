@@ -50,6 +50,7 @@ class AttributeMirror:
         }
         self._hooks = self._count_hooks()
         self._lent: dict[int, list[dict[str, Any]]] = {}
+        self._copies_of: dict[tuple[int, Place], list[Any]] = {}
         self._sample_counters: set[Place] = set()
         self._warned: set[Place] = set()
 
@@ -110,6 +111,7 @@ class AttributeMirror:
             modules = self._replicas[index].modules
             for position, name in self._lists:
                 attributes = modules[position][1].__dict__
+                self._copies_of[index, (position, name)] = attributes[name]
                 if len(attributes[name]) <= _LONGEST_LIST:
                     attributes[name] = list(attributes[name])
             self._lent[index] = [copy.__dict__.copy() for _, copy in modules]
@@ -127,6 +129,7 @@ class AttributeMirror:
         for place, values in rebound.items():
             self._collect_rebound(place, values, list(sizes))
         self._lent.clear()
+        self._copies_of.clear()
 
     def _find_rebound(self, active: Sequence[int]) -> dict[Place, list[Any]]:
         """Find the attributes, other than lists, that the step has set, with the values of the replicas that did."""
@@ -151,9 +154,7 @@ class AttributeMirror:
             attributes = replica.modules[position][1].__dict__
             lent = self._lent[index][position][name]
             if attributes.get(name) is lent and lent is not original:
-                kept = len(lent) >= length and all(
-                    map(operator.is_, lent, replica.references.rewrite(original)[:length])
-                )
+                kept = len(lent) >= length and all(map(operator.is_, lent, self._copies_of[index, place][:length]))
                 if kept:
                     original.extend(to_device(lent[length:], self._replicas[0].device))
                 else:
@@ -183,7 +184,8 @@ class AttributeMirror:
         if values[0] is not _MISSING:
             master.__dict__[name] = to_device(values[0], self._replicas[0].device)
             self._seen[position] = dict(master.__dict__)
-        self._warn(place, "was set inside a step, to a value of its own on each replica")
+        if place not in self._warned and not (1 < len(values) == len(sizes) and _are_equal(values)):
+            self._warn(place, "was set inside a step, to a value of its own on each replica")
 
     def _warn(self, place: Place, what: str) -> None:
         if place in self._warned:
@@ -206,6 +208,15 @@ def _identical(dictionaries: Sequence[dict[str, Any]], others: Sequence[dict[str
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     names = {**before, **after}
     return [name for name in names if after.get(name, _MISSING) is not before.get(name, _MISSING)]
+
+
+def _are_equal(values: Sequence[Any]) -> bool:
+    """Tell whether replicas have computed the same tensor, as from parameters alone (weight normalisation by hooks)."""
+    first = values[0]
+    return isinstance(first, torch.Tensor) and all(
+        isinstance(value, torch.Tensor) and value.dtype == first.dtype and torch.equal(value.to(first.device), first)
+        for value in values
+    )
 
 
 def _is_count(value: object) -> bool:
