@@ -52,3 +52,17 @@ def test_the_example_prints_that_both_runs_agree():
     printed = run("examples/own_module.py")
     assert "one device: {'loss': '0.187834'" in printed
     assert "two replicas: {'loss': '0.187834'" in printed
+
+
+def test_the_detection_example_prints_that_weights_by_boxes_agree():
+    printed = run("examples/detection_batches.py")
+    assert "one device: loss 0.547670" in printed
+    assert "weight_by=count_boxes: loss 0.547670" in printed
+    assert 'weight_by="samples": loss 0.55' in printed
+
+
+def test_the_metrics_example_prints_equal_values():
+    lines = run("examples/metrics.py").splitlines()
+    rows = [line for line in lines if re.search(r"\de[+-]\d\d$", line)]
+    assert len(rows) > 50
+    assert max(float(line.split()[-1]) for line in rows) < 1e-9

@@ -40,6 +40,8 @@ class LogReplay:
         self._home = replicas[0].device
         # Keys that were logged with a batch size of the whole batch, and which: on a small chunk it may be the chunk's.
         self._whole_batch_sizes: set[tuple[str, int]] = set()
+        # Keys that were logged with different batch sizes at once: the chunks' own, also where they agree by chance.
+        self._own_sizes: set[str] = set()
         self._recorded: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in replicas]
         for replica, recorded in zip(replicas, self._recorded, strict=True):
             replica.module.__dict__["log"] = _recorder(recorded)
@@ -68,7 +70,12 @@ class LogReplay:
             # A chunk that counts nothing may have logged a mean over nothing.
             counted = [entry for entry in logged if weight_of[entry.replica]] or logged
             given = [entry.options.get("batch_size") for entry in counted]
-            counts, batch_size = self._interpret(name, given, [size_of[entry.replica] for entry in counted])
+            counts, batch_size = self._interpret(
+                name,
+                given,
+                [size_of[entry.replica] for entry in counted],
+                [weight_of[entry.replica] for entry in counted],
+            )
             weights_of_values = counts or [weight_of[entry.replica] for entry in counted]
             options = {**counted[0].options, "batch_size": batch_size}
             values = [entry.value for entry in counted]
@@ -81,7 +88,7 @@ class LogReplay:
             self._master.log(name, value, **options)
 
     def _interpret(
-        self, name: str, batch_sizes: Sequence[int | None], chunk_sizes: Sequence[int]
+        self, name: str, batch_sizes: Sequence[int | None], chunk_sizes: Sequence[int], weights: Sequence[float]
     ) -> tuple[list[float] | None, int]:
         """Interpret the `batch_size` that replicas logged with.
 
@@ -89,12 +96,18 @@ class LogReplay:
             What each value counts in the mean (None: what its chunk counts), and the batch size to log with.
         """
         given = [size for size in batch_sizes if size is not None]
-        same = len(set(given)) == 1
         if len(given) < len(batch_sizes):
             return None, sum(chunk_sizes)
-        if given == list(chunk_sizes) and not (same and (name, given[0]) in self._whole_batch_sizes):
+        same = len(set(given)) == 1
+        if not same:
+            self._own_sizes.add(name)
+        known = (name, given[0]) in self._whole_batch_sizes
+        if given == list(chunk_sizes) and not (same and known):
             return None, sum(chunk_sizes)
-        if same:  # the same number on every replica is that of the whole batch, such as `hparams.batch_size`
+        # Where every chunk counts the same, the same number may be each chunk's own.
+        plausible = known or len(given) == 1 or len(set(weights)) > 1 or given[0] in (1, sum(chunk_sizes))
+        if same and plausible and name not in self._own_sizes:
+            # The same number on every replica is that of the whole batch, such as `hparams.batch_size`.
             self._whole_batch_sizes.add((name, given[0]))
             return None, given[0]
         return [float(size) for size in given], int(sum(given))

@@ -169,6 +169,7 @@ class ReplicatedModule:
             return
         _, timers = self._apply(jobs, scattered)
         self._replicas.reduce_gradients(sorted(jobs))
+        self._attributes.collect_entries(scattered.active, scattered.active_sizes)
         for index, timer in timers.items():
             scattered.record.timers[index].append(timer)
 

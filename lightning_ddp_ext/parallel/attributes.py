@@ -11,13 +11,13 @@ from torch import nn
 
 from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE
 from lightning_ddp_ext.parallel.containers import to_device
+from lightning_ddp_ext.parallel.dictionaries import MISSING as _MISSING
+from lightning_ddp_ext.parallel.dictionaries import DictionaryMirror, Place
 from lightning_ddp_ext.parallel.replicas import Replica, Replicas
 
-_MISSING = object()
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
 _LONGEST_LIST = 10_000
-
-Place = tuple[int, str]  # position of a module in the tree, and name of its attribute
+_TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class AttributeMirror:
@@ -27,7 +27,7 @@ class AttributeMirror:
     module comes back where it can: entries appended to lists, in the order of the replicas; counters of samples, added
     up; other scalars that every replica set to the same value. Anything else stays with its replica; the first one's is
     seen on the master, and a warning names it once. Lists of more than 10,000 entries are shared instead: what is
-    appended is in no particular order. Dictionaries and sets are shared always.
+    appended is in no particular order. Sets are shared always; for dictionaries see `DictionaryMirror`.
 
     Args:
         replicas: The replicas, just built.
@@ -50,8 +50,11 @@ class AttributeMirror:
         }
         self._hooks = self._count_hooks()
         self._lent: dict[int, list[dict[str, Any]]] = {}
-        self._sample_counters: set[Place] = set()
+        self._copies_of: dict[tuple[int, Place], list[Any]] = {}
+        self._sample_counters: set[Any] = set()
         self._warned: set[Place] = set()
+        self._dictionaries = DictionaryMirror(replicas, self._combine, self._warn_of_entries)
+        self._dictionaries.find(self._find_dictionaries(), built=True)
 
     def push(self) -> None:
         """Bring attributes that changed on the master since the last call to every replica."""
@@ -65,11 +68,12 @@ class AttributeMirror:
                 )
                 self._seen[position] = dict(module.__dict__)
         changed.update(self._grown_hooks())
-        if len(changed) > len(self._copied):
-            self._lists = self._find_lists()
         for replica in self._replicas:
             for place in changed:
                 self._push_one(replica, place)
+        if len(changed) > len(self._copied):
+            self._lists = self._find_lists()
+            self._dictionaries.find(self._find_dictionaries())
 
     def _grown_hooks(self) -> set[Place]:
         """Find dictionaries of hooks that have got or lost entries: what they hold may lead back to the master."""
@@ -100,16 +104,26 @@ class AttributeMirror:
             if type(value) is list and self._is_users(position, name)
         ]
 
+    def _find_dictionaries(self) -> list[Place]:
+        return [
+            (position, name)
+            for position, module in enumerate(self._modules)
+            for name, value in module.__dict__.items()
+            if isinstance(value, dict) and name not in self._own | _TORCHS_OWN and (position, name) not in self._copied
+        ]
+
     def _is_users(self, position: int, name: str) -> bool:
         """Tell attributes that a person may want back from what libraries keep for themselves below the root."""
         return name not in self._own and (position == 0 or not name.startswith("_"))
 
     def lend(self, active: Sequence[int]) -> None:
-        """Give each replica that is about to run its own copy of the master's lists, to append to."""
+        """Give each replica that is about to run its own copy of the master's lists and dictionaries."""
+        self._dictionaries.lend(active)
         for index in active:
             modules = self._replicas[index].modules
             for position, name in self._lists:
                 attributes = modules[position][1].__dict__
+                self._copies_of[index, (position, name)] = attributes[name]
                 if len(attributes[name]) <= _LONGEST_LIST:
                     attributes[name] = list(attributes[name])
             self._lent[index] = [copy.__dict__.copy() for _, copy in modules]
@@ -126,7 +140,13 @@ class AttributeMirror:
             self._collect_list(active, place)
         for place, values in rebound.items():
             self._collect_rebound(place, values, list(sizes))
+        self.collect_entries(active, sizes)
         self._lent.clear()
+        self._copies_of.clear()
+
+    def collect_entries(self, active: Sequence[int], sizes: Sequence[int]) -> None:
+        """Bring back what has been written to dictionaries since, as by hooks that run in the backward pass."""
+        self._dictionaries.collect(active, sizes)
 
     def _find_rebound(self, active: Sequence[int]) -> dict[Place, list[Any]]:
         """Find the attributes, other than lists, that the step has set, with the values of the replicas that did."""
@@ -151,9 +171,7 @@ class AttributeMirror:
             attributes = replica.modules[position][1].__dict__
             lent = self._lent[index][position][name]
             if attributes.get(name) is lent and lent is not original:
-                kept = len(lent) >= length and all(
-                    map(operator.is_, lent, replica.references.rewrite(original)[:length])
-                )
+                kept = len(lent) >= length and all(map(operator.is_, lent, self._copies_of[index, place][:length]))
                 if kept:
                     original.extend(to_device(lent[length:], self._replicas[0].device))
                 else:
@@ -167,24 +185,37 @@ class AttributeMirror:
     def _collect_rebound(self, place: Place, values: list[Any], sizes: list[int]) -> None:
         position, name = place
         master = self._modules[position]
-        before = master.__dict__.get(name)
-        if len(values) == len(sizes) and all(isinstance(value, _SCALARS) for value in values):
-            if _is_count(before) and all(map(_is_count, values)):
-                steps = [value - before for value in values]
-                # With chunks of one sample, a counter of samples looks like one of steps.
-                if steps == sizes and (set(sizes) != {1} or place in self._sample_counters):
-                    self._sample_counters.add(place)
-                    setattr(master, name, before + sum(steps))
-                    return
-            if all(type(value) is type(values[0]) and value == values[0] for value in values):
-                setattr(master, name, values[0])
-                return
+        value = self._combine(place, master.__dict__.get(name), values, sizes)
+        if value is not _MISSING and not isinstance(value, torch.Tensor):
+            setattr(master, name, value)
+            return
         # The first replica's value stands for all, so that setting the attribute back in a hook is seen as a change.
         if values[0] is not _MISSING:
             master.__dict__[name] = to_device(values[0], self._replicas[0].device)
             self._seen[position] = dict(master.__dict__)
-        if not _is_recomputed(master, name):
+        if value is _MISSING:
             self._warn(place, "was set inside a step, to a value of its own on each replica")
+
+    def _combine(self, key: Any, before: Any, values: list[Any], sizes: list[int]) -> Any:
+        """Make one value of those that all replicas have set; MISSING if they have nothing in common."""
+        if len(values) < len(sizes):
+            return _MISSING
+        if all(isinstance(value, _SCALARS) for value in values):
+            if _is_count(before) and all(map(_is_count, values)):
+                steps = [value - before for value in values]
+                # With chunks of one sample, a counter of samples looks like one of steps.
+                if steps == sizes and (set(sizes) != {1} or key in self._sample_counters):
+                    self._sample_counters.add(key)
+                    return before + sum(steps)
+            if all(type(value) is type(values[0]) and value == values[0] for value in values):
+                return values[0]
+        # Comparing tensors may wait for a device: it ends with the warning that they differ.
+        warned = key in self._warned or key[0] in self._warned
+        return values[0] if len(values) > 1 and not warned and _are_equal(values) else _MISSING
+
+    def _warn_of_entries(self, place: Place) -> None:
+        if self._is_users(*place):
+            self._warn(place, "got entries inside a step, of a value of their own on each replica")
 
     def _warn(self, place: Place, what: str) -> None:
         if place in self._warned:
@@ -209,13 +240,17 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in names if after.get(name, _MISSING) is not before.get(name, _MISSING)]
 
 
+def _are_equal(values: Sequence[Any]) -> bool:
+    """Tell whether replicas have computed the same tensor, as from parameters alone (weight normalisation by hooks)."""
+    first = values[0]
+    return isinstance(first, torch.Tensor) and all(
+        isinstance(value, torch.Tensor) and value.dtype == first.dtype and torch.equal(value.to(first.device), first)
+        for value in values
+    )
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_recomputed(module: nn.Module, name: str) -> bool:
-    """Tell a weight that a hook computes from parameters before every forward, as for pruning or spectral norm."""
-    return any(f"{name}_{part}" in module._parameters for part in ("orig", "g"))
 
 
 def _names_of(replicas: Replicas) -> list[str]:

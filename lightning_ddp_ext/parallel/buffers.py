@@ -13,9 +13,9 @@ from lightning_ddp_ext.parallel.replicas import Replicas
 class BufferMerger:
     """Writes the replicas' buffers into the master's.
 
-    Floating-point buffers that replicas have changed become the weighted mean of the replicas', integer buffers come
-    from the first active replica. Where replicas disagree on another buffer than those of normalisation layers, a
-    warning names it once: a count or a queue, say, is not a mean.
+    Floating-point and complex buffers that replicas have changed become the weighted mean of the replicas', integer
+    buffers come from the first active replica. Where replicas disagree on another buffer than those of normalisation
+    layers, a warning names it once: a count or a queue, say, is not a mean.
 
     Args:
         replicas: The replicas, just built.
@@ -60,22 +60,26 @@ class BufferMerger:
             return
         if len(changed) < len(present) or any(not _same(value, present[0]) for value in present[1:]):
             if not isinstance(module, Normalisation):
-                self._warn(self._names[position] + name, buffer.is_floating_point())
-            if buffer.is_floating_point():
+                self._warn(self._names[position] + name, _has_mean(buffer))
+            if _has_mean(buffer):
                 _write_mean(buffer, present, factors)
                 return
         buffer.copy_(present[0])
 
-    def _warn(self, name: str, is_floating_point: bool) -> None:
+    def _warn(self, name: str, has_mean: bool) -> None:
         if name in self._warned:
             return
         self._warned.add(name)
-        kept = "their mean by samples" if is_floating_point else "that of the first replica with samples"
+        kept = "their mean by samples" if has_mean else "that of the first replica with samples"
         warnings.warn(
             f"buffer `{name}` was changed differently by each replica; the module keeps {kept}. For a count, a queue or"
             " a maximum use a metric, or change it in a hook such as `on_train_batch_end`.",
             stacklevel=2,
         )
+
+
+def _has_mean(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

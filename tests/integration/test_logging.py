@@ -87,6 +87,29 @@ def test_a_weight_by_callable_weighs_logged_means_too():
     assert [s["loss_step"] for s in steps] == pytest.approx([s["loss_step"] for s in expected], abs=1e-9)
 
 
+def test_batch_sizes_that_count_something_in_each_chunk_may_agree_by_chance():
+    agreed = []
+
+    def count(batch):
+        return int((1 + (batch[0][:, 1] > 0)).sum())
+
+    class Boxes(Classifier):
+        def training_step(self, batch, batch_idx):
+            boxes = 1 + (batch[0][:, 1] > 0).double()
+            losses = functional.cross_entropy(self.network(batch[0]), batch[1], reduction="none")
+            loss = (losses * boxes).sum() / boxes.sum()
+            self.log("loss", loss, on_step=True, on_epoch=True, batch_size=count(batch))
+            agreed.append(count(batch))
+            return loss
+
+    strategy = BalancedDataParallelStrategy(split=[4, 4], weight_by=count)
+    steps, epoch, _ = run(strategy, 2, Boxes)
+    assert any(one == other for one, other in zip(agreed[::2], agreed[1::2], strict=True))
+    expected_steps, expected_epoch, _ = run("auto", 1, Boxes)
+    assert epoch == pytest.approx(expected_epoch, abs=1e-9)
+    assert steps == [pytest.approx(step, abs=1e-9) for step in expected_steps]
+
+
 def test_an_override_of_log_runs_once_with_the_value_of_the_batch():
     calls = []
 

@@ -182,3 +182,27 @@ def test_weights_that_hooks_compute_from_parameters_are_no_state():
         replica.module(torch.randn(4, 3))
     mirror.collect([0, 1], [1, 3])  # without a warning
     assert torch.equal(module[1].weight, replicas[0].module[1].weight)
+
+
+def test_a_list_that_leads_to_parts_of_the_module_is_not_taken_for_a_changed_one(recwarn):
+    module = Module()
+    module.parts = [module.layer, {"weight": module.layer.weight}]
+    replicas = Replicas(module, [CPU, CPU])
+    replicas.refresh()
+    mirror = AttributeMirror(replicas)
+    for _ in range(2):
+        mirror.push()
+        mirror.lend([0, 1])
+        assert replicas[1].module.parts[0] is replicas[1].module.layer
+        mirror.collect([0, 1], [2, 6])
+    assert not recwarn.list
+
+
+def test_a_tensor_that_every_replica_computes_alike_is_not_warned_about(mirrored, recwarn):
+    module, replicas, mirror = mirrored
+    mirror.lend([0, 1])
+    for replica in replicas:
+        replica.module.layer.normalised = replica.module.layer.weight / 2
+    mirror.collect([0, 1], [2, 6])
+    assert not recwarn.list
+    assert torch.equal(module.layer.normalised, module.layer.weight / 2)

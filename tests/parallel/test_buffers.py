@@ -69,3 +69,14 @@ def test_without_the_first_replica_its_buffers_follow_the_others():
     BufferMerger(replicas).merge([1], [4])
     assert torch.allclose(net.running_mean, torch.full((2,), 1.0))
     assert net.num_batches_tracked == 1
+
+
+def test_complex_buffers_are_averaged():
+    module = nn.Module()
+    module.register_buffer("spectrum", torch.zeros(2, dtype=torch.complex128))
+    replicas = replicate(module)
+    for replica, value in zip(replicas, (1 + 1j, 5 - 3j), strict=True):
+        replica.module.spectrum += value
+    with pytest.warns(UserWarning, match="`spectrum` was changed differently .* keeps their mean by samples"):
+        BufferMerger(replicas).merge([0, 1], [1.0, 3.0])
+    assert module.spectrum.tolist() == [4 - 2j] * 2
