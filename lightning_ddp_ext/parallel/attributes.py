@@ -183,7 +183,8 @@ class AttributeMirror:
         if values[0] is not _MISSING:
             master.__dict__[name] = to_device(values[0], self._replicas[0].device)
             self._note(position)
-        self._warn(place, "was set inside a step, to a value of its own on each replica")
+        if not _is_recomputed(master, name):
+            self._warn(place, "was set inside a step, to a value of its own on each replica")
 
     def _warn(self, place: Place, what: str) -> None:
         if place in self._warned:
@@ -198,6 +199,11 @@ class AttributeMirror:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_recomputed(module: nn.Module, name: str) -> bool:
+    """Tell a weight that a hook computes from parameters before every forward, as for pruning or spectral norm."""
+    return any(f"{name}_{part}" in module._parameters for part in ("orig", "g"))
 
 
 def _names_of(replicas: Replicas) -> list[str]:

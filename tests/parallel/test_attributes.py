@@ -168,3 +168,17 @@ def test_hooks_registered_later_run_on_the_replica(mirrored):
     assert module.features == []
     mirror.collect([0, 1], [1, 1])
     assert len(module.features) == 2
+
+
+def test_weights_that_hooks_compute_from_parameters_are_no_state():
+    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)), nn.Linear(2, 2))
+    nn.utils.prune.l1_unstructured(module[1], "weight", 0.5)
+    replicas = Replicas(module, [CPU, CPU])
+    replicas.refresh()
+    mirror = AttributeMirror(replicas)
+    mirror.push()
+    mirror.lend([0, 1])
+    for replica in replicas:
+        replica.module(torch.randn(4, 3))
+    mirror.collect([0, 1], [1, 3])  # without a warning
+    assert torch.equal(module[1].weight, replicas[0].module[1].weight)

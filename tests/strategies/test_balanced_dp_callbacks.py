@@ -1,0 +1,250 @@
+"""Callbacks of Lightning see what they see on one device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    RichModelSummary,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+
+from tests.parity import (
+    FEATURES,
+    Evaluated,
+    assert_same_training,
+    balanced,
+    batches,
+    both_ways,
+    dataset,
+    quiet_trainer,
+    relative_difference,
+    seeded,
+    train,
+)
+
+
+class Logged(CSVLogger):
+    """Keeps what is logged."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.entries = []
+
+    def log_metrics(self, metrics, step=None):
+        self.entries.append((step, dict(metrics)))
+
+
+def test_accumulation_schedules():
+    def run(**way):
+        scheduler = GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})
+        return train(seeded(Evaluated), **way, callbacks=[scheduler])
+
+    single, parallel = both_ways(run)
+    assert_same_training(parallel, single)
+    assert len(single.gradients.before_step) == 4 + 2 + 2
+
+
+def test_the_same_checkpoint_is_the_best(tmp_path):
+    def run(**way):
+        path = tmp_path / str(way["devices"])
+        checkpoint = ModelCheckpoint(path, monitor="val_loss", save_top_k=2, filename="{epoch}-{step}")
+        train(
+            seeded(Evaluated),
+            **way,
+            val_loader=batches(19),
+            callbacks=[checkpoint],
+            enable_checkpointing=True,
+            max_epochs=5,
+        )
+        return checkpoint, path
+
+    (single, single_path), (parallel, parallel_path) = both_ways(run)
+    assert Path(parallel.best_model_path).name == Path(single.best_model_path).name
+    assert {p.name for p in parallel_path.iterdir()} == {p.name for p in single_path.iterdir()}
+    torch.testing.assert_close(parallel.best_model_score, single.best_model_score, rtol=1e-12, atol=0)
+    states = [torch.load(c.best_model_path, weights_only=True)["state_dict"] for c in (parallel, single)]
+    assert states[0].keys() == states[1].keys()
+    assert relative_difference(*(list(state.values()) for state in states)) < 1e-12
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "loss_epoch"])
+def test_early_stopping_stops_in_the_same_epoch(monitor):
+    def run(**way):
+        stopping = EarlyStopping(monitor, min_delta=0.05, check_on_train_epoch_end=monitor != "val_loss")
+        return train(seeded(Evaluated), **way, val_loader=batches(19), callbacks=[stopping], max_epochs=30), stopping
+
+    (single, expected), (parallel, found) = both_ways(run)
+    assert 0 < expected.stopped_epoch < 29
+    assert found.stopped_epoch == expected.stopped_epoch
+    assert_same_training(parallel, single)
+
+
+class Normalised(Evaluated):
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(FEATURES, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def averaging(kind):
+    return {
+        "swa": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=1),
+        "mean": lambda: WeightAveraging(),
+        "ema": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["swa", "mean", "ema"])
+def test_averages_of_weights(kind):
+    def build():
+        return Evaluated().double()  # before the callback copies it
+
+    def run(**way):
+        return train(seeded(build), **way, val_loader=batches(19), callbacks=[averaging(kind)], max_epochs=4)
+
+    single, parallel = both_ways(run)
+    assert_same_training(parallel, single)
+    plain = train(seeded(build), val_loader=batches(19), max_epochs=4)
+    assert relative_difference(plain.parameters, single.parameters) > 1e-3
+
+
+class KeepsHidden(Normalised):
+    """Keeps what batch normalisation gets of all samples, with the weights at the start of the last epoch."""
+
+    def on_train_epoch_start(self):
+        self.hidden = self.network[0](dataset(32).tensors[0]).detach()
+
+
+def test_swa_collects_the_statistics_of_batch_norm_for_the_averaged_weights():
+    options = {"loader": batches(32), "callbacks": [averaging("swa")], "max_epochs": 4}
+    trained = train(seeded(KeepsHidden), balanced([2, 6]), 2, **options)
+    norm = trained.module.network[1]
+    # The mean over batches of equal size is the mean over all samples.
+    torch.testing.assert_close(norm.running_mean, trained.module.hidden.mean(0), rtol=1e-12, atol=1e-12)
+    assert norm.num_batches_tracked == 4
+
+
+def test_pruning_masks_and_gradients(tmp_path):
+    def run(**way):
+        module = seeded(Evaluated)
+        weights = [(module.network[0], "weight"), (module.network[2], "weight")]
+        pruning = ModelPruning("l1_unstructured", weights, amount=0.3, use_lottery_ticket_hypothesis=False)
+        return train(module, **way, callbacks=[pruning])
+
+    single, parallel = both_ways(run)
+    assert_same_training(parallel, single)
+    assert sum((p == 0).sum() for p in parallel.parameters) > 10
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self, interval):
+        super().__init__(interval)
+        self.batches, self.epochs = [], []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.batches.append((prediction, batch_indices, batch_idx, dataloader_idx))
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.epochs.append((predictions, batch_indices))
+
+
+@pytest.mark.parametrize("return_predictions", [True, False])
+def test_predictions_are_written_in_order(return_predictions):
+    def run(strategy, devices):
+        writer = Writer("batch_and_epoch")
+        trainer = quiet_trainer(strategy, devices, precision="64-true", callbacks=[writer])
+        loaders = [batches(19), batches(8)]
+        return trainer.predict(seeded(Evaluated), loaders, return_predictions=return_predictions), writer
+
+    (expected, single), (found, parallel) = both_ways(run)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(parallel.batches, single.batches)
+    torch.testing.assert_close(parallel.epochs, single.epochs)
+    assert len(single.batches) == 4
+
+
+class Counted(Evaluated):
+    """Tells the `ThroughputMonitor` its operations."""
+
+    flops_per_batch = 1000
+
+
+class NormLogging(Evaluated):
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self.network, norm_type=2))
+
+
+def test_norms_of_gradients_are_those_of_the_whole_batch(tmp_path):
+    def run(**way):
+        logger = Logged(tmp_path)
+        return train(seeded(NormLogging), **way, logger=logger, log_every_n_steps=1), logger.entries
+
+    (single, expected), (parallel, found) = both_ways(run)
+    assert_same_training(parallel, single)
+    assert any("grad_2.0_norm_total" in metrics for _, metrics in expected)
+    assert len(found) == len(expected)
+    for (step, metrics), (expected_step, expected_metrics) in zip(found, expected, strict=True):
+        assert step == expected_step
+        assert metrics == pytest.approx(expected_metrics, rel=1e-9)
+
+
+def test_monitors_log_the_same(tmp_path):
+    def run(**way):
+        logger = Logged(tmp_path)
+        callbacks = [
+            LearningRateMonitor(),
+            DeviceStatsMonitor(cpu_stats=True),
+            Timer("00:01:00:00"),
+            ModelSummary(),
+            RichModelSummary(),
+            RichProgressBar(),
+            ThroughputMonitor(lambda batch: len(batch[0])),
+        ]
+        options = {"callbacks": callbacks, "enable_progress_bar": True, "enable_model_summary": True}
+        return train(seeded(Counted), **way, **options, logger=logger, log_every_n_steps=1), logger.entries
+
+    (single, expected), (parallel, found) = both_ways(run)
+    assert_same_training(parallel, single)
+    assert [(step, sorted(metrics)) for step, metrics in found] == [(step, sorted(m)) for step, m in expected]
+    for name in ("lr-Adam", "train/samples", "epoch"):
+        values = [[metrics[name] for _, metrics in entries if name in metrics] for entries in (found, expected)]
+        assert values[0] == values[1] != []
+
+
+class FailsLate(Evaluated):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 5:
+            raise ArithmeticError
+        return super().training_step(batch, batch_idx)
+
+
+# Lightning looks for a checkpoint to go on from whenever there is a callback that writes some.
+@pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model")
+@pytest.mark.filterwarnings("ignore:.fit.ckpt_path=.last.. is set, but there is no last checkpoint")
+def test_a_checkpoint_is_saved_on_an_exception(tmp_path):
+    def run(**way):
+        path = tmp_path / str(way["devices"])
+        with pytest.raises(ArithmeticError):
+            train(seeded(FailsLate), **way, callbacks=[OnExceptionCheckpoint(path)], enable_checkpointing=True)
+        return torch.load(path / "on_exception.ckpt", weights_only=True)
+
+    single, parallel = both_ways(run)
+    assert parallel["global_step"] == single["global_step"] == 5
+    assert relative_difference(list(parallel["state_dict"].values()), list(single["state_dict"].values())) < 1e-12
