@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_ddp_ext._compat.torch import HOOKS
 from lightning_ddp_ext._compat.torchmetrics import (
     compute_over,
     forget_compute_groups,
@@ -38,7 +39,9 @@ def copy_metric(module: nn.Module, device: torch.device) -> nn.Module | None:
     """
     if not isinstance(module, Metric | MetricCollection):
         return None
-    metric = move_keeping_dtype(copy.deepcopy(module), device)
+    # Hooks are shared: what they are bound to may lead to everything, to the Trainer too.
+    hooks = [part.__dict__[name] for part in module.modules() for name in HOOKS]
+    metric = move_keeping_dtype(copy.deepcopy(module, {id(shared): shared for shared in hooks}), device)
     if isinstance(metric, MetricCollection):
         forget_compute_groups(metric)
     metric.reset()

@@ -13,6 +13,7 @@ from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.integration.log_replay import LogReplay
 from lightning_ddp_ext.integration.metric_folding import MetricFolder, copy_metric
+from lightning_ddp_ext.integration.profiling import actions_named_by_replica, watches_one_thread
 from lightning_ddp_ext.parallel.attributes import AttributeMirror
 from lightning_ddp_ext.parallel.batch_norm import SingleSampleGuard
 from lightning_ddp_ext.parallel.buffers import BufferMerger
@@ -118,7 +119,7 @@ class ReplicatedModule:
             index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
             for index in scattered.active
         }
-        scattered.in_order = self._generator.forces_order(step)
+        scattered.in_order = self._generator.forces_order(step) or watches_one_thread(self._module.trainer)
         versions = self._replicas.versions(scattered.active)
         with self._generator.watch(step):
             results, seconds = self._apply(jobs, scattered)
@@ -217,7 +218,8 @@ class ReplicatedModule:
             )
 
         try:
-            return self._workers.run(jobs, describe, scattered.in_order)
+            with actions_named_by_replica(self._module.trainer, jobs) as named_jobs:
+                return self._workers.run(named_jobs, describe, scattered.in_order)
         except BaseException:
             # What the step half did to the replicas must not reach the next one.
             self._scattered = None

@@ -1,5 +1,7 @@
 """Metrics that replicas update end in the module's own metric, equal to one device's."""
 
+import threading
+
 import pytest
 import torch
 import torchmetrics
@@ -116,3 +118,22 @@ def test_a_mean_that_is_not_weighted_would_be_seen():
     module, _ = run(BalancedDataParallelStrategy(split=[2, 6], weight_by="ranks"), 2)
     expected, _ = run("auto", 1)
     assert abs(module.results["scalar"] - expected.results["scalar"]) > 1e-4
+
+
+def test_hooks_of_metrics_do_not_drag_along_what_they_are_bound_to():
+    calls = []
+
+    class Watched(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()  # cannot be copied
+            self.accuracy.register_forward_hook(self.count)
+
+        def count(self, *args):
+            with self.lock:
+                calls.append("called")
+
+    module = seeded(Watched)
+    loader = DataLoader(dataset(16), batch_size=8)
+    quiet_trainer("balanced_dp", 2, precision="64-true", max_epochs=1).fit(module, loader)
+    assert len(calls) == 4
