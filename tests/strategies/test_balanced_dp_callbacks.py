@@ -113,12 +113,15 @@ def averaging(kind):
 
 @pytest.mark.parametrize("kind", ["swa", "mean", "ema"])
 def test_averages_of_weights(kind):
+    def build():
+        return Evaluated().double()  # before the callback copies it
+
     def run(**way):
-        return train(seeded(Evaluated), **way, val_loader=batches(19), callbacks=[averaging(kind)], max_epochs=4)
+        return train(seeded(build), **way, val_loader=batches(19), callbacks=[averaging(kind)], max_epochs=4)
 
     single, parallel = both_ways(run)
     assert_same_training(parallel, single)
-    plain = train(seeded(Evaluated), val_loader=batches(19), max_epochs=4)
+    plain = train(seeded(build), val_loader=batches(19), max_epochs=4)
     assert relative_difference(plain.parameters, single.parameters) > 1e-3
 
 

@@ -24,7 +24,7 @@ class Tunable(Evaluated):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     def train_dataloader(self):
-        return batches(160, self.batch_size)
+        return batches(64, self.batch_size)
 
     val_dataloader = train_dataloader
 
@@ -44,7 +44,7 @@ def test_the_learning_rate_found_is_the_same(tmp_path):
     assert found.results["loss"] == pytest.approx(expected.results["loss"], rel=1e-10)
     assert found.suggestion() == expected.suggestion() == parallel.lr == single.lr != 1e-3
     assert relative_difference(list(parallel.parameters()), list(single.parameters())) < 1e-10
-    assert two.global_step == one.global_step == 80
+    assert two.global_step == one.global_step == 32
 
 
 class Exhausting(Tunable):
