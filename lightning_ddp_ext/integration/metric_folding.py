@@ -1,6 +1,7 @@
 """Metrics that replicas update end in the module's own metric, as if one device had seen the whole batch."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -112,6 +113,7 @@ class MetricFolder:
         self._collections = [m for m in replicas.master.modules() if isinstance(m, MetricCollection)]
         self._originals = {id(copied): entry.metric for entry in self._entries for copied in entry.copies}
         self._returned: list[tuple[Tensor, Tensor]] = []
+        _warn_of_unregistered(replicas.master)
 
     def original(self, metric: Metric) -> Metric:
         """Return the master's metric for a replica's."""
@@ -192,6 +194,19 @@ class MetricFolder:
             parts = list(_tensors(call.returned))
             if [part.shape for part in parts] == [value.shape for value in wholes]:
                 self._returned.extend(zip(parts, wholes, strict=True))
+
+
+def _warn_of_unregistered(master: nn.Module) -> None:
+    registered = set(map(id, master.modules()))
+    for path, module in master.named_modules():
+        for name, value in vars(module).items():
+            held = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+            if any(isinstance(item, Metric | MetricCollection) and id(item) not in registered for item in held):
+                warnings.warn(
+                    f"`self.{path + '.' if path else ''}{name}` holds a metric that is no submodule, so all replicas"
+                    " update the same one at the same time. Use `nn.ModuleList` or `nn.ModuleDict` instead.",
+                    stacklevel=2,
+                )
 
 
 def _with_own_memory(value: Any) -> Any:

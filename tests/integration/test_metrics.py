@@ -198,3 +198,14 @@ def test_what_forward_returns_is_logged_as_the_value_of_the_batch(split, devices
     assert len(expected[-1]) > 25
     for step, expected_step in zip(values, expected, strict=True):
         assert step == pytest.approx(expected_step, abs=1e-9)
+
+
+def test_metrics_outside_of_the_module_tree_are_warned_about():
+    class Hidden(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.losses = [torchmetrics.MeanMetric()]
+
+    trainer = quiet_trainer(BalancedDataParallelStrategy(), 2, max_steps=1)
+    with pytest.warns(UserWarning, match=r"`self.losses` holds a metric that is no submodule"):
+        trainer.fit(seeded(Hidden), DataLoader(dataset(8, torch.float32), batch_size=8))
