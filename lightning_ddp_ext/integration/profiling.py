@@ -1,17 +1,12 @@
 """Lightning's profilers inside a step that several replicas run."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import partial
-from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimpleProfiler
 
-from lightning_ddp_ext.parallel.workers import Job
-
-_running: ContextVar[int | None] = ContextVar("running replica", default=None)
+from lightning_ddp_ext.parallel.workers import current_replica
 
 
 def watches_one_thread(trainer: Trainer) -> bool:
@@ -24,27 +19,23 @@ def watches_one_thread(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def actions_named_by_replica(trainer: Trainer, jobs: Mapping[int, Job]) -> Iterator[Mapping[int, Job]]:
+def actions_named_by_replica(trainer: Trainer) -> Iterator[None]:
     """Give what replicas profile a name for each replica, such as `[Replica 1]attention`.
 
     A profiler knows an action by its name alone, and refuses to start one that another replica has started.
 
     Args:
         trainer: Its profiler is meant.
-        jobs: What each replica is about to run.
-
-    Yields:
-        The jobs to run instead.
     """
     profiler = _profiler(trainer)
     if isinstance(profiler, PassThroughProfiler):
-        yield jobs
+        yield
         return
     before = dict(vars(profiler))
     # On the instance: code inside a step reaches the profiler by many ways.
     vars(profiler).update(start=_named(profiler.start), stop=_named(profiler.stop))
     try:
-        yield {index: partial(_run_as, index, job) for index, job in jobs.items()}
+        yield
     finally:
         for method in ("start", "stop"):
             vars(profiler).pop(method)
@@ -58,15 +49,7 @@ def _profiler(trainer: Trainer) -> Profiler:
 
 def _named(method: Callable[[str], None]) -> Callable[[str], None]:
     def call(action_name: str) -> None:
-        index = _running.get()
+        index = current_replica()
         method(action_name if index is None else f"[Replica {index}]{action_name}")
 
     return call
-
-
-def _run_as(index: int, job: Job) -> Any:
-    token = _running.set(index)
-    try:
-        return job()
-    finally:
-        _running.reset(token)

@@ -245,8 +245,8 @@ class ReplicatedModule:
             )
 
         try:
-            with actions_named_by_replica(self._module.trainer, jobs) as named_jobs:
-                return self._workers.run(named_jobs, describe, scattered.record.in_order)
+            with actions_named_by_replica(self._module.trainer):
+                return self._workers.run(jobs, describe, scattered.record.in_order)
         except BaseException:
             # What the step half did to the replicas must not reach the next one.
             self._scattered = None
