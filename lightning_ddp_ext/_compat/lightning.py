@@ -54,3 +54,8 @@ def is_list_of_batches(trainer: Trainer, batch: Any) -> bool:
         and type(batch) is type(combined.iterables)
         and len(batch) == len(combined.iterables)
     )
+
+
+def logs_now(trainer: Trainer) -> bool:
+    """Tell whether what is logged in this step is passed on to loggers."""
+    return trainer._logger_connector.should_update_logs

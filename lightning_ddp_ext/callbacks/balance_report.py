@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_ddp_ext._compat.lightning import logs_now
 from lightning_ddp_ext.callbacks.balance_picture import draw_balance
 from lightning_ddp_ext.integration.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
 _SUMMARISED = 50  # batches, the last ones
+_FORMATS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,9 @@ class ReplicaSummary:
 class BalanceReport(Callback):
     """Records for every training batch what each replica was given, how long it took and how long it waited.
 
-    A table is printed when training ends; the values are also logged every `log_every_n_steps`, as
-    `replica_0/samples`, `replica_0/milliseconds`, `replica_0/idle_share` and so on. Under other strategies than
-    `balanced_dp` it does nothing.
+    A table is printed when training ends, or is interrupted; the values are also logged with Lightning's own, every
+    `log_every_n_steps`, as `replica_0/samples`, `replica_0/milliseconds`, `replica_0/idle_share` and so on. Under other
+    strategies than `balanced_dp` it does nothing.
 
     Args:
         path: A CSV file to write when training ends; None writes none.
@@ -76,17 +78,27 @@ class BalanceReport(Callback):
         table: Whether to print the table.
 
     Attributes:
-        records: What was recorded so far.
+        records: What was recorded since training was started.
+
+    Raises:
+        ValueError: If the suffix of `picture` is none of these.
     """
 
     def __init__(self, path: str | Path | None = None, picture: str | Path | None = None, table: bool = True) -> None:
         self.path = None if path is None else Path(path)
         self.picture = None if picture is None else Path(picture)
+        if self.picture is not None and self.picture.suffix not in _FORMATS:
+            raise ValueError(f"`picture` must end in {', '.join(_FORMATS)}, got {str(picture)!r}.")
         self.records: list[ReplicaRecord] = []
         self._table = table
         self._batches = 0
         self._peaks: list[int | None] = []
         self._last: BatchRecord | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.records.clear()
+        self._batches, self._peaks, self._last = 0, [], None
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -99,6 +111,10 @@ class BalanceReport(Callback):
         if isinstance(trainer.strategy, BalancedDataParallelStrategy):
             # Read before the next batch, not here: on CUDA, times are known when the device has finished.
             self._last = trainer.strategy.last_batch
+            if trainer.loggers and logs_now(trainer):
+                self._take_in(trainer)
+                newest = self.records[-len(trainer.strategy.devices) :]
+                pl_module.log_dict(_as_metrics(newest), on_step=True, on_epoch=False, batch_size=1)
 
     def _take_in(self, trainer: Trainer) -> None:
         last, self._last = self._last, None
@@ -107,27 +123,28 @@ class BalanceReport(Callback):
             return
         seconds = last.seconds
         longest = max(seconds) or 1.0
-        new = [
+        self.records.extend(
             ReplicaRecord(self._batches, replica, str(device), last.sizes[replica], spent, 1 - spent / longest)
             for replica, (device, spent) in enumerate(zip(strategy.devices, seconds, strict=True))
-        ]
-        self.records.extend(new)
+        )
         self._batches += 1
-        if trainer.loggers and self._batches % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            for logger in trainer.loggers:
-                logger.log_metrics(_as_metrics(new), step=trainer.global_step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._take_in(trainer)
-        if isinstance(trainer.strategy, BalancedDataParallelStrategy):
-            self._peaks = [
-                torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-                for device in trainer.strategy.devices
-            ]
+        self._finish(trainer)
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        if not isinstance(trainer.strategy, BalancedDataParallelStrategy):
+            return
+        self._take_in(trainer)
+        self._peaks = [
+            torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            for device in trainer.strategy.devices
+        ]
         if not self.records:
             return
         if self.path is not None:

@@ -24,6 +24,7 @@ class AutoBalance:
         self._controller = BalanceController(len(devices))
         self._largest_chunks = [0] * len(self._devices)
         self._batches = 0
+        self._in_order = 0  # batches in a row
         self._said: set[str] = set()
 
     def chunk_sizes(self, batch_size: int) -> list[int]:
@@ -39,8 +40,9 @@ class AutoBalance:
             in_order: Whether the replicas ran one after another: moving samples would gain nothing.
         """
         self._batches += 1
+        self._in_order = self._in_order + 1 if in_order else 0
         if in_order:
-            if self._batches > 1:  # the first batch always runs in order, to see whether it draws random numbers
+            if self._in_order > 1:  # the first batch always runs in order, to see whether it draws random numbers
                 self._say_once(f"{_NAME} keeps the chunks as they are: the replicas run one after another.")
             return
         self._largest_chunks = [max(pair) for pair in zip(self._largest_chunks, sizes, strict=True)]

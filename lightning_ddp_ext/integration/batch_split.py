@@ -10,7 +10,7 @@ from lightning_ddp_ext.integration.auto_balance import AutoBalance
 from lightning_ddp_ext.integration.replicated_step import BatchRecord
 from lightning_ddp_ext.parallel.chunking import even_chunks, first_limited_chunks, proportional_chunks
 
-_CHECKPOINT_KEY = "balanced_dp"
+_CHECKPOINT_KEY = "lightning_ddp_ext.balanced_dp"
 
 
 class BatchSplit:
@@ -61,7 +61,7 @@ class BatchSplit:
         wanted = self._balance == "auto" or (self._balance is None and not fixed and distinct)
         if not wanted or len(devices) == 1:
             return
-        if torch.are_deterministic_algorithms_enabled():
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
             self._auto = None
             rank_zero_info('`balance="auto"` is off and batches are shared evenly: it would not be deterministic.')
             return

@@ -47,7 +47,8 @@ class BalanceController:
     def __init__(self, num_replicas: int) -> None:
         self._shares = [1.0 / num_replicas] * num_replicas
         self._limits: list[int | None] = [None] * num_replicas
-        self._previous: tuple[list[float], float] | None = None  # shares and imbalance before the last move
+        # Shares, slowest time and imbalance before the last move.
+        self._previous: tuple[list[float], float, float] | None = None
         self._window: deque[list[float]] = deque()
         self._length = WINDOW
         self._sizes: list[int] = []
@@ -56,6 +57,7 @@ class BalanceController:
         self._has_moved = False
         self._settled = False
         self._batch_size = 0
+        self._smaller = 0  # batches in a row below the full size
 
     @property
     def shares(self) -> list[float]:
@@ -96,8 +98,11 @@ class BalanceController:
         """
         sizes = list(sizes)
         batch_size = sum(sizes)
-        if batch_size < self._batch_size or not all(sizes):
+        self._smaller = self._smaller + 1 if batch_size < self._batch_size else 0
+        if (0 < self._smaller < WINDOW) or not all(sizes):
             return None  # the last batch of an epoch, or one that could not be cut as planned
+        if self._smaller:  # not the last one of an epoch: batches have become smaller
+            self._batch_size = 0
         if batch_size > self._batch_size or sizes != self._sizes:
             self._batch_size, self._sizes = batch_size, sizes
             self._window.clear()
@@ -118,10 +123,15 @@ class BalanceController:
         slowest = max(times)
         imbalance = slowest / fmean(times) - 1
         previous, self._previous = self._previous, None
-        if previous is not None and imbalance >= previous[1]:
+        # A move that made the batch shorter is kept, whatever it did to the ratio; so is one that met a busier machine.
+        if previous is not None and slowest >= previous[1] and imbalance >= previous[2]:
             self._length = min(2 * self._length, LONGEST_WINDOW)
             self._moving = False
-            return self._move(previous[0], f"the imbalance is {imbalance:.0%}, not below the {previous[1]:.0%} before")
+            return self._move(
+                previous[0],
+                f"the slowest replica took {_ms([previous[1]])} before, {previous[2]:.0%} longer than the mean, and"
+                f" takes {_ms([slowest])} now, {imbalance:.0%} longer",
+            )
         threshold = STOP_AT if self._moving else START_AT
         if imbalance <= threshold or not self._is_sustained(times.index(slowest), threshold):
             return self._settle(f"the slowest replica takes {imbalance:.0%} longer than the mean ({_ms(times)})")
@@ -130,10 +140,11 @@ class BalanceController:
         sizes = self._cut(self._batch_size, shares)
         expected = max(size / throughput for size, throughput in zip(sizes, throughputs, strict=True))
         if sizes == self._sizes or expected >= slowest:
-            return self._settle(f"whole samples, and the memory, allow no better than {_ms(times)}")
+            within = "" if all(limit is None for limit in self._limits) else " within the memory"
+            return self._settle(f"whole samples{within} allow no better than {_ms(times)}")
         if self._settled and self._has_moved:
             self._length = min(2 * self._length, LONGEST_WINDOW)
-        self._previous, self._moving, self._has_moved = (self._shares, imbalance), True, True
+        self._previous, self._moving, self._has_moved = (self._shares, slowest, imbalance), True, True
         return self._move(
             shares,
             f"replica {times.index(slowest)} takes {imbalance:.0%} longer than the mean ({_ms(times)}, medians of"

@@ -19,11 +19,13 @@ class _Call:
 
     Attributes:
         values: How many values per channel the layer saw.
-        before: Its running statistics before the call; None for the first call of a step.
+        momentum: What the call counts in the running statistics.
+        before: The running statistics before the call.
     """
 
     values: int
-    before: list[Tensor] | None
+    momentum: float
+    before: list[Tensor]
 
 
 class BatchNormObserver:
@@ -57,8 +59,8 @@ class BatchNormObserver:
                 values = input.numel() // input.size(1)
                 self._values_per_sample.add(values // input.size(0))
                 if layer.running_mean is not None:
-                    before = [getattr(layer, name).clone() for name in _STATISTICS] if calls else None
-                    calls.append(_Call(values, before))
+                    before = [getattr(layer, name).clone() for name in _STATISTICS]
+                    calls.append(_Call(values, _momentum(layer), before))
             return original(input, *args, **kwargs)
 
         # As an instance attribute: a hook would be shared with the master.
@@ -90,15 +92,21 @@ class BatchNormObserver:
         for index, size in zip(active, sizes, strict=True):
             self._add_compiled_calls(index, size)
         groups: dict[tuple[torch.dtype, int], list[int]] = {}
-        for position, layer in enumerate(self._layers):
-            calls = max(len(self._calls[index][position]) for index in active)
-            if calls and layer.momentum != 0:
-                groups.setdefault((layer.running_mean.dtype, calls), []).append(position)
+        merged: set[int] = set()
         with torch.no_grad():
+            for position, layer in enumerate(self._layers):
+                calls = max(len(self._calls[index][position]) for index in active)
+                if calls == 0:
+                    continue
+                merged |= {id(layer.running_mean), id(layer.running_var), id(layer.num_batches_tracked)}
+                busiest = max(active, key=lambda index: len(self._calls[index][position]))
+                if layer.num_batches_tracked is not None:
+                    layer.num_batches_tracked.copy_(self._copies[busiest][position].num_batches_tracked)
+                if self._calls[busiest][position][0].momentum:
+                    groups.setdefault((layer.running_mean.dtype, calls), []).append(position)
             for (_, calls), positions in groups.items():
                 self._merge_group(active, positions, calls)
-        merged = [self._layers[position] for positions in groups.values() for position in positions]
-        return {id(getattr(layer, name)) for layer in merged for name in _STATISTICS}
+        return merged
 
     def _add_compiled_calls(self, index: int, size: int) -> None:
         for layer, copy, calls in zip(self._layers, self._copies[index], self._calls[index], strict=True):
@@ -106,7 +114,8 @@ class BatchNormObserver:
             if calls or values_per_sample is None or copy.running_mean is None or copy.num_batches_tracked is None:
                 continue
             if int(copy.num_batches_tracked) - int(layer.num_batches_tracked) == 1:
-                calls.append(_Call(size * values_per_sample, None))
+                before = [getattr(layer, name).to(copy.running_mean.device) for name in _STATISTICS]
+                calls.append(_Call(size * values_per_sample, _momentum(layer), before))
 
     def _merge_group(self, active: Sequence[int], positions: Sequence[int], calls: int) -> None:
         """Merge layers that were called equally often, all of their channels in one vector."""
@@ -117,43 +126,57 @@ class BatchNormObserver:
         def spread(per_layer: Sequence[float]) -> Tensor:
             return torch.tensor(per_layer, dtype=torch.float64).repeat_interleave(channels).to(device)
 
-        state = [torch.cat([getattr(layer, name) for layer in layers]).double() for name in _STATISTICS]
-        starts = [state] * len(active)
+        state: list[Tensor] = []
         for call in range(calls):
-            momentum = spread([_momentum(layer, call) for layer in layers])
-            ends = [self._state(index, positions, call + 1, device) for index in active]
-            values = [spread([self._values(index, position, call) for position in positions]) for index in active]
-            batch = [
-                [(end - (1 - momentum) * start) / momentum for start, end in zip(before, after, strict=True)]
-                for before, after in zip(starts, ends, strict=True)
-            ]
+            leaders = [self._leader(active, position, call) for position in positions]
+            momentum = spread([self._calls[i][p][call].momentum for i, p in zip(leaders, positions, strict=True)])
+            state = state or self._around(leaders, positions, call, device)[0]
+            values: list[Tensor] = []
+            statistics: list[list[Tensor]] = []
+            for index in active:
+                made = [call < len(self._calls[index][position]) for position in positions]
+                # Where a replica has not made the call, that of another stands in, with no values.
+                sources = [index if own else leader for own, leader in zip(made, leaders, strict=True)]
+                own_calls = [self._calls[i][p][call] for i, p in zip(sources, positions, strict=True)]
+                values.append(spread([c.values if own else 0 for own, c in zip(made, own_calls, strict=True)]))
+                pairs = zip(*self._around(sources, positions, call, device), strict=True)
+                statistics.append([(after - (1 - momentum) * before) / momentum for before, after in pairs])
             total = torch.stack(values).sum(0)
-            mean = sum((n / total * m for n, (m, _) in zip(values, batch, strict=True)), torch.zeros_like(total))
+            mean = torch.stack([n / total * own for n, (own, _) in zip(values, statistics, strict=True)]).sum(0)
             squares = [
-                torch.where(n > 0, (n - 1) * variance + n * (m - mean) ** 2, 0.0)
-                for n, (m, variance) in zip(values, batch, strict=True)
+                torch.where(n > 0, (n - 1) * variance + n * (own - mean) ** 2, 0.0)
+                for n, (own, variance) in zip(values, statistics, strict=True)
             ]
             variance = torch.stack(squares).sum(0) / (total - 1)
             state = [(1 - momentum) * state[0] + momentum * mean, (1 - momentum) * state[1] + momentum * variance]
-            starts = ends
         for name, vector in zip(_STATISTICS, state, strict=True):
             for layer, part in zip(layers, torch.split(vector, channels.tolist()), strict=True):
                 getattr(layer, name).copy_(part)
 
-    def _values(self, index: int, position: int, call: int) -> float:
-        own = self._calls[index][position]
-        return float(own[call].values) if call < len(own) else 0.0
+    def _leader(self, active: Sequence[int], position: int, call: int) -> int:
+        """The first replica that made a call."""
+        return next(index for index in active if call < len(self._calls[index][position]))
 
-    def _state(self, index: int, positions: Sequence[int], calls: int, device: torch.device) -> list[Tensor]:
-        """The running statistics of a replica's layers after so many calls."""
+    def _around(
+        self, indices: Sequence[int], positions: Sequence[int], call: int, device: torch.device
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The running statistics of layers before and after a call, each layer's of the replica with its index."""
+        before: list[list[Tensor]] = []
         after: list[list[Tensor]] = []
-        for position in positions:
+        for index, position in zip(indices, positions, strict=True):
             own, layer = self._calls[index][position], self._copies[index][position]
-            snapshot = own[calls].before if calls < len(own) else None
-            after.append(snapshot or [getattr(layer, name) for name in _STATISTICS])
-        return [torch.cat([pair[which] for pair in after]).to(device).double() for which in range(len(_STATISTICS))]
+            before.append(own[call].before)
+            is_last = call + 1 == len(own)
+            after.append([getattr(layer, name) for name in _STATISTICS] if is_last else own[call + 1].before)
+        vectors = [
+            [torch.cat([pair[which].to(device) for pair in pairs]).double() for which in range(len(_STATISTICS))]
+            for pairs in (before, after)
+        ]
+        return vectors[0], vectors[1]
 
 
-def _momentum(layer: Any, call: int) -> float:
-    """What a call counts in the running statistics; without a momentum they are a cumulative mean."""
-    return float(layer.momentum) if layer.momentum is not None else 1.0 / (int(layer.num_batches_tracked) + call + 1)
+def _momentum(layer: Any) -> float:
+    """What the next call counts in the running statistics; without a momentum they are a cumulative mean."""
+    if layer.momentum is not None:
+        return float(layer.momentum)
+    return 0.0 if layer.num_batches_tracked is None else 1.0 / (int(layer.num_batches_tracked) + 1)

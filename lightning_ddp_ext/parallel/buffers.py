@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import Normalisation
+from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation
 from lightning_ddp_ext.parallel.replicas import Replicas
 
 
@@ -59,7 +59,8 @@ class BufferMerger:
         if not changed:
             return
         if len(changed) < len(present) or any(not _same(value, present[0]) for value in present[1:]):
-            if not isinstance(module, Normalisation):
+            # A mean is exact for statistics of instances; those of batches are merged already, if calls were seen.
+            if not isinstance(module, Normalisation) or isinstance(module, BatchNorm):
                 self._warn(self._names[position] + name, _has_mean(buffer))
             if _has_mean(buffer):
                 _write_mean(buffer, present, factors)

@@ -2,6 +2,7 @@ import csv
 import io
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch.utils.data import DataLoader
@@ -50,17 +51,48 @@ def test_the_table_says_what_replicas_did(capsys):
     assert "peak memory of the process" in text
 
 
-def test_values_are_logged(tmp_path):
-    report = BalanceReport()
+def test_values_are_logged_with_those_of_the_step(tmp_path):
+    report = BalanceReport(table=False)
     logger = CSVLogger(tmp_path, name=None, version="")
     fit(BalancedDataParallelStrategy(split=[1, 3]), 2, report, logger=logger, log_every_n_steps=2)
     with (tmp_path / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    samples = [
-        (row["step"], row["replica_0/samples"], row["replica_1/samples"]) for row in rows if row["replica_0/samples"]
+        rows = [row for row in csv.DictReader(file) if row["replica_0/samples"]]
+    # Batches of 8 and 3 in turn; Lightning logs every second step.
+    assert [(row["step"], row["replica_0/samples"], row["replica_1/samples"]) for row in rows] == [
+        ("1", "1.0", "2.0"),
+        ("3", "1.0", "2.0"),
     ]
-    assert samples == [("2", "1.0", "2.0"), ("4", "1.0", "2.0")]
-    assert all(float(row["replica_0/milliseconds"]) > 0 for row in rows if row["replica_0/samples"])
+    assert all(float(row["replica_0/milliseconds"]) > 0 and row["loss_step"] for row in rows)
+
+
+class Interrupting(Callback):
+    def on_train_batch_end(self, *args):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_training_is_reported(tmp_path, capsys):
+    report = BalanceReport(tmp_path / "replicas.csv")
+    trainer = quiet_trainer(
+        BalancedDataParallelStrategy(), 2, precision="64-true", max_epochs=1, callbacks=[report, Interrupting()]
+    )
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(Classifier(), DataLoader(dataset(11), batch_size=8))
+    assert [record.chunk for record in report.records] == [4, 4]
+    assert report.path.read_text().count("cpu") == 2
+    assert "medians of the last 1 batches" in capsys.readouterr().out
+
+
+def test_each_training_is_a_report_of_its_own():
+    report = BalanceReport(table=False)
+    fit(BalancedDataParallelStrategy(), 2, report)
+    fit(BalancedDataParallelStrategy(), 4, report)
+    assert len(report.records) == 16
+    assert {record.replica for record in report.records} == {0, 1, 2, 3}
+
+
+def test_pictures_of_unknown_formats_are_refused():
+    with pytest.raises(ValueError, match=r"`picture` must end in \.png, \.svg, \.pdf, got 'balance\.xyz'"):
+        BalanceReport(picture="balance.xyz")
 
 
 def test_a_picture_is_drawn(tmp_path):

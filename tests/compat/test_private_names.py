@@ -89,6 +89,15 @@ def test_a_batch_of_each_loader_is_told_from_a_list_of_samples(loaders, mode, ex
     assert not compat_lightning.is_list_of_batches(trainer, [None, None])
 
 
+def test_the_steps_that_are_logged_are_known():
+    trainer = Trainer(accelerator="cpu", logger=False, log_every_n_steps=2)
+    trainer.training = True
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 1
+    assert compat_lightning.logs_now(trainer)
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 2
+    assert not compat_lightning.logs_now(trainer)
+
+
 def test_steps_that_fetch_their_own_batches_are_recognised():
     class Fetching(LightningModule):
         def training_step(self, dataloader_iter):

@@ -100,9 +100,25 @@ def test_moves_that_do_not_help_are_taken_back():
     devices = [Device(0, fixed=2), Device(0, fixed=1)]
     decisions, _ = run(BalanceController(2), devices, 400)
     made = moves(decisions)
-    assert "not below" in made[1].reason
+    assert "before" in made[1].reason
     assert made[1].after == made[0].before
     assert len(made) < 14
+
+
+def test_a_move_that_makes_batches_shorter_is_kept():
+    controller = BalanceController(3)
+    for _ in range(16):
+        sizes = controller.chunk_sizes(8)
+        # With fewer samples on the first, the others become faster too: the ratio rises, and the batch is shorter.
+        controller.observe(sizes, [4.8, 2.9, 1.7] if sizes == [3, 3, 2] else [3.6, 1.6, 1.6])
+    assert controller.chunk_sizes(8)[0] < 3
+
+
+def test_batches_that_become_smaller_for_good_are_measured():
+    controller = BalanceController(2)
+    run(controller, [Device(1), Device(1)], 5, batch_size=64)
+    _, imbalances = run(controller, [Device(3), Device(1)], 40, batch_size=16)
+    assert imbalances[-1] < 0.05
 
 
 def test_smaller_batches_are_shared_alike_but_not_measured():
@@ -111,6 +127,7 @@ def test_smaller_batches_are_shared_alike_but_not_measured():
     before = controller.shares
     for _ in range(20):
         assert controller.observe(controller.chunk_sizes(8), [9.0, 1.0]) is None
+        controller.observe(controller.chunk_sizes(64), [1.0, 1.0])
     assert controller.shares == before
     assert controller.chunk_sizes(8) == [2, 6]
     assert controller.chunk_sizes(1) == [0, 1]

@@ -58,7 +58,9 @@ def test_statistics_of_one_layer_are_those_of_the_whole_batch(layer, shape, mome
 def test_the_test_fails_without_the_variance_between_chunks():
     net = nn.BatchNorm1d(3, dtype=torch.float64)
     reference = copy.deepcopy(net)
-    train(net, [2, 6], batches(8, 3), observed=False)
+    with pytest.warns(UserWarning, match="was changed differently") as warned:
+        train(net, [2, 6], batches(8, 3), observed=False)
+    assert len(warned) == 2  # mean and variance, once each
     for batch in batches(8, 3):
         reference(batch)
     torch.testing.assert_close(net.running_mean, reference.running_mean)
@@ -106,6 +108,48 @@ def test_a_call_that_only_some_replicas_make_counts_their_values():
     expected.norm(batch[2:] + 7)
     torch.testing.assert_close(net.norm.running_mean, expected.norm.running_mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(net.norm.running_var, expected.norm.running_var, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_replica_that_leaves_a_layer_out_counts_nothing(momentum):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
+
+        def forward(self, inputs):
+            chosen = inputs[:, 0] > inputs[:, 0].mean() + 10 * (len(inputs) == 2)
+            if chosen.sum() > 1:
+                self.norm(inputs[chosen])
+
+    net = Masked()
+    expected = copy.deepcopy(net)
+    train(net, [2, 6], batches(8, 3))
+    for batch in batches(8, 3):
+        expected(batch[2:])
+    assert difference(net, expected) < 1e-12
+    assert net.norm.num_batches_tracked == 3
+
+
+def test_statistics_and_momentum_may_be_set_in_a_step():
+    class Resetting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+            self.norm.running_var.fill_(100)
+
+        def forward(self, inputs):
+            if self.norm.num_batches_tracked == 1:
+                self.norm.reset_running_stats()
+                self.norm.momentum = 0.4
+            self.norm(inputs)
+
+    net = Resetting()
+    reference = copy.deepcopy(net)
+    train(net, [2, 6], batches(8, 3)[:2])
+    for batch in batches(8, 3)[:2]:
+        reference(batch)
+    assert difference(net, reference) < 1e-12
 
 
 def test_layers_of_several_widths_and_types_are_merged_together():

@@ -58,7 +58,7 @@ def test_a_checkpoint_keeps_what_was_measured(tmp_path):
     learnt = strategy.split_sizes(16)
     assert learnt != [8, 8]
     trainer.save_checkpoint(tmp_path / "moved.ckpt")
-    assert torch.load(tmp_path / "moved.ckpt", weights_only=True)["balanced_dp"]["shares"][0] < 0.5
+    assert torch.load(tmp_path / "moved.ckpt", weights_only=True)["lightning_ddp_ext.balanced_dp"]["shares"][0] < 0.5
 
     resumed = auto()
     quiet_trainer(resumed, 2, precision="64-true", max_epochs=2, limit_train_batches=1).fit(

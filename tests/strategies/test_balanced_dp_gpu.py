@@ -25,4 +25,6 @@ def test_gradients_and_parameters_equal_one_device(devices, options):
     single = train(seeded(Classifier), devices=1, accelerator="gpu", loader=batches(27))
     parallel = train(seeded(Classifier), strategy, len(set(devices)), accelerator="gpu", loader=batches(27))
     assert_same_training(parallel, single)
-    assert all(seconds > 0 for size, seconds in zip(strategy.chunk_sizes, strategy.replica_seconds, strict=True) if size)
+    assert all(
+        seconds > 0 for size, seconds in zip(strategy.chunk_sizes, strategy.replica_seconds, strict=True) if size
+    )
