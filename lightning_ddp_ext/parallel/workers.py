@@ -1,6 +1,7 @@
 """One persistent thread per replica."""
 
 import contextlib
+import contextvars
 import queue
 import sys
 import threading
@@ -169,8 +170,11 @@ class ReplicaWorkers:
         progress: queue.SimpleQueue[None] = queue.SimpleQueue()
 
         def task(index: int, job: Job, outcome: _Outcome) -> Callable[[], None]:
+            # The caller's context variables, which hold the settings of torch's compiler among others.
+            context = contextvars.copy_context()
+
             def run() -> None:
-                _execute(index, job, outcome, state.applied())
+                context.run(_execute, index, job, outcome, state.applied())
                 outcome.finished = True
                 progress.put(None)
 

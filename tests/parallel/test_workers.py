@@ -1,3 +1,4 @@
+import contextvars
 import os
 import signal
 import threading
@@ -5,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch._dynamo
 
 from lightning_ddp_ext.parallel.workers import ReplicaWorkers
 
@@ -110,3 +112,14 @@ def test_close_ends_the_threads():
     assert sum(thread.name.startswith("replica-") for thread in threading.enumerate()) == 2
     workers.close()
     assert not any(thread.name.startswith("replica-") for thread in threading.enumerate())
+
+
+def test_context_variables_reach_the_threads(workers):
+    variable = contextvars.ContextVar("variable", default="default")
+    token = variable.set("set")
+    with torch._dynamo.config.patch(recompile_limit=17):
+        results, _ = run(
+            workers, {index: lambda: (variable.get(), torch._dynamo.config.recompile_limit) for index in (0, 1)}
+        )
+    variable.reset(token)
+    assert results == {0: ("set", 17), 1: ("set", 17)}
