@@ -1,11 +1,11 @@
 """What `balanced_dp` costs and gains on the CPU: training steps, overheads, and Python's lock.
 
 Whole Trainer steps of four models, against one device with each number of threads and against Lightning's own `ddp`
-with two processes. Contenders run in turn within each round, and every ratio is taken within a round. A round counts
-only if nothing else used the machine meanwhile. Besides, what the strategy costs by itself, with a model that costs
-nothing, and what Python's lock leaves for two threads to gain in a model of many tiny layers.
+with two processes. Contenders run in turn within each round, as new processes, and every ratio is taken within a round.
+A round counts only if nothing else used the machine meanwhile. Besides, what the strategy costs by itself, with a model
+that costs nothing, and what Python's lock leaves for two threads to gain in a model of many tiny layers.
 
-Run it with `python benchmarks/balanced_dp.py`; it takes about ten minutes, and needs the extra `demo` for its picture.
+Run it with `python benchmarks/balanced_dp.py`; it takes about 20 minutes, and needs the extra `demo` for its picture.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -99,15 +100,23 @@ def parse_options() -> argparse.Namespace:
 
 
 def measure_steps(model: str, options: argparse.Namespace) -> StepResult:
-    """Measure the training steps of a model."""
+    """Measure the training steps of a model, by new processes in each round.
+
+    The same program started again may be faster or slower by a quarter for as long as it lives, depending on where its
+    memory happens to lie: with one process per contender, no number of rounds would show that.
+    """
     cores = count_cores()
     train = functools.partial(Contender, "measuring.training", model)
-    contenders = {name_device(threads): train("auto", f"--threads={threads}") for threads in options.threads}
-    contenders[DDP] = train("ddp", "--devices=2", f"--threads={max(1, cores // 2)}", ranks=2)
-    contenders[BALANCED] = train("balanced_dp", "--devices=2", f"--threads={cores}")
-    with closing_all(list(contenders.values())):
-        runs = {name: contender.run for name, contender in contenders.items()}
-        return StepResult(_measure(model, runs, options), options.threads)
+
+    @contextmanager
+    def start() -> Iterator[Mapping[str, Callable[[], Burst]]]:
+        contenders = {name_device(threads): train("auto", f"--threads={threads}") for threads in options.threads}
+        contenders[DDP] = train("ddp", "--devices=2", f"--threads={max(1, cores // 2)}", ranks=2)
+        contenders[BALANCED] = train("balanced_dp", "--devices=2", f"--threads={cores}")
+        with closing_all(list(contenders.values())):
+            yield _prepare({name: contender.run for name, contender in contenders.items()}, options)
+
+    return StepResult(_measure(model, start, options), options.threads)
 
 
 def measure_overheads(options: argparse.Namespace) -> OverheadResult:
@@ -122,7 +131,9 @@ def measure_overheads(options: argparse.Namespace) -> OverheadResult:
             for name, strategy in strategies.items()
             for keys in (0, LOGGED_KEYS)
         }
-        return OverheadResult(_measure("overheads", runs, options), list(strategies), LOGGED_KEYS)
+        bursts = _prepare(runs, options)
+        measurement = _measure("overheads", lambda: nullcontext(bursts), options)
+        return OverheadResult(measurement, list(strategies), LOGGED_KEYS)
 
 
 def measure_lock(options: argparse.Namespace) -> LockResult:
@@ -136,23 +147,33 @@ def measure_lock(options: argparse.Namespace) -> LockResult:
             for direction in ("forward", "backward")
             for threads, share in LockResult.WAYS
         }
-        return LockResult(_measure("Python's lock", runs, options))
+        bursts = _prepare(runs, options)
+        return LockResult(_measure("Python's lock", lambda: nullcontext(bursts), options))
 
 
-def _measure(what: str, runs: Mapping[str, Run], options: argparse.Namespace) -> Measurement:
-    """Find out how many steps fill a burst of each contender, and run the rounds."""
-
-    def show(measurement: Measurement) -> None:
-        done = f"{len(measurement.counted)} of {options.rounds} rounds, {len(measurement.rounds)} run"
-        print(f"{what}: {done}", file=sys.stderr, flush=True)
-
+def _prepare(runs: Mapping[str, Run], options: argparse.Namespace) -> Mapping[str, Callable[[], Burst]]:
+    """Start contenders up, and find out how many steps fill a burst of each."""
     for run in runs.values():
         run(steps=_FEWEST_STEPS)  # starts up, which keeps the cores busy until the last one has
     bursts = {}
     for name, run in runs.items():
         seconds = run(steps=_FEWEST_STEPS).median
         bursts[name] = functools.partial(run, steps=max(_FEWEST_STEPS, math.ceil(options.burst / seconds)))
-    return collect_rounds(bursts, options.rounds, options.max_rounds, options.any_load, show)
+    return bursts
+
+
+def _measure(
+    what: str,
+    enter: Callable[[], AbstractContextManager[Mapping[str, Callable[[], Burst]]]],
+    options: argparse.Namespace,
+) -> Measurement:
+    """Run the rounds, and say how far they are."""
+
+    def show(measurement: Measurement) -> None:
+        done = f"{len(measurement.counted)} of {options.rounds} rounds, {len(measurement.rounds)} run"
+        print(f"{what}: {done}", file=sys.stderr, flush=True)
+
+    return collect_rounds(enter, options.rounds, options.max_rounds, options.any_load, show)
 
 
 def describe_machine() -> dict[str, Any]:

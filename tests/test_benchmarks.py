@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,8 @@ def collect(times, by_others=lambda round_: QUIET, **options):
         return burst(times[name], by_others((len(started) - 1) // len(times)))
 
     options = {"wanted": 8, "at_most": 12, "any_load": False, **options}
-    return collect_rounds({name: lambda name=name: run(name) for name in times}, **options)
+    contenders = {name: lambda name=name: run(name) for name in times}
+    return collect_rounds(lambda: nullcontext(contenders), **options)
 
 
 def step_result(**options):
@@ -85,7 +87,8 @@ def test_busy_rounds_are_repeated():
 def test_one_busy_burst_makes_its_round_busy():
     bursts = iter([QUIET, BUSY] + [QUIET] * 100)
     names = ("a", "b")
-    measurement = collect_rounds({name: lambda: burst(1.0, next(bursts)) for name in names}, 6, 12, False)
+    contenders = {name: lambda: burst(1.0, next(bursts)) for name in names}
+    measurement = collect_rounds(lambda: nullcontext(contenders), 6, 12, False)
     assert (len(measurement.counted), len(measurement.rounds)) == (6, 7)
 
 

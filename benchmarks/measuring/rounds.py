@@ -1,6 +1,7 @@
 """Rounds: every contender runs once in each, and only rounds count that had the machine to themselves."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -78,7 +79,7 @@ class Measurement:
 
 
 def collect_rounds(
-    contenders: Mapping[str, Callable[[], Burst]],
+    enter: Callable[[], AbstractContextManager[Mapping[str, Callable[[], Burst]]]],
     wanted: int,
     at_most: int,
     any_load: bool,
@@ -87,16 +88,18 @@ def collect_rounds(
     """Run rounds until enough of them count.
 
     Args:
-        contenders: What runs a burst of each; who begins rotates from round to round.
+        enter: Called for every round; it enters with what runs a burst of each contender. Who begins rotates from round
+            to round.
         wanted: How many rounds have to count.
         at_most: How many are run at most.
         any_load: Whether rounds count that were not quiet.
         show: Called after each round.
     """
-    names = list(contenders)
     measurement = Measurement([], any_load)
     while len(measurement.counted) < wanted and len(measurement.rounds) < at_most:
-        first = len(measurement.rounds) % len(names)
-        measurement.rounds.append({name: contenders[name]() for name in names[first:] + names[:first]})
+        with enter() as contenders:
+            names = list(contenders)
+            first = len(measurement.rounds) % len(names)
+            measurement.rounds.append({name: contenders[name]() for name in names[first:] + names[:first]})
         show(measurement)
     return measurement
