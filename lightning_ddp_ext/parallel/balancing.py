@@ -36,9 +36,9 @@ class BalanceController:
     Imbalance is how much longer the slowest replica takes than the mean, of the median times of 7 batches of full size.
     Above 10 %, if 5 of the 7 batches show it, each replica's share becomes proportional to its measured throughput
     (samples per second), and it is measured again, until the imbalance is below 5 % or whole samples allow no better.
-    A move that has not lowered the imbalance is taken back. After that, and whenever it has to move again after it had
-    settled, decisions rest on twice as many batches. Every replica keeps at least one sample, or it could not be
-    measured any more.
+    A move that has lowered neither the imbalance nor the time of the slowest replica is taken back. After that, and
+    whenever it has to move again after it had settled, decisions rest on twice as many batches. Every replica keeps at
+    least one sample, or it could not be measured any more.
 
     Args:
         num_replicas: Number of replicas.
@@ -105,6 +105,7 @@ class BalanceController:
             self._batch_size = 0
         if batch_size > self._batch_size or sizes != self._sizes:
             self._batch_size, self._sizes = batch_size, sizes
+            self._previous = None  # times of other batches are no measure for these
             self._window.clear()
             self._warm = False
         if not self._warm:  # the first batch of a new size allocates memory and chooses kernels

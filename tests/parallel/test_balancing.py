@@ -1,7 +1,7 @@
 """Samples move until replicas finish together, and then stay."""
 
 import random
-from statistics import fmean, median
+from statistics import fmean
 
 import pytest
 
@@ -171,7 +171,6 @@ def test_no_decision_rests_on_less_than_what_it_says():
     decisions = [controller.observe([32, 32], times) for times in seconds]
     assert decisions[:7] == [None] * 7  # the first batch is not counted
     assert decisions[7] is not None
-    assert median(times[0] for times in seconds) > 1
 
 
 def memory(name, available, held, peak, chunk=8):
