@@ -8,30 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-import lightning_ddp_ext.testing
 from lightning_ddp_ext.testing import RankError, RankTimeoutError, run_processes
 
 from . import rank_functions as ranks
+from .helpers import SCRIPT_HEADER, is_running, raises_with, read_pids, wait_until
 
 pytestmark = pytest.mark.timeout(120)
-
-# Stands in for the package, so that scripts do not pay for the import of Lightning by its `__init__`.
-SCRIPT_HEADER = f"""
-import sys, types
-package = types.ModuleType("lightning_ddp_ext")
-package.__path__ = [{str(Path(lightning_ddp_ext.testing.__file__).parents[1])!r}]
-sys.modules["lightning_ddp_ext"] = package
-sys.path.insert(0, {str(Path(ranks.__file__).parent)!r})
-from lightning_ddp_ext.testing import run_processes
-"""
 
 
 @pytest.fixture(scope="module")
@@ -40,34 +28,6 @@ def healthy_run() -> tuple[list[float], float]:
     started = time.monotonic()
     results = run_processes(ranks.all_reduce_ranks, 2, timeout=100)
     return results, time.monotonic() - started
-
-
-@contextmanager
-def raises_with(error_type: type[Exception], *patterns: str) -> Iterator[None]:
-    """The error is raised and its message has matches for all patterns, in this order."""
-    with pytest.raises(error_type) as caught:
-        yield
-    print(caught.value)
-    assert re.search(".*?".join(patterns), str(caught.value), re.DOTALL), f"{patterns} not found in:\n{caught.value}"
-
-
-def is_running(pid: int) -> bool:
-    # In a container without an init process, an orphan that was killed stays a zombie.
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.01)
-
-
-def read_pids(folder: Path) -> list[int]:
-    return [int(pid) for file in folder.glob("*.pids") for pid in file.read_text().split()]
-
-
-# Results
 
 
 def test_results_come_in_rank_order_and_arguments_arrive() -> None:
@@ -333,60 +293,3 @@ def test_ranks_end_when_the_parent_is_killed(tmp_path: Path) -> None:
         assert all(is_running(pid) for pid in pids)
         parent.kill()
     wait_until(lambda: not any(is_running(pid) for pid in pids), seconds=5)
-
-
-# Functions in scripts
-
-
-def run_script(folder: Path, text: str, *command: str) -> "subprocess.CompletedProcess[str]":
-    (folder / "script.py").write_text(SCRIPT_HEADER + text)
-    return subprocess.run(
-        [sys.executable, *(command or ["script.py"])],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-SCRIPT = """
-class Result(int):
-    pass
-
-def double(value):
-    return Result(2 * value)
-
-if __name__ == "__main__":
-    results = run_processes(double, 2, 21)
-    print(results, type(results[0]) is Result)
-"""
-
-
-@pytest.mark.parametrize("command", [["script.py"], ["-m", "script"]], ids=" ".join)
-def test_function_and_class_of_a_script_work(tmp_path: Path, command: list[str]) -> None:
-    assert run_script(tmp_path, SCRIPT, *command).stdout == "[42, 42] True\n"
-
-
-def test_script_without_main_guard_is_told_so(tmp_path: Path) -> None:
-    script = run_script(tmp_path, "def one():\n    return 1\nrun_processes(one, 1)\n")
-    assert "`run_processes` was called while rank 0 was importing the module of its function" in script.stderr
-    assert 'under `if __name__ == "__main__":`' in script.stderr
-
-
-def test_function_of_an_interactive_session_is_refused(tmp_path: Path) -> None:
-    session = run_script(tmp_path, "", "-c", SCRIPT_HEADER + "def one():\n    return 1\nrun_processes(one, 1)\n")
-    assert "TypeError: `function` or one of its arguments is defined in an interactive session" in session.stderr
-
-
-def test_function_of_a_test_module_in_importlib_mode_works(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_it.py").write_text(
-        SCRIPT_HEADER
-        + "def answer():\n    return 42\n\ndef test_it():\n    assert run_processes(answer, 2) == [42, 42]\n"
-    )
-    command = [sys.executable, "-P", "-m", "pytest"] if sys.version_info >= (3, 11) else ["pytest"]
-    command += ["--import-mode=importlib", "--rootdir=.", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    session = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert "1 passed" in session.stdout, session.stdout
