@@ -5,6 +5,8 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     DDPExtError (RuntimeError)
     |-- UnsupportedFeatureError   a Trainer feature or launch that the strategy cannot do right
     |-- BatchSplitError           a batch that cannot be cut into chunks, or whose size is ambiguous
+    |-- RanksOutOfStepError       ranks that synchronise gradients a different number of times
+    |-- UnsynchronizedGradientsError   an optimizer step with gradients that are this rank's own
     `-- NetworkInterfaceError     a network interface that this host does not have
 """
 
@@ -18,7 +20,24 @@ class UnsupportedFeatureError(DDPExtError):
 
 
 class BatchSplitError(DDPExtError):
-    """A batch has no unambiguous batch size, or holds an entry that cannot be cut."""
+    """A batch has no unambiguous batch size, or holds an entry that cannot be cut.
+
+    Args:
+        problem: What is wrong.
+        remedy: What to do about it.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem} {remedy}".strip())
+        self.problem = problem
+
+
+class RanksOutOfStepError(DDPExtError):
+    """Ranks have synchronised their gradients a different number of times."""
+
+
+class UnsynchronizedGradientsError(DDPExtError):
+    """An optimizer is about to step with gradients that have not been synchronised: ranks would drift apart."""
 
 
 class NetworkInterfaceError(DDPExtError):

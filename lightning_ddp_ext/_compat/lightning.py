@@ -7,6 +7,7 @@ Private hooks that strategies override or read, held by a test:
     _layer_sync           whether `Trainer(sync_batchnorm=True)`
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
@@ -59,3 +60,32 @@ def is_list_of_batches(trainer: Trainer, batch: Any) -> bool:
 def logs_now(trainer: Trainer) -> bool:
     """Tell whether what is logged in this step is passed on to loggers."""
     return trainer._logger_connector.should_update_logs
+
+
+def replace_sigterm_handling(trainer: Trainer, receive: Callable[[int], None]) -> Callable[[], None]:
+    """Replace what Lightning does about SIGTERM: it broadcasts in the signal handler, and once more for every batch.
+
+    Args:
+        trainer: Of a run that has not registered its signal handlers yet.
+        receive: Called by the signal handler, with the signal's number.
+
+    Returns:
+        What makes the training loop end after the current batch, on this rank.
+    """
+    connector = trainer._signal_connector
+
+    def notice(signum: int, frame: object) -> None:
+        receive(signum)
+
+    def end() -> None:
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = notice  # type: ignore[method-assign, assignment]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    return end
+
+
+def restore_sigterm_handling(trainer: Trainer) -> None:
+    """Undo `replace_sigterm_handling`."""
+    trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)

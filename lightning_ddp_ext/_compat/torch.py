@@ -32,3 +32,8 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was used; torch has no public question."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that every change in place increases; tensors made in inference mode have none."""
+    return -1 if tensor.is_inference() else tensor._version

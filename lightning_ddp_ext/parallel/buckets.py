@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _BUCKET_BYTES = 25 * 2**20  # what torch's own DistributedDataParallel uses
@@ -31,17 +32,34 @@ def send_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return sent
 
 
+@torch.no_grad()
+def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Give tensors the values that they have on the first rank, in flat buckets: few messages instead of many.
+
+    Args:
+        tensors: Dense tensors of any shape and type, alike on every rank; others are left as they are.
+        group: The ranks.
+    """
+    for bucket in _buckets(tensors):
+        members = [tensors[position] for position in bucket]
+        flat = torch.cat([member.reshape(-1) for member in members])
+        # As bytes: not every back-end has every type.
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+        for member, part in zip(members, torch.split(flat, [member.numel() for member in members]), strict=True):
+            member.copy_(part.view(member.shape))
+
+
 def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Group the positions of dense tensors by type, in order, up to the size of a bucket."""
+    """Group the positions of dense tensors by type and device, in order, up to the size of a bucket."""
     buckets: list[list[int]] = []
-    open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for position, tensor in enumerate(tensors):
         if tensor.layout != torch.strided:
             continue
-        members, size = open_buckets.get(tensor.dtype, ([], _BUCKET_BYTES))
+        members, size = open_buckets.get((tensor.dtype, tensor.device), ([], _BUCKET_BYTES))
         if size + tensor.nbytes > _BUCKET_BYTES:
             members, size = [], 0
             buckets.append(members)
         members.append(position)
-        open_buckets[tensor.dtype] = (members, size + tensor.nbytes)
+        open_buckets[tensor.dtype, tensor.device] = (members, size + tensor.nbytes)
     return buckets

@@ -55,10 +55,10 @@ class BufferMerger:
             if values[0] is not None or buffer is not None:
                 module._buffers[name] = None if values[0] is None else present[0].clone()
             return
-        changed = [value for value in present if not _same(value, buffer)]
+        changed = [value for value in present if not same_values(value, buffer)]
         if not changed:
             return
-        if len(changed) < len(present) or any(not _same(value, present[0]) for value in present[1:]):
+        if len(changed) < len(present) or any(not same_values(value, present[0]) for value in present[1:]):
             # A mean is exact for statistics of instances; those of batches are merged already, if calls were seen.
             if not isinstance(module, Normalisation) or isinstance(module, BatchNorm):
                 self._warn(self._names[position] + name, _has_mean(buffer))
@@ -83,7 +83,8 @@ def _has_mean(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same values; nan equals nan."""
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 

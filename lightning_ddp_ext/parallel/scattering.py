@@ -105,7 +105,7 @@ def _measure(batch: Any, batch_dim: int) -> "_Cut":
     found = list(_entries(batch, batch_dim, "batch", top=True))
     for entry in found:
         if entry.uncut and entry.length is None:
-            raise BatchSplitError(f"`{entry.path}` of type `{entry.uncut}` holds tensors but cannot be cut. {_REMEDY}")
+            raise BatchSplitError(f"`{entry.path}` of type `{entry.uncut}` holds tensors but cannot be cut.", _REMEDY)
     if any(entry.decides for entry in found):
         cut = _read(batch, batch_dim, found)
     else:
@@ -157,13 +157,13 @@ def _read_without_arrays(batch: Any, batch_dim: int, found: Sequence[_Entry]) ->
     if lists:
         raise _ambiguous(lists)
     raise BatchSplitError(
-        f"the batch of type `{type(batch).__name__}` has no tensor with dimension {batch_dim} to split. {_REMEDY}"
+        f"the batch of type `{type(batch).__name__}` has no tensor with dimension {batch_dim} to split.", _REMEDY
     )
 
 
 def _ambiguous(entries: Sequence[_Entry]) -> BatchSplitError:
     named = [*map(str, entries[:_NAMED]), *(["..."] if len(entries) > _NAMED else [])]
-    return BatchSplitError(f"the batch size is ambiguous: {', '.join(named)}. {_REMEDY}")
+    return BatchSplitError(f"the batch size is ambiguous: {', '.join(named)}.", _REMEDY)
 
 
 def _common(sizes: Sequence[tuple[int, ...]]) -> int | None:
@@ -256,7 +256,8 @@ class _Cut:
         if rows is None and value.ndim and value.shape[0] == self.total:
             raise BatchSplitError(
                 f"a tensor of shape {tuple(value.shape)} has no dimension {self.batch_dim}, but as many entries as the"
-                f" batch has samples. {_REMEDY}"
+                f" batch has samples.",
+                _REMEDY,
             )
         return take_rows(value, self.batch_dim, start, stop) if rows == self.total else value
 

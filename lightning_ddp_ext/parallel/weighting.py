@@ -1,7 +1,11 @@
 """What a part of a batch counts when losses, gradients and logged values of the parts are combined."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
+
+from lightning_ddp_ext.errors import BatchSplitError
+from lightning_ddp_ext.parallel.scattering import batch_size_of
 
 WeightBy = Literal["samples", "ranks", "sum"] | Callable[[Any], float]
 
@@ -56,3 +60,89 @@ def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Seque
             " above zero for at least one."
         )
     return [count / total for count in counts]
+
+
+class GradientWeights:
+    """What this rank's gradient counts, over the micro-batches of an optimizer step.
+
+    Micro-batches of different sizes are made comparable by a factor on their losses, 1 as long as sizes do not change:
+    the accumulated gradient is then the first micro-batch's weight short of a weighted sum.
+
+    Args:
+        weight_by: See `combination_weights`; `"ranks"` counts every micro-batch once.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, weight_by: WeightBy, world_size: int) -> None:
+        self._weight_by = weight_by
+        self._world_size = world_size
+        self._batch = 0.0
+        self._first = 0.0
+        self._total = 0.0
+        self._counted = True
+
+    def restart(self) -> None:
+        """Forget the micro-batches so far: their gradients have been dropped."""
+        self._first = self._total = 0.0
+
+    def set_batch(self, batch: Any) -> None:
+        """Measure a micro-batch.
+
+        Args:
+            batch: A batch.
+
+        Raises:
+            BatchSplitError: If its samples count and cannot be counted.
+            ValueError: If a callable returns a negative number, or one that is not finite.
+        """
+        self._batch = self._measure(batch)
+        self._counted = False
+
+    def count(self) -> float:
+        """Count the micro-batch, once between two synchronisations, however often it is passed backward.
+
+        Returns:
+            What its loss is to be multiplied by.
+        """
+        if not self._counted:
+            self._counted = True
+            self._total += self._batch
+            self._first = self._first or self._batch
+        return self._batch / self._first if self._first else 0.0
+
+    def take(self) -> tuple[float, float]:
+        """Take the weight of the micro-batches counted so far, and start again.
+
+        Returns:
+            What this rank counts, and what its accumulated gradient is to be multiplied by.
+        """
+        first, total = self._first, self._total
+        self.restart()
+        self._counted = False
+        if self._weight_by == "sum":
+            return 1.0, float(self._world_size)
+        return total, first
+
+    def _measure(self, batch: Any) -> float:
+        if self._weight_by in ("ranks", "sum"):
+            return 1.0
+        if self._weight_by == "samples":
+            return float(_count_samples(batch))
+        weight = float(self._weight_by(batch))  # type: ignore[operator]
+        if not 0 <= weight < math.inf:
+            raise ValueError(
+                f"`weight_by` returned {weight} for a batch. Return a finite number of at least 0, such as its number"
+                " of samples or tokens."
+            )
+        return weight
+
+
+def _count_samples(batch: Any) -> int:
+    try:
+        return batch_size_of(batch)
+    except BatchSplitError as error:
+        raise BatchSplitError(
+            error.problem,
+            'Pass a callable `weight_by`, which returns what a batch counts, or `weight_by="ranks"` if batches are'
+            " equally large on all ranks.",
+        ) from error

@@ -3,7 +3,10 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
-__all__ = ["BalancedDataParallelStrategy"]
+__all__ = ["BalancedDataParallelStrategy", "DDPCheckpointStrategy", "ExplicitDDPStrategy"]
 
 BalancedDataParallelStrategy.register_strategies(StrategyRegistry)
+DDPCheckpointStrategy.register_strategies(StrategyRegistry)

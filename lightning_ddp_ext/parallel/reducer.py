@@ -1,0 +1,322 @@
+"""Gradients averaged over ranks, whatever the backward pass looks like.
+
+Lightning is not needed: see `GradientReducer` for a complete loop in plain torch.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.parallel.buckets import broadcast_all
+from lightning_ddp_ext.parallel.buffer_sync import BufferSynchronizer
+from lightning_ddp_ext.parallel.gradient_bucket import LARGE, GradientBucket
+from lightning_ddp_ext.parallel.gradient_layout import GradientLayout
+from lightning_ddp_ext.parallel.prediction import BackwardPredictor
+from lightning_ddp_ext.parallel.sparse_gradients import SparseGradients
+from lightning_ddp_ext.parallel.sync_control import SyncControl, SyncReport
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+
+
+class GradientReducer:
+    """Averages gradients over the ranks of a process group, by weight, while the backward pass is still running.
+
+    No assumption is made about the backward pass: parameters may get gradients several times (reused layers,
+    activation checkpointing, several backward passes) or not at all, on some ranks or on all; layers may be frozen and
+    thawed; graphs may change from step to step and differ between ranks. How it works: gradients are moved into flat
+    buckets, which are reduced in a fixed order, each as early as this rank believes it complete, from what the same
+    kind of backward pass did before. A gradient that comes after its bucket has left is a new tensor, which is reduced
+    by itself and added. At the end ranks exchange which parameters were used anywhere, which buckets had late
+    gradients, and the total weight. A wrong belief therefore costs time, never correctness.
+
+    Every rank has to synchronise equally often, with or without a backward pass of its own. Where no rank used a
+    parameter, its gradient stays None. Buffers which a rank has changed are made equal as well: floating ones are
+    averaged by weight, others come from the first rank that had data.
+
+    Args:
+        module: The same module on every rank, on its devices. Parameters and buffers become those of the first rank.
+        process_group: The ranks; by default all, in a group of the reducer's own, so that collectives issued by the
+            model cannot mix with those of the gradients.
+        bucket_cap_mb: Largest size of a bucket in MiB.
+        comm_hook: What reduces a bucket instead of an all-reduce, `hook(state, bucket) -> Future[Tensor]`, as for
+            torch's `DistributedDataParallel.register_comm_hook`.
+        comm_state: First argument of `comm_hook`.
+
+    Raises:
+        ValueError: If `bucket_cap_mb` is not above 0.
+        UnsupportedFeatureError: If parameters are not initialised yet.
+
+    Example:
+        ```python
+        dist.init_process_group("gloo")
+        model = nn.Linear(8, 1)
+        reducer = GradientReducer(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in batches:  # of any size, different on every rank
+            optimizer.zero_grad()
+            with reducer.synchronize(weight=len(x)):
+                nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        ```
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25.0,
+        comm_hook: CommHook | None = None,
+        comm_state: object = None,
+    ) -> None:
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
+        self._parameters = _parameters_of(module)
+        self._group = _own_group() if process_group is None else _with_cpu(process_group)
+        self._world_size = dist.get_world_size(self._group)
+        self._comm_hook = comm_hook
+        self._comm_state = comm_state
+        self._sparse = SparseGradients(module, self._parameters, self._group)
+        self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
+        self._predictor = BackwardPredictor(len(self._parameters))
+        self._buffers = BufferSynchronizer(module, self._group)
+        self._control = SyncControl(len(self._parameters), len(self._buffers), self._group)
+        self._lock = RLock()  # a module that spans several devices has a backward thread for each
+        self._active = False
+        self._weight = self._scale = 1.0
+        self._expected_total = 1.0  # of the weights: what the last synchronisation found, so the same on every rank
+        self._stop = self._stop_agreed = False
+        self._next = 0  # first bucket that has not left
+        self._works: list[Any] = []
+        self._late: set[int] = set()
+        self._unsynchronized: set[int] = set()
+        broadcast_all([*self._parameters, *self._buffers.tensors()], self._group)
+        self._buffers.remember()
+        self._hooks = [self._watch(number, parameter) for number, parameter in enumerate(self._parameters)]
+
+    @property
+    def stop_agreed(self) -> bool:
+        """Whether any rank asked to stop in the last synchronisation; the same on every rank."""
+        return self._stop_agreed
+
+    def unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
+        """Tell whether any of these parameters has had a gradient since it was last synchronised."""
+        if not self._unsynchronized:
+            return False
+        asked = {id(parameter) for parameter in parameters}
+        return any(id(self._parameters[number]) in asked for number in self._unsynchronized)
+
+    @contextmanager
+    def synchronize(self, weight: float = 1.0, scale: float | None = None, stop: bool = False) -> Iterator[None]:
+        """Synchronise the gradients at the end of a block, overlapped with the backward passes inside.
+
+        What has been accumulated before counts as well. With an empty block, a rank that has no batch takes part.
+
+        Args:
+            weight: What this rank's gradient counts, such as the number of its samples if the loss is their mean; 0
+                if it has none. The result is the sum of `scale * gradient` over the ranks, divided by the sum of their
+                weights; if the weights add up to 0, no rank has a gradient afterwards.
+            scale: What the gradient is multiplied by; by default the weight. Accumulated gradients that are weighted
+                already have another one.
+            stop: Whether this rank asks all to stop, see `stop_agreed`.
+
+        Raises:
+            ValueError: If the weight is negative or not finite.
+            RanksOutOfStepError: If ranks have synchronised a different number of times.
+        """
+        self.start(weight, scale, stop)
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        self.finish()
+
+    def start(self, weight: float = 1.0, scale: float | None = None, stop: bool = False) -> None:
+        """Begin what `synchronize` does; `finish` ends it."""
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
+        if self._active:
+            raise RuntimeError("A synchronisation has begun already. End it with `finish`, or use `synchronize`.")
+        self._weight, self._stop = weight, stop
+        self._scale = weight if scale is None else scale
+        self._predictor.begin()
+        self._next = 0
+        self._works.clear()
+        self._late.clear()
+        self._active = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait until the gradients of all ranks have been added up, and give them to the parameters."""
+        self._active = False
+        self._launch(self._layout.buckets[self._next :])
+        self._buffers.start(self._weight)
+        if self._comm_hook is not None:
+            self._wait()  # hooks may issue collectives when earlier ones end: these come before ours on every rank
+        report = self._control.exchange(
+            self._weight,
+            self._stop,
+            self._late_buckets(),
+            self._used_here(),
+            self._buffers.changes(),
+            len(self._layout.buckets),
+        )
+        self._stop_agreed = bool(report.stop)
+        self._unsynchronized.clear()
+        self._wait()
+        if report.total_weight:
+            self._complete(report)
+        else:
+            self._buffers.skip()
+        for bucket in self._layout.buckets:
+            bucket.release()
+
+    def close(self) -> None:
+        """Stop watching the module."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _watch(self, number: int, parameter: nn.Parameter) -> Any:
+        """Follow a parameter's gradients, even if it is frozen: a hook can only begin while it is not."""
+        predictor, layout, large = self._predictor, self._layout, parameter.numel() >= LARGE
+
+        def gradient_is_there(parameter: Tensor) -> None:
+            if not self._active:
+                self._unsynchronized.add(number)
+                return
+            with self._lock:
+                if predictor.kind is None and predictor.recognize(number, layout.buckets):
+                    self._launch_complete()
+                predictor.counts[number] += 1
+                bucket = layout.bucket_of[number]
+                if bucket is None:
+                    predictor.order.append(number)
+                elif bucket.launched:
+                    self._late.add(number)
+                elif predictor.counts[number] == predictor.expected[number]:
+                    if large:
+                        bucket.pack(number, self._factor)
+                    bucket.missing -= 1
+                    if not bucket.missing:
+                        self._launch_complete()
+
+        frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)
+        hook = parameter.register_post_accumulate_grad_hook(gradient_is_there)  # type: ignore[no-untyped-call]
+        if frozen:
+            parameter.requires_grad_(False)
+        return hook
+
+    @property
+    def _factor(self) -> float:
+        """What gradients are multiplied by. Hooks take the mean over ranks, all-reduce takes the sum."""
+        ranks = 1 if self._comm_hook is None else self._world_size
+        return ranks * self._scale / self._expected_total if self._weight else 0.0
+
+    def _launch_complete(self) -> None:
+        """Reduce the buckets that are believed complete, up to the first that is not."""
+        complete = itertools.takewhile(lambda bucket: not bucket.missing, self._layout.buckets[self._next :])
+        self._launch(list(complete))
+
+    def _launch(self, buckets: Sequence[GradientBucket]) -> None:
+        for bucket in buckets:
+            bucket.pack_all(self._factor)
+            bucket.launched = True
+            self._next += 1
+            if self._comm_hook is None:
+                self._works.append((bucket, dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)))
+            else:
+                if bucket.buffer().device.type == "cpu":
+                    self._wait()  # CPU futures run hooks' callbacks in any order: one bucket at a time
+                self._works.append((bucket, self._comm_hook(self._comm_state, bucket)))
+
+    def _wait(self) -> None:
+        for bucket, work in self._works:
+            result = work.wait()
+            if isinstance(work, torch.futures.Future):
+                reduced = result[0] if isinstance(result, list | tuple) else result
+                if reduced.data_ptr() != bucket.buffer().data_ptr():
+                    bucket.set_buffer(reduced)
+        self._works.clear()
+
+    def _late_buckets(self) -> set[int]:
+        """Find the buckets that had left when a gradient came on this rank."""
+        buckets = (self._layout.bucket_of[number] for number in self._late)
+        return {bucket.index() for bucket in buckets if bucket is not None}
+
+    def _used_here(self) -> bytearray:
+        """Mark the parameters that have a gradient on this rank."""
+        used = bytearray(len(self._parameters))
+        for bucket in self._layout.buckets:
+            for number, packed in zip(bucket.members, bucket.packed, strict=True):
+                used[number] = packed
+        for number in (*self._layout.loose, *self._sparse.members, *self._late):
+            used[number] |= self._parameters[number].grad is not None
+        return used
+
+    def _complete(self, report: SyncReport) -> None:
+        """Add late gradients and those of new parameters, divide by the total weight, and write the result back."""
+        total = report.total_weight
+        for bucket, late in zip(self._layout.buckets, report.late, strict=True):
+            if late:
+                self._add_late(bucket)
+            if total != self._expected_total:
+                bucket.buffer().mul_(self._expected_total / total)
+        self._expected_total = total
+        new = self._layout.grow(report.used, self._predictor.order)
+        self._launch(new)
+        self._wait()
+        for bucket in self._layout.buckets:
+            bucket.write_back(report.used)
+        self._sparse.reduce(report.used, self._scale / total if self._weight else 0.0)
+        self._buffers.finish(report, self._weight)
+        # Where a hook reduces buckets, it may keep state for each of them.
+        if (self._comm_hook is None and self._layout.review(report.used)) or new:
+            self._predictor.forget()
+        self._predictor.learn(self._layout.buckets)
+
+    def _add_late(self, bucket: GradientBucket) -> None:
+        """Reduce by itself what came after a bucket had left; on other ranks it may be something else, or nothing."""
+        difference = GradientBucket(bucket.index(), bucket.params, bucket.members)
+        difference.pack_all(self._scale / self._expected_total if self._weight else 0.0)
+        dist.all_reduce(difference.buffer(), group=self._group)
+        bucket.buffer().add_(difference.buffer())
+
+    def _abandon(self) -> None:
+        """Forget a synchronisation in which the backward pass failed."""
+        self._active = False
+        self._works.clear()
+        for bucket in self._layout.buckets:
+            bucket.release()
+
+
+def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise UnsupportedFeatureError(
+                f"parameter `{name}` has no shape yet. Run a batch through the module before its gradients are reduced."
+            )
+    return [parameter for parameter in module.parameters() if parameter.is_floating_point() or parameter.is_complex()]
+
+
+def _own_group() -> dist.ProcessGroup:
+    """Make a group of all ranks that has CPU tensors too, for what ranks tell each other."""
+    backends = dist.get_backend_config()
+    group: dist.ProcessGroup = dist.new_group(backend=None if "cpu" in backends else f"cpu:gloo,{backends}")
+    return group
+
+
+def _with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    backends = dist.get_backend_config(group)
+    if "cpu" not in backends:
+        raise ValueError(f'`process_group` has no back-end for CPU tensors, got "{backends}". Add "cpu:gloo".')
+    return group

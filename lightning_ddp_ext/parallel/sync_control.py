@@ -1,0 +1,94 @@
+"""What ranks tell each other at the end of a synchronisation: one small message."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp_ext.errors import RanksOutOfStepError
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What all ranks together found; the same on every rank.
+
+    Attributes:
+        weights: Weight of each rank.
+        stop: Number of ranks that ask to stop.
+        late: For each bucket, number of ranks on which gradients came after it had left.
+        used: For each parameter, number of ranks on which it has a gradient.
+        changed: For each buffer, number of ranks on which it has changed.
+    """
+
+    weights: Sequence[float]
+    stop: float
+    late: Sequence[float]
+    used: Sequence[float]
+    changed: Sequence[float]
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights, added in the same order on every rank."""
+        return sum(self.weights)
+
+    @property
+    def source(self) -> int:
+        """The first rank that had data."""
+        return next(rank for rank, weight in enumerate(self.weights) if weight > 0)
+
+
+class SyncControl:
+    """Exchanges reports. The message is on the CPU: reading it never waits for a GPU.
+
+    Args:
+        parameters: Number of parameters.
+        buffers: Number of buffers.
+        group: The ranks, over a back-end that has CPU tensors.
+    """
+
+    def __init__(self, parameters: int, buffers: int, group: dist.ProcessGroup) -> None:
+        self._parameters = parameters
+        self._buffers = buffers
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
+        self._count = 0
+
+    def exchange(
+        self, weight: float, stop: bool, late: Iterable[int], used: bytearray, changed: Iterable[int], buckets: int
+    ) -> SyncReport:
+        """Add up what all ranks report.
+
+        Args:
+            weight: What this rank's gradient counts.
+            stop: Whether this rank asks to stop.
+            late: Buckets with late gradients on this rank.
+            used: 1 for each parameter that has a gradient on this rank.
+            changed: Buffers that have changed on this rank.
+            buckets: Number of buckets.
+
+        Returns:
+            The report of all ranks.
+
+        Raises:
+            RanksOutOfStepError: If ranks have synchronised a different number of times.
+        """
+        self._count += 1
+        ends = [self._world_size, 1, 1, buckets, self._parameters, self._buffers]
+        message = torch.zeros(sum(ends), dtype=torch.float64)
+        weights, stops, counts, lates, uses, changes = torch.split(message, ends)
+        weights[self._rank] = weight
+        stops[0] = stop
+        counts[0] = self._count
+        lates[list(late)] = 1
+        if used:
+            uses.copy_(torch.frombuffer(used, dtype=torch.uint8))
+        changes[list(changed)] = 1
+        dist.all_reduce(message, group=self._group)
+        if counts.item() != self._count * self._world_size:
+            raise RanksOutOfStepError(
+                f"rank {self._rank} synchronises gradients for the {self._count}th time, others for another one. Run"
+                " equally many synchronised backward passes on every rank."
+            )
+        return SyncReport(weights.tolist(), stops.item(), lates.tolist(), uses.tolist(), changes.tolist())

@@ -1,0 +1,252 @@
+"""One process per device; gradients are synchronised explicitly, after any backward pass."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.lightning import restore_sigterm_handling
+from lightning_ddp_ext.errors import UnsynchronizedGradientsError
+from lightning_ddp_ext.integration.preemption import Departure
+from lightning_ddp_ext.parallel.reducer import CommHook, GradientReducer
+from lightning_ddp_ext.parallel.weighting import GradientWeights, WeightBy, check_weight_by
+
+_THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
+
+_NOT_NEEDED = {
+    "find_unused_parameters": "parameters that no rank uses are found in every step",
+    "static_graph": "nothing is assumed about the graph",
+    "gradient_as_bucket_view": "gradients are views of the buckets already",
+    "broadcast_buffers": "buffers are equal after every step already",
+}
+
+
+class ExplicitDDPStrategy(DDPStrategy):
+    """The base of the strategies with one process per device: gradients that are right after any backward pass.
+
+    The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
+    `on_after_backward`, so that clipping, logged norms and callbacks see those of the whole batch, whose parts may
+    differ in size from rank to rank and from micro-batch to micro-batch.
+
+    Args:
+        accelerator: See `lightning.pytorch.strategies.DDPStrategy`, also for the arguments up to `start_method`.
+        parallel_devices: The devices of this node.
+        cluster_environment: Who starts the processes.
+        checkpoint_io: How checkpoints are written.
+        precision_plugin: The precision.
+        ddp_comm_state: First argument of `ddp_comm_hook`.
+        ddp_comm_hook: A communication hook of `torch.distributed.algorithms.ddp_comm_hooks`, on any device.
+        ddp_comm_wrapper: A function that wraps `ddp_comm_hook`.
+        model_averaging_period: Steps between two averages of the model, for a `PostLocalSGDState`.
+        process_group_backend: `"gloo"` or `"nccl"`; by default what suits the devices.
+        timeout: Time limit of one collective.
+        start_method: How this process starts the others of its node.
+        bucket_cap_mb: Largest size of a bucket of gradients in MiB.
+        weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
+            samples; `"sum"` for losses that are sums; `"ranks"` counts every batch once, as torch does; a callable maps
+            a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window are weighed in
+            the same way, so that a short last window is exact too.
+
+    Raises:
+        TypeError: If an argument is unknown, or is one of `DistributedDataParallel` that is not needed here.
+        ValueError: If an argument is out of range.
+    """
+
+    strategy_name = ""
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: CommHook | None = None,
+        ddp_comm_wrapper: Callable[[CommHook], CommHook] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _THIRTY_MINUTES,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        bucket_cap_mb: float = 25.0,
+        weight_by: WeightBy = "samples",
+        **unknown: object,
+    ) -> None:
+        _refuse(unknown)
+        check_weight_by(weight_by)
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.bucket_cap_mb = bucket_cap_mb
+        self.weight_by = weight_by
+        self._reducer: GradientReducer | None = None
+        self._weights: GradientWeights | None = None
+        self._departure: Departure | None = None
+        self._blocked = False
+        self._last_weight = 0.0
+
+    @property
+    def reducer(self) -> GradientReducer | None:
+        """What synchronises the gradients; None unless the Trainer is fitting."""
+        return self._reducer
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._departure = Departure(trainer, self._forward_signal)
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        hook = self._ddp_comm_hook
+        if hook is not None and self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        self._weights = GradientWeights(self.weight_by, self.world_size)
+        self._reducer = GradientReducer(
+            self.model, bucket_cap_mb=self.bucket_cap_mb, comm_hook=hook, comm_state=self._ddp_comm_state
+        )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self._weights is not None
+        batch, *rest = *args, *kwargs.values()
+        if rest and rest[0] % self._accumulated_batches == 0:
+            # Lightning drops the gradients of an unfinished window here.
+            self._weights.restart()
+        self._weights.set_batch(batch)
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module, weights = self._module, self._weights
+        assert weights is not None
+        factor = weights.count()
+        if module.automatic_optimization and factor not in (0.0, 1.0):
+            closure_loss = closure_loss * factor
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with self._synchronize():
+            # A batch that counts nothing may have a loss that is a mean over nothing, and 0 * nan is nan.
+            if factor:
+                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        # `on_after_backward` fires here and sees the gradient of the whole batch.
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def _synchronize(self) -> Generator[None, None, None]:
+        """Synchronise the gradients of a backward pass, unless an accumulation window goes on."""
+        if self._blocked:
+            yield
+            return
+        assert self._reducer is not None
+        assert self._weights is not None
+        weight, scale = self._weights.take()
+        self._last_weight = weight
+        if self._module.automatic_optimization:
+            scale *= self._accumulated_batches  # Lightning has divided the loss by it
+        with self._reducer.synchronize(weight, scale, stop=self._departure is not None and self._departure.wanted):
+            yield
+        if self._departure is not None and self._reducer.stop_agreed:
+            self._departure.agree()
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        blocked, self._blocked = self._blocked, True
+        try:
+            yield
+        finally:
+            self._blocked = blocked
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def checked_closure() -> Any:
+            loss = closure()
+            self._check_synchronized(optimizer)
+            # It decides from the loss how often to evaluate and how far to go, which must be the same on every rank.
+            return self._mean_loss(loss) if isinstance(optimizer, LBFGS) else loss
+
+        return super().optimizer_step(optimizer, checked_closure, model, **kwargs)
+
+    def _check_synchronized(self, optimizer: Optimizer) -> None:
+        assert self._reducer is not None
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if self._reducer.unsynchronized(parameters):
+            raise UnsynchronizedGradientsError(
+                f"rank {self.global_rank}: `{type(optimizer).__name__}` is about to step with gradients that have not"
+                " been synchronised with the other ranks. Call `self.manual_backward(loss)` instead of"
+                " `loss.backward()`, and leave the last one before a step out of `toggle_model(sync_grad=False)`."
+            )
+
+    def _mean_loss(self, loss: Tensor | None) -> Tensor | None:
+        if loss is None:
+            return None
+        weight = torch.tensor(self._last_weight, dtype=loss.dtype, device=loss.device)
+        weighted = loss * weight if self._last_weight else torch.zeros_like(loss)
+        total = self.reduce(torch.stack([weighted, weight]), reduce_op="sum")
+        return total[0] / total[1]
+
+    @override
+    def teardown(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+        if self._departure is not None:
+            restore_sigterm_handling(self._module.trainer)
+        self._reducer = self._weights = self._departure = None
+        super().teardown()
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        assert module is not None
+        return module
+
+    @property
+    def _accumulated_batches(self) -> int:
+        return self._module.trainer.accumulate_grad_batches
+
+    def _forward_signal(self, signum: int) -> None:
+        if self.launcher is not None:
+            self.launcher.kill(signum)
+
+
+def _refuse(unknown: dict[str, object]) -> None:
+    for name in unknown:
+        if name in _NOT_NEEDED:
+            raise TypeError(f"`{name}` is not needed: {_NOT_NEEDED[name]}. Delete the argument.")
+        raise TypeError(f"`{name}` is not an argument of this strategy. See its documentation for those that are.")

@@ -1,0 +1,83 @@
+"""One launch of two ranks that runs all checks of `reducer_checks`; a test for each."""
+
+import pytest
+
+from lightning_ddp_ext.testing import run_processes
+from tests.parallel.reducer_checks import CHECKS, run_checks
+
+EXACT = 1e-12
+FLOAT32 = 1e-6
+
+EXPECTED = {
+    "parameters_and_buffers_start_as_the_first_ranks": 0.0,
+    "weights_make_uneven_batches_exact": EXACT,
+    "a_late_parameter_of_a_bucket_that_has_left_gets_its_gradient": EXACT,
+    "gradients_of_unused_parameters_stay_none": [False, False, True, True],
+    "a_rank_without_data_gets_the_gradients_of_the_others": EXACT,
+    "a_loss_that_counts_nothing_may_be_nan": True,
+    "no_rank_with_data_leaves_no_gradient": [True] * 4,
+    "synchronising_again_adds_to_the_mean": EXACT,
+    "zero_grad_in_place_or_never": EXACT,
+    "sparse_gradients": (EXACT, "torch.sparse_coo"),
+    "sparse_gradients_that_one_rank_lacks": EXACT,
+    "a_sparse_embedding_tied_to_a_dense_layer": EXACT,
+    "several_types_in_one_module": [
+        *["torch.complex64"],
+        *["torch.float64"] * 2,
+        *["torch.bfloat16"] * 2,
+        *["torch.float32"] * 2,
+    ],
+    "bfloat16_as_torch_does_it": True,
+    "channels_last_gradients_keep_their_layout": True,
+    "an_infinity_on_one_rank_skips_the_step_on_all": (0.0, 0.0),
+    "a_module_converted_after_the_first_step": "torch.float64",
+    "double_backward_through_the_loss": EXACT,
+    "training_goes_on_after_a_backward_pass_that_failed_everywhere": EXACT,
+    "buffers_become_equal_after_every_step": (EXACT, 0.0, 3),
+    "whole_numbers_come_from_the_first_rank_with_data": [1, 3, 5, 6, -1, 0, 0, 0],
+    "buffers_that_change_silently": 0.0,
+    "buffers_without_changes_cost_nothing": [],
+    "frozen_layers_stop_travelling": (2, EXACT),
+    "a_stop_that_one_rank_wants_reaches_all": [False, True, False],
+    "gradients_outside_a_synchronisation_are_noticed": [True, False, False],
+    "allreduce_hook": FLOAT32,
+    "fp16_compress_hook": FLOAT32,
+    "bf16_compress_hook": (1e-2, 0.0),
+    "post_local_sgd_hook": FLOAT32,
+    "power_sgd_hook": FLOAT32,
+    "several_buckets_with_hooks": 0.0,
+    "compiled_modules": EXACT,
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_processes(run_checks, 2, timeout=90)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_on_every_rank(results, name):
+    for rank, found in enumerate(results):
+        assert _agrees(found[name], EXPECTED[name]), f"rank {rank}: {found[name]}"
+
+
+def test_equal_weights_are_wrong_for_uneven_batches(results):
+    """The negative control of every check of a weighted mean."""
+    assert all(found["equal_weights_are_wrong_for_uneven_batches"] > 1e-3 for found in results)
+
+
+def test_ranks_that_are_out_of_step_are_told(results):
+    for rank, found in enumerate(results):
+        assert f"RanksOutOfStepError: rank {rank} synchronises gradients" in found["ranks_out_of_step"]
+
+
+def test_every_check_is_looked_at():
+    assert set(CHECKS) == {*EXPECTED, "equal_weights_are_wrong_for_uneven_batches", "ranks_out_of_step"}
+
+
+def _agrees(found, expected):
+    if isinstance(expected, tuple):
+        return isinstance(found, tuple) and all(map(_agrees, found, expected))
+    if isinstance(expected, float):
+        return isinstance(found, float) and found <= expected
+    return found == expected
