@@ -1,15 +1,28 @@
 """Lightning strategies that keep the gradient of the whole batch, however the batch is split."""
 
-from lightning_ddp_ext.errors import BatchSplitError, DDPExtError, NetworkInterfaceError, UnsupportedFeatureError
-from lightning_ddp_ext.strategies import BalancedDataParallelStrategy
+from lightning_ddp_ext.errors import (
+    BatchSplitError,
+    DDPExtError,
+    NetworkInterfaceError,
+    RanksOutOfStepError,
+    UnsupportedFeatureError,
+    UnsynchronizedGradientsError,
+)
+from lightning_ddp_ext.parallel.reducer import GradientReducer
+from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, DDPCheckpointStrategy, ExplicitDDPStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BalancedDataParallelStrategy",
     "BatchSplitError",
+    "DDPCheckpointStrategy",
     "DDPExtError",
+    "ExplicitDDPStrategy",
+    "GradientReducer",
     "NetworkInterfaceError",
+    "RanksOutOfStepError",
     "UnsupportedFeatureError",
+    "UnsynchronizedGradientsError",
     "__version__",
 ]

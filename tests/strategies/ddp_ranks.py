@@ -1,0 +1,235 @@
+"""Training on several ranks, and the same training in one process; kept apart because every rank imports it."""
+
+import hashlib
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_ddp_ext import DDPCheckpointStrategy
+
+FEATURES, CLASSES = 5, 3
+Sizes = list[list[int]]  # of each rank's batches
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run.
+
+    Attributes:
+        sizes: For each rank, the sizes of its batches.
+        module: Makes the module.
+        trainer: Arguments of the Trainer.
+        strategy: Arguments of the strategy.
+        windows: Batches that make up an optimizer step; the last step may have fewer.
+    """
+
+    sizes: Sizes
+    module: Callable[[], LightningModule]
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    windows: int = 1
+
+
+@dataclass
+class Outcome:
+    """What is left of a run on a rank: what reached the optimizer, and the end."""
+
+    gradients: list[Tensor]
+    parameters: Tensor
+    digest: str
+    error: str = ""
+
+
+class Classifier(LightningModule):
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> None:
+        super().__init__()
+        self.make_optimizer = partial(optimizer, lr=0.1, **options)
+        self.network = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES))
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
+
+
+class Adam(Classifier):
+    def __init__(self) -> None:
+        super().__init__(torch.optim.Adam)
+
+
+class Momentum(Classifier):
+    def __init__(self) -> None:
+        super().__init__(torch.optim.SGD, momentum=0.9)
+
+
+class SumLoss(Classifier):
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.network(batch[0]), batch[1], reduction="sum") / 30
+
+
+class TokenLoss(Classifier):
+    """Only some samples count; a batch may have none of them."""
+
+    def loss(self, batch: Any) -> Tensor:
+        counts = batch[1] != 0
+        return functional.cross_entropy(self.network(batch[0])[counts], batch[1][counts])
+
+
+def count_tokens(batch: Any) -> float:
+    return float((batch[1] != 0).sum())
+
+
+def count_nothing_right(batch: Any) -> float:
+    return -1.0
+
+
+class LimitedMemory(Classifier):
+    def __init__(self) -> None:
+        super().__init__(torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")
+
+
+class Adversaries(LightningModule):
+    """Manual optimization with two optimizers; the generator's gradients pass through the discriminator."""
+
+    def __init__(self, toggle: bool = True, accumulate: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggle = toggle
+        self.accumulate = accumulate
+        self.generator = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, FEATURES))
+        self.discriminator = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, _ = batch
+        steps = (
+            (
+                self.optimizers()[0],
+                lambda: self.discriminator(self.generator(real[:, :2])).sigmoid().log().mean().neg(),
+            ),
+            (
+                self.optimizers()[1],
+                lambda: (
+                    self.discriminator(self.generator(real[:, :2]).detach()).sigmoid().mean()
+                    - self.discriminator(real).sigmoid().mean()
+                ),
+            ),
+        )
+        for optimizer, make_loss in steps:
+            if self.toggle:
+                self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            if self.accumulate:
+                with optimizer.toggle_model(sync_grad=False):
+                    self.manual_backward(make_loss() / 2)
+                self.manual_backward(make_loss() / 2)
+            else:
+                self.manual_backward(make_loss())
+            optimizer.step()
+            if self.toggle:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.generator, self.discriminator)
+        return [torch.optim.Adam(part.parameters(), lr=0.05) for part in parts]
+
+
+class RawBackward(Adversaries):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class KeepGradients(Callback):
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        self.kept.append(torch.cat([torch.zeros(0) if g is None else g.detach().flatten() for g in gradients]))
+
+
+def make_batch(rank: int, index: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + index)
+    features = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
+    return features, torch.randint(CLASSES, (size,), generator=generator)
+
+
+def batches_of(sizes: Sizes, rank: int) -> list[Any]:
+    return [make_batch(rank, index, size) for index, size in enumerate(sizes[rank])]
+
+
+def combined_batches(case: Case) -> list[Any]:
+    """For each optimizer step, what all ranks have for it, as one batch."""
+    by_rank = [batches_of(case.sizes, rank) for rank in range(len(case.sizes))]
+    steps = []
+    for start in range(0, len(by_rank[0]), case.windows):
+        parts = [batch for batches in by_rank for batch in batches[start : start + case.windows]]
+        steps.append(tuple(torch.cat(column) for column in zip(*parts, strict=True)))
+    return steps
+
+
+def fit(case: Case, batches: Sequence[Any], **options: Any) -> Outcome:
+    seed_everything(0, verbose=False)
+    module = case.module()
+    callback = KeepGradients()
+    trainer = Trainer(
+        **{
+            "accelerator": "cpu",
+            "precision": "64-true",
+            "max_epochs": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+            "callbacks": [callback],
+            **case.trainer,
+            **options,
+        }
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None, shuffle=False))
+    return Outcome(
+        callback.kept, nn.utils.parameters_to_vector(module.parameters()).detach(), digest_of(module, trainer)
+    )
+
+
+def digest_of(module: nn.Module, trainer: Trainer) -> str:
+    """Hash of parameters, buffers and optimizer state."""
+    tensors = [*module.state_dict().values()]
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def fit_cases(cases: dict[str, Case], theirs: bool = False) -> dict[str, Outcome]:
+    """Run cases on this rank one after another."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    outcomes = {}
+    for name, case in cases.items():
+        strategy = DDPStrategy() if theirs else DDPCheckpointStrategy(**case.strategy)
+        world_size = len(case.sizes)
+        rank = int(os.environ["RANK"])
+        try:
+            outcomes[name] = fit(case, batches_of(case.sizes, rank), strategy=strategy, devices=world_size)
+        except Exception:
+            outcomes[name] = Outcome([], torch.zeros(0), "", traceback.format_exc())
+    return outcomes
+
+
+def fit_alone(case: Case) -> Outcome:
+    return fit(case, combined_batches(case), devices=1, accumulate_grad_batches=1)

@@ -1,0 +1,81 @@
+"""`ddp_checkpoint` in a Trainer on real processes, against one process with the batches of all ranks."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_ddp_ext.testing import run_processes
+from tests.strategies import ddp_ranks as ranks
+from tests.strategies.ddp_ranks import Case
+
+UNEVEN = [[3, 5, 2, 4, 6], [1, 2, 7, 4, 3]]
+EVEN = [[4] * 5, [4] * 5]
+
+EXACT = {
+    "batches of different sizes": Case(UNEVEN, ranks.Momentum),
+    "Adam": Case(UNEVEN, ranks.Adam),
+    "clipped by norm": Case(UNEVEN, ranks.Momentum, {"gradient_clip_val": 0.05}),
+    "clipped by value": Case(UNEVEN, ranks.Momentum, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    **{
+        f"accumulation over {window}": Case(UNEVEN, ranks.Momentum, {"accumulate_grad_batches": window}, windows=window)
+        for window in (2, 3, 4)
+    },
+    "weights by ranks": Case(EVEN, ranks.Momentum, strategy={"weight_by": "ranks"}),
+    "a loss that is a sum": Case(UNEVEN, ranks.SumLoss, strategy={"weight_by": "sum"}),
+    "a sum, accumulated": Case(UNEVEN, ranks.SumLoss, {"accumulate_grad_batches": 2}, {"weight_by": "sum"}, windows=2),
+    "weights by tokens": Case(UNEVEN, ranks.TokenLoss, strategy={"weight_by": ranks.count_tokens}),
+    "weights by tokens, accumulated": Case(
+        UNEVEN, ranks.TokenLoss, {"accumulate_grad_batches": 3}, {"weight_by": ranks.count_tokens}, windows=3
+    ),
+    "two optimizers": Case(UNEVEN, ranks.Adversaries),
+    "two optimizers without toggling": Case(UNEVEN, partial(ranks.Adversaries, toggle=False)),
+    "manual accumulation": Case(UNEVEN, partial(ranks.Adversaries, toggle=False, accumulate=True)),
+    "L-BFGS": Case(UNEVEN, ranks.LimitedMemory),
+}
+
+FAILING = {
+    "raw backward": Case(EVEN, ranks.RawBackward),
+    "ambiguous batches": Case(EVEN, ranks.Momentum, strategy={"weight_by": ranks.count_nothing_right}),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run_processes(ranks.fit_cases, 2, {**EXACT, **FAILING}, timeout=200)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_gradient_is_that_of_one_process(outcomes, name):
+    alone = ranks.fit_alone(EXACT[name])
+    tolerance = 1e-6 if name == "L-BFGS" else 1e-11  # a line search amplifies rounding
+    for rank, outcome in enumerate(found[name] for found in outcomes):
+        assert not outcome.error, f"rank {rank}: {outcome.error}"
+        assert len(outcome.gradients) == len(alone.gradients)
+        for ours, wanted in zip(outcome.gradients, alone.gradients, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=tolerance)
+        torch.testing.assert_close(outcome.parameters, alone.parameters, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_ranks_are_bit_identical(outcomes, name):
+    assert outcomes[0][name].digest == outcomes[1][name].digest != ""
+
+
+def test_a_backward_pass_around_the_strategy_is_refused(outcomes):
+    for rank, found in enumerate(outcomes):
+        assert f"UnsynchronizedGradientsError: rank {rank}: `Adam` is about to step" in found["raw backward"].error
+
+
+def test_a_weight_that_cannot_be_is_refused(outcomes):
+    for found in outcomes:
+        assert "ValueError: `weight_by` returned -1.0" in found["ambiguous batches"].error
+
+
+def test_equal_weights_are_not_exact():
+    """The negative control: Lightning's own strategy on batches of different sizes."""
+    names = ["batches of different sizes", "accumulation over 3"]
+    outcomes = run_processes(ranks.fit_cases, 2, {name: EXACT[name] for name in names}, theirs=True, timeout=60)
+    for name in names:
+        alone = ranks.fit_alone(EXACT[name])
+        assert (outcomes[0][name].gradients[0] - alone.gradients[0]).abs().max() > 1e-4
