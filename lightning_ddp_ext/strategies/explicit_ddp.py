@@ -1,5 +1,7 @@
 """One process per device; gradients are synchronised explicitly, after any backward pass."""
 
+import difflib
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -249,4 +251,7 @@ def _refuse(unknown: dict[str, object]) -> None:
     for name in unknown:
         if name in _NOT_NEEDED:
             raise TypeError(f"`{name}` is not needed: {_NOT_NEEDED[name]}. Delete the argument.")
-        raise TypeError(f"`{name}` is not an argument of this strategy. See its documentation for those that are.")
+        names = list(inspect.signature(ExplicitDDPStrategy.__init__).parameters)
+        close = difflib.get_close_matches(name, names, n=1)
+        remedy = f"Did you mean `{close[0]}`?" if close else "See its documentation for those that are."
+        raise TypeError(f"`{name}` is not an argument of this strategy. {remedy}")
