@@ -4,6 +4,7 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
 
     DDPExtError (RuntimeError)
     |-- UnsupportedFeatureError   a Trainer feature or launch that the strategy cannot do right
+    |-- ActivationCheckpointingError   modules to recompute that the policy does not find, or that cannot be recomputed
     |-- BatchSplitError           a batch that cannot be cut into chunks, or whose size is ambiguous
     `-- NetworkInterfaceError     a network interface that this host does not have
 """
@@ -15,6 +16,10 @@ class DDPExtError(RuntimeError):
 
 class UnsupportedFeatureError(DDPExtError):
     """The Trainer asks for something that the strategy refuses because it could not be done right."""
+
+
+class ActivationCheckpointingError(DDPExtError):
+    """A policy finds no module whose forward pass could be recomputed, or a forward pass cannot be."""
 
 
 class BatchSplitError(DDPExtError):
