@@ -1,7 +1,7 @@
 """Private names of torch, each with its reason. Checked on torch 2.13.0; `tests/compat` fails when one moves."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ WeakStorage = StorageWeakRef
 # The base of every layer with running statistics, those of instances among them.
 Normalisation = _NormBase
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -39,6 +40,12 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was used; torch has no public question."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Run a function as it is when compiled code calls it; `torch.compiler.disable` says so too, without types."""
+    disabled: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

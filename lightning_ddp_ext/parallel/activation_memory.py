@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import WeakStorage, saved_tensor_hooks
+from lightning_ddp_ext._compat.torch import WeakStorage, never_compiled, saved_tensor_hooks
 from lightning_ddp_ext.parallel.containers import items
 
 _MAX_DEPTH = 4
@@ -62,6 +62,7 @@ class SegmentCall:
         """Notice what autograd asks to keep; what becomes of it is decided by the hooks around."""
         pack, unpack = saved_tensor_hooks()
 
+        @never_compiled  # compiled code calls it for what it keeps, and must not include it
         def notice_and_pack(tensor: Tensor) -> Any:
             self.asked.update(_storages(tensor))
             return pack(tensor)
@@ -117,7 +118,7 @@ class MemoryMeter:
 def _storages(value: Any) -> _Sizes:
     """Find the memory behind the tensors of a nested value, with its size in bytes."""
     storages = [tensor.untyped_storage() for tensor in _tensors(value) if tensor.layout is torch.strided]
-    return {WeakStorage(storage): storage.nbytes() for storage in storages}
+    return {WeakStorage(storage): storage.nbytes() for storage in storages}  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:

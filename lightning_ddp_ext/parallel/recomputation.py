@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_ext._compat.torch import Normalisation, called_attribute
+from lightning_ddp_ext._compat.torch import Normalisation, called_attribute, never_compiled
 from lightning_ddp_ext.errors import ActivationCheckpointingError
 from lightning_ddp_ext.parallel.activation_memory import MemoryMeter
 
@@ -141,7 +141,7 @@ class Segment:
             return checkpoint(call, *values, use_reentrant=False)
         return self._recompute(call, values)
 
-    @torch.compiler.disable
+    @never_compiled
     def _recompute(self, call: Callable[..., Any], values: tuple[Any, ...]) -> Any:
         places = _places(self._module) if self._changing is None else self._changing
         measuring = self._meter is not None and self._meter.memory is None

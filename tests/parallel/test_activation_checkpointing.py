@@ -70,7 +70,7 @@ class Codebook(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("codes", torch.ones(4))
+        self.register_buffer("codes", torch.ones(4, dtype=torch.float64))
         self.alias = nn.Module()
         self.alias.register_buffer("same_codes", self.codes)
         self.seen = []
@@ -129,10 +129,10 @@ def kept_by_autograd(model, batch):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-        outputs = model(batch)
+        loss = model(batch).square().sum()
     fixed = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     sizes = {address: tensor.untyped_storage().nbytes() for address, tensor in held.items() if address not in fixed}
-    outputs.sum().backward()
+    loss.backward()
     return sum(sizes.values())
 
 
@@ -249,10 +249,7 @@ def test_a_segment_may_be_called_several_times_in_a_step():
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
-def test_running_statistics_are_updated_once_per_step(kind, momentum):
-    if kind is nn.SyncBatchNorm and not torch.cuda.is_available():
-        pytest.skip("synchronised batch normalisation needs a GPU")
+def test_running_statistics_are_updated_once_per_step(momentum):
     model = Normalised(nn.BatchNorm1d(4, momentum=momentum), nn.BatchNorm1d(4, momentum=momentum)).double()
     recomputing, _ = with_segments(model, nn.Sequential)
     assert difference(train(recomputing, vectors), train(model, vectors)) < 1e-12
@@ -514,6 +511,7 @@ def test_the_report_tells_what_and_how_much():
 # --- compiled modules
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's, hidden by itself
 @pytest.mark.parametrize("how", ["wrapped", "in place", "around"])
 @pytest.mark.parametrize("layer", [nn.Identity, lambda: nn.BatchNorm1d(4)], ids=["no buffers", "batch normalisation"])
 def test_compiled_modules_give_the_same_gradients_and_buffers(how, layer):
@@ -575,6 +573,7 @@ class Loss(nn.Module):
         return self.model(input_ids=batch, labels=batch).loss
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("own", [False, True], ids=["plain", "recomputing itself too"])
 @pytest.mark.parametrize("make", [gpt2, t5, llama])
 def test_models_of_huggingface_keep_their_gradients(make, own):
