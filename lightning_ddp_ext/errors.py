@@ -3,10 +3,10 @@
 Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can only be known later raises one of:
 
     DDPExtError (RuntimeError)
-    |-- UnsupportedFeatureError   a Trainer feature or launch that the strategy cannot do right
-    |-- ActivationCheckpointingError   modules to recompute that the policy does not find, or that cannot be recomputed
-    |-- BatchSplitError           a batch that cannot be cut into chunks, or whose size is ambiguous
-    `-- NetworkInterfaceError     a network interface that this host does not have
+    |-- UnsupportedFeatureError        a Trainer feature or launch that the strategy cannot do right
+    |-- ActivationCheckpointingError   a policy that finds no module, or a module that cannot be recomputed
+    |-- BatchSplitError                a batch that cannot be cut into chunks, or whose size is ambiguous
+    `-- NetworkInterfaceError          a network interface that this host does not have
 """
 
 

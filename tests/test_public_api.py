@@ -17,6 +17,7 @@ PACKAGE = Path(lightning_ddp_ext.__file__).parent
 
 def test_public_names_are_these():
     assert sorted(lightning_ddp_ext.__all__) == [
+        "ActivationCheckpointingError",
         "BalancedDataParallelStrategy",
         "BatchSplitError",
         "DDPExtError",

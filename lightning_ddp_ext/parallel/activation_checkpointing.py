@@ -53,7 +53,7 @@ class ActivationCheckpointing:
     dicts and classes stay what they are; `Segment` tells what a recomputed forward pass sees and does.
 
     A module compiled by itself is recomputed as the compiled code it is. If code around the segments is compiled, they
-    are part of it, except for those with batch normalisation, which run without compilation.
+    are part of it, and not measured; except for those that change buffers, which run without compilation.
 
     Args:
         policy: A class of modules, its path such as `"torch.nn.TransformerEncoderLayer"`, several of these in a list,
@@ -193,4 +193,4 @@ def _shown(value: Any) -> str:
 
 
 def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

