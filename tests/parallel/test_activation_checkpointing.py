@@ -86,7 +86,7 @@ class Codebook(nn.Module):
 
 
 class Moving(nn.Module):
-    """Computes with a buffer that it then replaces: torch 2.13 compiles it right, and one changed in place it does not."""
+    """Computes with a buffer that it then replaces. One changed in place differs by compilation alone (torch 2.13)."""
 
     def __init__(self):
         super().__init__()
