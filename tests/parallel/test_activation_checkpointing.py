@@ -91,10 +91,9 @@ class Moving(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("codes", torch.ones(4, dtype=torch.float64))
-        self.seen = []
 
     def forward(self, inputs):
-        self.seen.append(len(self.seen))
+        torch._dynamo.graph_break()  # ends what is compiled around it, the segment included
         outputs = inputs.square() * self.codes
         self.codes = 0.5 * self.codes + inputs.detach().mean(0)
         return outputs
