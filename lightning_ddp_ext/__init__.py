@@ -1,6 +1,7 @@
 """Lightning strategies that keep the gradient of the whole batch, however the batch is split."""
 
 from lightning_ddp_ext.errors import (
+    ActivationCheckpointingError,
     BatchSplitError,
     DDPExtError,
     NetworkInterfaceError,
@@ -14,6 +15,7 @@ from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, DDPCheckp
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationCheckpointingError",
     "BalancedDataParallelStrategy",
     "BatchSplitError",
     "DDPCheckpointStrategy",

@@ -3,11 +3,12 @@
 Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can only be known later raises one of:
 
     DDPExtError (RuntimeError)
-    |-- UnsupportedFeatureError   a Trainer feature or launch that the strategy cannot do right
-    |-- BatchSplitError           a batch that cannot be cut into chunks, or whose size is ambiguous
-    |-- RanksOutOfStepError       ranks that synchronise gradients a different number of times
+    |-- UnsupportedFeatureError        a Trainer feature or launch that the strategy cannot do right
+    |-- ActivationCheckpointingError   a policy that finds no module, or a module that cannot be recomputed
+    |-- BatchSplitError                a batch that cannot be cut into chunks, or whose size is ambiguous
+    |-- RanksOutOfStepError            ranks that synchronise gradients a different number of times
     |-- UnsynchronizedGradientsError   an optimizer step with gradients that are this rank's own
-    `-- NetworkInterfaceError     a network interface that this host does not have
+    `-- NetworkInterfaceError          a network interface that this host does not have
 """
 
 
@@ -17,6 +18,10 @@ class DDPExtError(RuntimeError):
 
 class UnsupportedFeatureError(DDPExtError):
     """The Trainer asks for something that the strategy refuses because it could not be done right."""
+
+
+class ActivationCheckpointingError(DDPExtError):
+    """A policy finds no module whose forward pass could be recomputed, or a forward pass cannot be."""
 
 
 class BatchSplitError(DDPExtError):

@@ -17,11 +17,17 @@ PACKAGE = Path(lightning_ddp_ext.__file__).parent
 
 def test_public_names_are_these():
     assert sorted(lightning_ddp_ext.__all__) == [
+        "ActivationCheckpointingError",
         "BalancedDataParallelStrategy",
         "BatchSplitError",
+        "DDPCheckpointStrategy",
         "DDPExtError",
+        "ExplicitDDPStrategy",
+        "GradientReducer",
         "NetworkInterfaceError",
+        "RanksOutOfStepError",
         "UnsupportedFeatureError",
+        "UnsynchronizedGradientsError",
         "__version__",
     ]
     assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport"]

@@ -14,6 +14,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -23,6 +24,10 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import restore_sigterm_handling
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
 from lightning_ddp_ext.integration.preemption import Departure
+from lightning_ddp_ext.parallel.activation_checkpointing import (
+    ActivationCheckpointing,
+    ActivationCheckpointingPolicy,
+)
 from lightning_ddp_ext.parallel.reducer import CommHook, GradientReducer
 from lightning_ddp_ext.parallel.weighting import GradientWeights, WeightBy, check_weight_by
 
@@ -61,6 +66,8 @@ class ExplicitDDPStrategy(DDPStrategy):
             samples; `"sum"` for losses that are sums; `"ranks"` counts every batch once, as torch does; a callable maps
             a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window are weighed in
             the same way, so that a short last window is exact too.
+        activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
+            string, several of these, or a predicate. See `ActivationCheckpointing`; what it saves is said once.
 
     Raises:
         TypeError: If an argument is unknown, or is one of `DistributedDataParallel` that is not needed here.
@@ -85,6 +92,7 @@ class ExplicitDDPStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         bucket_cap_mb: float = 25.0,
         weight_by: WeightBy = "samples",
+        activation_checkpointing: ActivationCheckpointingPolicy | None = None,
         **unknown: object,
     ) -> None:
         _refuse(unknown)
@@ -107,6 +115,10 @@ class ExplicitDDPStrategy(DDPStrategy):
         )
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
+        self._recomputing = (
+            None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
+        )
+        self._reported_recomputing = False
         self._reducer: GradientReducer | None = None
         self._weights: GradientWeights | None = None
         self._departure: Departure | None = None
@@ -130,6 +142,9 @@ class ExplicitDDPStrategy(DDPStrategy):
         hook = self._ddp_comm_hook
         if hook is not None and self._ddp_comm_wrapper is not None:
             hook = self._ddp_comm_wrapper(hook)
+        if self._recomputing is not None:
+            self._recomputing.apply(self.model)
+            self._reported_recomputing = False
         self._weights = GradientWeights(self.weight_by, self.world_size)
         self._reducer = GradientReducer(
             self.model, bucket_cap_mb=self.bucket_cap_mb, comm_hook=hook, comm_state=self._ddp_comm_state
@@ -161,6 +176,9 @@ class ExplicitDDPStrategy(DDPStrategy):
         # `on_after_backward` fires here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
+        if self._recomputing is not None and not self._reported_recomputing:
+            self._reported_recomputing = True
+            rank_zero_info(f"On each rank, {self._recomputing.report}.")
         return closure_loss
 
     @contextmanager
@@ -227,6 +245,8 @@ class ExplicitDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
+        if self._recomputing is not None:
+            self._recomputing.remove(self._module)
         if self._departure is not None:
             restore_sigterm_handling(self._module.trainer)
         self._reducer = self._weights = self._departure = None

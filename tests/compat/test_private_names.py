@@ -202,3 +202,34 @@ def test_compute_groups_are_given_up_and_formed():
     compat_torchmetrics.restore_compute_groups(grouped, form=True)
     assert grouped.compute_groups == {0: ["a", "b"]}
     assert isinstance(grouped["a"], Metric)
+
+
+def test_the_innermost_hooks_for_saved_tensors_are_found():
+    with pytest.raises(RuntimeError, match="no hooks for saved tensors"):
+        compat_torch.saved_tensor_hooks()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or 7, lambda handle: handle + 1):
+        pack, unpack = compat_torch.saved_tensor_hooks()
+    assert (pack("tensor"), packed, unpack(7)) == (7, ["tensor"], 8)
+
+
+def test_what_compilation_wraps_is_found():
+    layer = nn.Linear(2, 2)
+    assert compat_torch.uncompiled(layer) is layer
+    assert compat_torch.uncompiled(torch.compile(layer, backend="eager")) is layer
+    assert compat_torch.called_attribute(layer) == "forward"
+    layer.compile(backend="eager")
+    assert compat_torch.called_attribute(layer) == "_compiled_call_impl"
+    layer.__dict__["_compiled_call_impl"] = lambda inputs: "called"
+    assert layer(None) == "called"
+
+
+def test_a_reference_to_a_storage_keeps_its_address_but_not_its_memory():
+    tensor = torch.ones(1000)
+    reference = compat_torch.WeakStorage(tensor.untyped_storage())
+    assert reference == compat_torch.WeakStorage(tensor[3:].untyped_storage())
+    assert not reference.expired()
+    del tensor
+    assert reference.expired()
+    later = [torch.ones(1000) for _ in range(50)]
+    assert all(compat_torch.WeakStorage(other.untyped_storage()) != reference for other in later)
