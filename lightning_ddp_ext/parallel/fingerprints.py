@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-# A block is what one set of multipliers covers: 128 KiB, of which a core's cache holds the few that are needed.
-_WORDS = 1 << 14
+# A block is what one set of multipliers covers: 256 KiB, of which a core's cache holds the few that are needed.
+_WORDS = 1 << 15
 _BYTES = 8 * _WORDS
 # How many blocks are hashed at once. A CPU is fastest on what its cache holds; elsewhere a launch has to be worth it.
 _BLOCKS_AT_ONCE = {"cpu": 1}
-_BLOCKS_AT_ONCE_ELSEWHERE = 64
+_BLOCKS_AT_ONCE_ELSEWHERE = 32
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -56,7 +56,9 @@ def fingerprint_all(tensors: Mapping[str, Tensor]) -> int:
         for part in parts:
             by_device.setdefault(part.device, []).append(part)
     for parts in by_device.values():
-        sums = [_hash(words) for words in _cut(_as_bytes(part) for part in parts)]
+        # One place for what is computed on the way: on a CPU, new memory would take longer than all the rest.
+        scratch = torch.empty(_WORDS, dtype=torch.int64, device=parts[0].device)
+        sums = [part for words in _cut(_as_bytes(part) for part in parts) for part in _hash(words, scratch)]
         if sums:
             digest.update(repr(torch.cat(sums).tolist()).encode())
     return int.from_bytes(digest.digest(), "little", signed=True)
@@ -91,7 +93,7 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     # The conjugate and the negative of a tensor may be a flag on the tensor rather than in its memory.
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _cut(parts: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -124,7 +126,7 @@ def _as_words(pieces: list[Tensor]) -> Tensor:
     return words.view(-1, min(_WORDS, words.numel()))
 
 
-def _hash(words: Tensor) -> Tensor:
+def _hash(words: Tensor, scratch: Tensor) -> list[Tensor]:
     """Multiply the words of each block by numbers of their own and add the products, modulo 2^64.
 
     Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). The multipliers are odd,
@@ -133,25 +135,23 @@ def _hash(words: Tensor) -> Tensor:
 
     Args:
         words: int64, [blocks, words].
+        scratch: int64, [words] at least; is overwritten.
 
     Returns:
-        int64, [2 * blocks].
+        The two sums of each block, block by block, in tensors to be joined.
     """
-    multipliers, multipliers_of_upper = _multipliers(words.device)
-    upper = words >> 32
-    if words.device.type == "cpu" and len(words) == 1:
-        number = words.size(1)
-        sums = [
-            torch.dot(words[0], multipliers[:number]),
-            torch.dot(upper[0], multipliers_of_upper[:number]),
-        ]
-        return torch.stack(sums)
     number = words.size(1)
-    sums = [
-        words.mul(multipliers[:number]).sum(1),
-        upper.mul_(multipliers_of_upper[:number]).sum(1),
-    ]
-    return torch.stack(sums, dim=1).view(-1)
+    multipliers, multipliers_of_upper = _multipliers(words.device)
+    if words.device.type == "cpu" and words.size(0) == 1:  # elsewhere, integers have no `dot`
+        own = words.view(-1)
+        upper = torch.bitwise_right_shift(own, 32, out=scratch[:number])
+        return [
+            torch.dot(own, multipliers[:number]).view(1),
+            torch.dot(upper, multipliers_of_upper[:number]).view(1),
+        ]
+    upper = words >> 32
+    sums = [(words * multipliers[:number]).sum(1), upper.mul_(multipliers_of_upper[:number]).sum(1)]
+    return [torch.stack(sums, dim=1).view(-1)]
 
 
 @functools.lru_cache(maxsize=16)

@@ -36,7 +36,7 @@ def name_training_state(
         for name, buffer in module.named_buffers():
             if counts(name):
                 state[f"buffer `{name}`"] = buffer
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         for path, owner, value in _entries_of(optimizer, names):
             if owner is None or counts(owner):

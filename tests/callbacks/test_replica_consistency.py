@@ -12,6 +12,17 @@ from lightning_ddp_ext.parallel.training_state import name_training_state
 from tests.parity import Classifier, batches, quiet_trainer
 
 
+@pytest.fixture
+def said(caplog):
+    """Return what the callback has said."""
+    # Lightning's loggers do not pass their records on, and the tests' are quiet.
+    logger = logging.getLogger("lightning.pytorch")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(caplog.handler)
+    yield lambda: [record.message for record in caplog.records if "ReplicaConsistency" in record.message]
+    logger.removeHandler(caplog.handler)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -28,15 +39,13 @@ def test_wrong_arguments_are_refused(options, error, message):
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("auto", 1), ("ddp", 1), (BalancedDataParallelStrategy(), 2)], ids=str
 )
-def test_one_process_has_nothing_to_compare_and_is_told_so_once(strategy, devices, caplog):
+def test_one_process_has_nothing_to_compare_and_is_told_so_once(strategy, devices, said):
     consistency = ReplicaConsistency(every_n_steps=1)
     trainer = quiet_trainer(
         strategy, devices, precision="64-true", max_epochs=2, callbacks=[consistency], limit_train_batches=2
     )
-    with caplog.at_level(logging.INFO):
-        trainer.fit(Classifier(), batches())
-    told = [record.message for record in caplog.records if "ReplicaConsistency" in record.message]
-    assert told == ["ReplicaConsistency compares nothing: there is one process."]
+    trainer.fit(Classifier(), batches())
+    assert said() == ["ReplicaConsistency compares nothing: there is one process."]
     assert (consistency.comparisons, consistency.seconds) == (0, 0)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
