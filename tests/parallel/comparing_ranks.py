@@ -1,11 +1,21 @@
-"""What the ranks of the tests of comparisons run; one launch goes through a table of cases."""
+"""What the ranks of the tests of comparisons run; one launch goes through tables of cases."""
 
+import importlib.util
+import sys
+import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+if "lightning_ddp_ext" not in sys.modules:
+    # On a rank. Stands in for the package, so that ranks do not pay for the import of Lightning by its `__init__`.
+    package = types.ModuleType("lightning_ddp_ext")
+    package.__path__ = importlib.util.find_spec("lightning_ddp_ext").submodule_search_locations
+    sys.modules["lightning_ddp_ext"] = package
 
 from lightning_ddp_ext.errors import ReplicaMismatchError
 from lightning_ddp_ext.parallel.exchange import exchange_device, gather_integer, gather_objects
@@ -104,7 +114,6 @@ CHANGES: list[Callable[[Tensors], None]] = [
 
 def find_differences(changed_rank: int) -> dict[str, ReplicaDifference | None]:
     """Change something on one rank, case by case, and return what is found."""
-    dist.init_process_group("gloo")
     found: dict[str, ReplicaDifference | None] = {}
     for change in CHANGES:
         tensors = base()
@@ -113,13 +122,11 @@ def find_differences(changed_rank: int) -> dict[str, ReplicaDifference | None]:
         if dist.get_rank() == changed_rank:
             change(tensors)
         found[change.__name__] = find_difference(tensors)
-    dist.destroy_process_group()
     return found
 
 
 def count_collectives() -> tuple[dict[str, int], dict[str, int]]:
     """Count the collectives of a comparison of equal tensors, and of different ones."""
-    dist.init_process_group("gloo")
     counted = []
     for different in (False, True):
         tensors = {str(i): torch.ones(10) for i in range(100)}
@@ -129,7 +136,6 @@ def count_collectives() -> tuple[dict[str, int], dict[str, int]]:
         with _counting(counts):
             find_difference(tensors)
         counted.append(counts)
-    dist.destroy_process_group()
     return counted[0], counted[1]
 
 
@@ -155,9 +161,22 @@ class _counting:
             setattr(dist, name, original)
 
 
+def compare_everything(changed_rank: int) -> "Compared":
+    """Go through all tables; one rank has what the others do not have."""
+    dist.init_process_group("gloo")
+    compared = Compared(
+        differences=find_differences(changed_rank),
+        setups=compare_all_setups(changed_rank),
+        collectives=count_collectives(),
+        subgroup=compare_in_subgroups() if dist.get_world_size() == 3 else None,
+        knows_lightning="lightning" in sys.modules,
+    )
+    dist.destroy_process_group()
+    return compared
+
+
 def compare_in_subgroups() -> tuple[str, list[int], list[int], str]:
     """Compare ranks 1 and 2 of three, of which rank 2 differs; rank 0 takes no part."""
-    dist.init_process_group("gloo")
     group = dist.new_group([1, 2])
     rank = dist.get_rank()
     found, integers, objects = "", [], []
@@ -167,8 +186,18 @@ def compare_in_subgroups() -> tuple[str, list[int], list[int], str]:
         integers = gather_integer(-(2**63) + rank, group)
         objects = gather_objects(10 * rank, group)
     device = str(exchange_device(None))
-    dist.destroy_process_group()
     return found, integers, objects, device
+
+
+@dataclass
+class Compared:
+    """What came of all comparisons on one rank."""
+
+    differences: dict[str, ReplicaDifference | None]
+    setups: dict[str, str | None]
+    collectives: tuple[dict[str, int], dict[str, int]]
+    subgroup: tuple[str, list[int], list[int], str] | None
+    knows_lightning: bool
 
 
 class Network(nn.Module):
@@ -267,7 +296,6 @@ SETUPS: dict[str, tuple[Callable[[], Mapping[str, object]], Callable[[], Mapping
 
 def compare_all_setups(changed_rank: int) -> dict[str, str | None]:
     """Return the message of each comparison, None where there is nothing to tell."""
-    dist.init_process_group("gloo")
     messages: dict[str, str | None] = {}
     for name, (usual, other) in SETUPS.items():
         description = (other if dist.get_rank() == changed_rank else usual)()
@@ -276,5 +304,4 @@ def compare_all_setups(changed_rank: int) -> dict[str, str | None]:
             messages[name] = None
         except ReplicaMismatchError as error:
             messages[name] = str(error)
-    dist.destroy_process_group()
     return messages

@@ -2,22 +2,17 @@
 
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
-
-from . import comparing_ranks as ranks
-
-pytestmark = pytest.mark.timeout(150)
-LIMIT = 120
+pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_processes(ranks.find_differences, 2, changed_rank=1, timeout=LIMIT)
+@pytest.fixture
+def two(two_compared):
+    return [compared.differences for compared in two_compared]
 
 
-@pytest.fixture(scope="module")
-def three():
-    return run_processes(ranks.find_differences, 3, changed_rank=0, timeout=LIMIT)
+@pytest.fixture
+def three(three_compared):
+    return [compared.differences for compared in three_compared]
 
 
 MESSAGES = {
@@ -67,14 +62,18 @@ def test_equal_tensors_are_equal_in_any_order(two, three):
         assert found["reorder"] is None
 
 
-def test_equal_tensors_cost_one_collective():
-    for equal, different in run_processes(ranks.count_collectives, 2, timeout=LIMIT):
+def test_equal_tensors_cost_one_collective(two_compared):
+    for equal, different in (compared.collectives for compared in two_compared):
         assert equal == {"all_gather": 1}
         assert different == {"all_gather": 1, "all_gather_object": 2, "broadcast": 1}
 
 
-def test_some_of_the_ranks_are_compared():
-    outside, *inside = run_processes(ranks.compare_in_subgroups, 3, timeout=LIMIT)
+def test_nothing_of_this_needs_lightning(three_compared):
+    assert not any(compared.knows_lightning for compared in three_compared)
+
+
+def test_some_of_the_ranks_are_compared(three_compared):
+    outside, *inside = (compared.subgroup for compared in three_compared)
     assert outside == ("", [], [], "cpu")
     for found, integers, objects, device in inside:
         assert found.startswith("a, float32 [2], of rank 2 is not that of rank 1: 2 elements differ, first at [0] 2 ")

@@ -3,22 +3,19 @@
 import pytest
 import torch
 
-from lightning_ddp_ext.testing import run_processes
-
 from . import comparing_ranks as ranks
 
-pytestmark = pytest.mark.timeout(150)
-LIMIT = 120
+pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module")
-def two():
-    return run_processes(ranks.compare_all_setups, 2, changed_rank=1, timeout=LIMIT)
+@pytest.fixture
+def two(two_compared):
+    return [compared.setups for compared in two_compared]
 
 
-@pytest.fixture(scope="module")
-def three():
-    return run_processes(ranks.compare_all_setups, 3, changed_rank=0, timeout=LIMIT)
+@pytest.fixture
+def three(three_compared):
+    return [compared.setups for compared in three_compared]
 
 
 def test_equal_setups_are_silent(two, three):
