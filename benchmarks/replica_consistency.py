@@ -1,8 +1,9 @@
 """What comparing replicas costs: fingerprints of 100 MB on the CPU, and `ReplicaConsistency` as a share of training.
 
 Fingerprints are measured beside what the standard library has to hash bytes with, in turn, in one thread. Training is
-that of Lightning's `ddp` on two processes with Adam, whose state is twice the parameters, comparing after every step;
-the share of a comparison every 100 steps follows from the medians of both times.
+that of Lightning's `ddp` on two processes with Adam, whose state is twice the parameters, comparing after every step.
+Times are those of the processor, which depend little on what else runs; beside them stands how long a comparison
+took by the clock, waiting for the other process included.
 
 Run it with `python benchmarks/replica_consistency.py`; it takes about two minutes.
 """
@@ -15,6 +16,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -40,9 +42,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="how often each hash is timed")
     parser.add_argument("--steps", type=int, default=60, help="how many steps each model is trained")
     options = parser.parse_args()
-    console = Console()
-    console.print(tabulate_hashes(options.rounds))
-    console.print(tabulate_training(options.steps))
+    tables = [tabulate_hashes(options.rounds), tabulate_training(options.steps)]
+    load = f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
+    Console().print(*tables, load, sep="\n\n", highlight=False)
 
 
 def tabulate_hashes(rounds: int) -> Table:
@@ -51,7 +53,9 @@ def tabulate_hashes(rounds: int) -> Table:
     contenders: dict[str, Callable[[], object]] = {}
     for count in (1, 100, 10_000):
         tensors = {str(i): torch.randn(_MEGABYTES * 10**6 // 4 // count) for i in range(count)}
-        contenders[f"fingerprint, {count} tensors"] = lambda tensors=tensors: fingerprint_all(tensors)
+        contenders[f"fingerprint, {count} tensor{'s' if count > 1 else ''}"] = lambda tensors=tensors: fingerprint_all(
+            tensors
+        )
     data = memoryview(torch.randn(_MEGABYTES * 10**6 // 4).numpy()).cast("B")
     contenders["zlib.crc32"] = lambda: zlib.crc32(data)
     contenders["zlib.adler32"] = lambda: zlib.adler32(data)
@@ -62,30 +66,31 @@ def tabulate_hashes(rounds: int) -> Table:
 
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for round_, (name, run) in itertools.product(range(rounds + 1), contenders.items()):
-        started = time.perf_counter()
+        started = time.process_time()
         run()
         if round_:
-            times[name].append(time.perf_counter() - started)
-    table = Table(title=f"{_MEGABYTES} MB, one thread, median [quartiles] of {rounds}", title_justify="left")
+            times[name].append(time.process_time() - started)
+    table = Table(title=f"{_MEGABYTES} MB, one thread, median (and quartiles) of {rounds}", title_justify="left")
     table.add_column("hash")
     table.add_column("ms", justify="right")
     for name, own in times.items():
         low, middle, high = (1000 * value for value in statistics.quantiles(own, n=4))
-        table.add_row(name, f"{middle:.1f} [{low:.1f}, {high:.1f}]")
+        table.add_row(name, f"{middle:.1f} ({low:.1f}, {high:.1f})")
     return table
 
 
 def tabulate_training(steps: int) -> Table:
     """Train each model and compare after every step."""
     table = Table(title=f"two processes, Adam, medians of {steps} steps", title_justify="left")
-    for column in ("model", "compared", "step", "comparison", "share every 100 steps"):
+    for column in ("model", "compared", "step", "comparison", "by the clock", "share every 100 steps"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name in CASES:
-        step, comparison, size = run_processes(train, 2, name, steps, timeout=300, env=LAUNCHED)[0]
+        with redirect_stdout(None):  # what the ranks say
+            results = run_processes(train, 2, name, steps, timeout=300, env=LAUNCHED)
+        step, comparison, by_clock, size = results[0]
         share = comparison / (100 * step)
-        table.add_row(
-            name, f"{size / 1e6:.1f} MB", f"{1000 * step:.1f} ms", f"{1000 * comparison:.2f} ms", f"{share:.2%}"
-        )
+        times = [f"{1000 * seconds:.1f} ms" for seconds in (step, comparison, by_clock)]
+        table.add_row(name, f"{size / 1e6:.1f} MB", *times, f"{share:.2%}")
     return table
 
 
@@ -98,26 +103,31 @@ class WithAdam(Classifier):
 
 
 class Clock(Callback):
-    """Reads the clock before and after each batch and when replicas have been compared."""
+    """Reads the processor's clock after each batch."""
 
-    def __init__(self, consistency: ReplicaConsistency) -> None:
-        self.consistency = consistency
-        self.steps: list[float] = []
-        self.comparisons: list[float] = []
-        self._started, self._compared = 0.0, 0.0
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        """Begin a step."""
-        self._started = time.perf_counter()
+    def __init__(self) -> None:
+        self.times: list[float] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """End a step; called after `ReplicaConsistency`, whose time is taken out."""
-        spent, self._compared = self.consistency.seconds - self._compared, self.consistency.seconds
-        self.steps.append(time.perf_counter() - self._started - spent)
-        self.comparisons.append(spent)
+        """Read it."""
+        self.times.append(time.process_time())
 
 
-def train(name: str, steps: int) -> tuple[float, float, int]:
+class Waits(Callback):
+    """Keeps how long each comparison took by the clock."""
+
+    def __init__(self, consistency: ReplicaConsistency) -> None:
+        self.seconds: list[float] = []
+        self._consistency, self._before = consistency, 0.0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Take the difference."""
+        now = self._consistency.seconds
+        self.seconds.append(now - self._before)
+        self._before = now
+
+
+def train(name: str, steps: int) -> tuple[float, float, float, int]:
     """Train one model on this rank.
 
     Args:
@@ -125,17 +135,17 @@ def train(name: str, steps: int) -> tuple[float, float, int]:
         steps: How many steps.
 
     Returns:
-        Seconds of a step and of a comparison, and the bytes that are compared.
+        Seconds of a step and of a comparison, those of a comparison by the clock, and the bytes that are compared.
     """
     case = CASES[name]
     consistency = ReplicaConsistency(every_n_steps=1)
-    clock = Clock(consistency)
+    before, after, waits = Clock(), Clock(), Waits(consistency)
     trainer = Trainer(
         strategy="ddp",
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         max_steps=steps + _WARM_UP,
-        callbacks=[consistency, clock],
+        callbacks=[before, consistency, after, waits],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -146,7 +156,12 @@ def train(name: str, steps: int) -> tuple[float, float, int]:
     trainer.fit(module, load_endlessly(case.batch_size // 2, case.shape))
     parameters: list[Tensor] = list(module.parameters())
     size = 3 * sum(parameter.nbytes for parameter in parameters)
-    return statistics.median(clock.steps[_WARM_UP:]), statistics.median(clock.comparisons[_WARM_UP:]), size
+    comparisons = [end - start for start, end in zip(before.times, after.times, strict=True)]
+    # From the end of a comparison to the beginning of the next one.
+    whole_steps = [start - end for end, start in zip(after.times, before.times[1:], strict=False)]
+    measured = whole_steps, comparisons, waits.seconds
+    step, comparison, by_clock = (statistics.median(seconds[_WARM_UP:]) for seconds in measured)
+    return step, comparison, by_clock, size
 
 
 if __name__ == "__main__":
