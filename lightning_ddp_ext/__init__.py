@@ -11,6 +11,8 @@ from lightning_ddp_ext.errors import (
 )
 from lightning_ddp_ext.parallel.reducer import GradientReducer
 from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, DDPCheckpointStrategy, ExplicitDDPStrategy
+    ReplicaMismatchError,
+from lightning_ddp_ext.strategies import BalancedDataParallelStrategy
 
 __version__ = "0.1.0"
 
@@ -24,6 +26,7 @@ __all__ = [
     "GradientReducer",
     "NetworkInterfaceError",
     "RanksOutOfStepError",
+    "ReplicaMismatchError",
     "UnsupportedFeatureError",
     "UnsynchronizedGradientsError",
     "__version__",

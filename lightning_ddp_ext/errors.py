@@ -9,6 +9,10 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     |-- RanksOutOfStepError            ranks that synchronise gradients a different number of times
     |-- UnsynchronizedGradientsError   an optimizer step with gradients that are this rank's own
     `-- NetworkInterfaceError          a network interface that this host does not have
+    |-- UnsupportedFeatureError   a Trainer feature or launch that the strategy cannot do right
+    |-- BatchSplitError           a batch that cannot be cut into chunks, or whose size is ambiguous
+    |-- NetworkInterfaceError     a network interface that this host does not have
+    `-- ReplicaMismatchError      ranks that were not set up alike, or are no replicas of each other any more
 """
 
 
@@ -47,3 +51,7 @@ class UnsynchronizedGradientsError(DDPExtError):
 
 class NetworkInterfaceError(DDPExtError):
     """The chosen network interface does not exist on this host."""
+
+
+class ReplicaMismatchError(DDPExtError):
+    """Ranks were not set up alike, or their parameters, buffers or optimizer states differ."""
