@@ -5,7 +5,9 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     DDPExtError (RuntimeError)
     |-- UnsupportedFeatureError   a Trainer feature or launch that the strategy cannot do right
     |-- BatchSplitError           a batch that cannot be cut into chunks, or whose size is ambiguous
-    `-- NetworkInterfaceError     a network interface that this host does not have
+    |-- BackendError              a communication back-end that this installation or launch cannot use
+    |-- RendezvousError           processes of a run that do not find each other
+    `-- NetworkInterfaceError     a network interface that a host lacks, or that does not reach the other hosts
 """
 
 
@@ -21,5 +23,13 @@ class BatchSplitError(DDPExtError):
     """A batch has no unambiguous batch size, or holds an entry that cannot be cut."""
 
 
+class BackendError(DDPExtError):
+    """The communication back-end is not part of this torch, or does not suit the devices or the launcher."""
+
+
+class RendezvousError(DDPExtError):
+    """The processes of a run did not find each other within the time limit, or disagree about the run."""
+
+
 class NetworkInterfaceError(DDPExtError):
-    """The chosen network interface does not exist on this host."""
+    """The chosen network interface does not exist on a host, or does not reach the other hosts."""

@@ -17,10 +17,13 @@ PACKAGE = Path(lightning_ddp_ext.__file__).parent
 
 def test_public_names_are_these():
     assert sorted(lightning_ddp_ext.__all__) == [
+        "BackendError",
         "BalancedDataParallelStrategy",
         "BatchSplitError",
         "DDPExtError",
+        "ManualEnvironment",
         "NetworkInterfaceError",
+        "RendezvousError",
         "UnsupportedFeatureError",
         "__version__",
     ]

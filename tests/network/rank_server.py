@@ -1,0 +1,77 @@
+"""Runs on a host of `hosts.Hosts`: forks a child per rank, so that torch is imported once per host."""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+
+def main(folder):
+    programs = importlib.import_module("tests.network.rank_programs")
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = run(getattr(programs, request["function"]), request["jobs"], request["limit"], folder)
+        print(json.dumps(answer), flush=True)
+
+
+def run(function, jobs, limit, folder):
+    started = time.monotonic()
+    children = {}
+    for job in jobs:
+        path = folder / f"{os.getpid()}-{job['rank']}"
+        pid = os.fork()
+        if pid == 0:
+            work(function, job["arguments"], path)
+        children[pid] = (job["rank"], path)
+    seconds, timed_out = {}, set()
+    while children.keys() - seconds.keys():
+        for pid in children.keys() - seconds.keys():
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                seconds[pid] = time.monotonic() - started
+            elif time.monotonic() - started > limit and pid not in timed_out:
+                os.kill(pid, signal.SIGKILL)
+                timed_out.add(pid)
+        time.sleep(0.01)
+    return [describe(*children[pid], seconds[pid], pid in timed_out) for pid in children]
+
+
+def work(function, arguments, path):
+    """In the child: call the function and leave what it returned or raised behind."""
+    try:
+        output = os.open(f"{path}.out", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        os.environ.update(arguments.pop("env", {}))
+        try:
+            result = {"value": function(**arguments)}
+        except BaseException as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"}
+        Path(f"{path}.json").write_text(json.dumps(result))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
+
+
+def describe(rank, path, seconds, timed_out):
+    left = Path(f"{path}.json")
+    result = json.loads(left.read_text()) if left.exists() else {}
+    left.unlink(missing_ok=True)
+    return {
+        "rank": rank,
+        "value": result.get("value"),
+        "error": result.get("error", ""),
+        "timed_out": timed_out,
+        "seconds": seconds,
+        "output": Path(f"{path}.out").read_text(errors="replace"),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
