@@ -1,6 +1,6 @@
 """Several hosts without a launcher: the same command on each, with its number."""
 
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from typing_extensions import override
 
 _PORTS = range(1, 2**16)

@@ -19,7 +19,7 @@ from lightning_ddp_ext.network.interfaces import (
     interface_with,
     is_loopback,
 )
-from lightning_ddp_ext.network.reachability import Target, connect_all
+from lightning_ddp_ext.network.reachability import Target, first_connection
 
 _SEARCH_LIMIT = 4.0  # seconds for rank 0's addresses; a neighbour that is not there is known to be missing after 3
 
@@ -149,8 +149,8 @@ def search_interface(targets: Sequence[Target]) -> Interface | None:
     Returns:
         The interface, or None if none answers.
     """
-    answering = connect_all(targets, _SEARCH_LIMIT)
-    return next((interface_with(answering[target]) for target in targets if target in answering), None)
+    local_address = first_connection(targets, _SEARCH_LIMIT)
+    return None if local_address is None else interface_with(local_address)
 
 
 def interface_towards(addresses: Iterable[str]) -> Interface:

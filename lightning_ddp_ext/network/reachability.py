@@ -78,17 +78,18 @@ def listen(address: str | None, port: int) -> socket.socket:
     return listening
 
 
-def connect_all(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> dict[Target, str]:
-    """Try to connect to several addresses at once.
+def first_connection(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> str | None:
+    """Try to connect to several addresses at once, until one answers.
 
     Args:
         targets: Addresses and ports.
-        limit: Seconds after which a connection counts as impossible.
+        limit: Seconds to wait for an answer.
 
     Returns:
-        For each that was reached, the address of this host that was used; others are missing, see `explain`.
+        The address of this host that was used, or None if there was no answer.
     """
-    return {target: local for target, (local, _) in _try_all(targets, limit).items() if local is not None}
+    results = _try_all(targets, limit, until_first=True).values()
+    return next((local for local, _ in results if local is not None), None)
 
 
 def explain_failures(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> dict[Target, str]:
@@ -104,7 +105,9 @@ def explain_failures(targets: Iterable[Target], limit: float = CONNECT_LIMIT) ->
     return {target: reason for target, (local, reason) in _try_all(targets, limit).items() if local is None}
 
 
-def _try_all(targets: Iterable[Target], limit: float) -> dict[Target, tuple[str | None, str]]:
+def _try_all(
+    targets: Iterable[Target], limit: float, until_first: bool = False
+) -> dict[Target, tuple[str | None, str]]:
     results: dict[Target, tuple[str | None, str]] = {}
     deadline = time.monotonic() + limit
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
@@ -125,6 +128,8 @@ def _try_all(targets: Iterable[Target], limit: float) -> dict[Target, tuple[str 
             for key, _ in selector.select(left):
                 results[key.data] = _outcome(key.fileobj)
                 selector.unregister(key.fileobj)
+                if until_first and results[key.data][0] is not None:
+                    return results
         for key in selector.get_map().values():
             results[key.data] = (None, f"no answer within {limit:g} s")
     return results

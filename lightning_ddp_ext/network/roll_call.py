@@ -8,6 +8,7 @@ name of its own, and nobody believes a table that does not repeat the number the
 """
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -25,6 +26,9 @@ _SEEN = "seen"
 _NUMBERS = "numbers"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1  # seconds
 _FAREWELL = 2.0  # seconds that rank 0 waits for others to read what went wrong
+_PATIENCE = 30.0  # seconds after which rank 0 says whom it waits for
+
+_logger = logging.getLogger(__name__)
 
 _ERRORS: dict[str, type[DDPExtError]] = {error.__name__: error for error in (NetworkInterfaceError, RendezvousError)}
 
@@ -82,7 +86,7 @@ class RollCall:
         Raises:
             DDPExtError: The problem that a rank has met.
         """
-        deadline = self._deadline if limit is None else time.monotonic() + limit
+        deadline = self._deadline if limit is None else min(self._deadline, time.monotonic() + limit)
 
         def came() -> bool:
             if self.store.check([_PROBLEM]):
@@ -151,11 +155,15 @@ def collect_entries(roll: RollCall, remedy: str) -> dict[int, Entry]:
         DDPExtError: The problem that a rank has met.
     """
     ranks = range(1, roll.world_size)
-    if not roll.wait(*(str(rank) for rank in ranks)):
-        missing = [rank for rank in ranks if not roll.store.check([str(rank)])]
-        error = RendezvousError(
-            f"rank {', '.join(map(str, missing))} of {roll.world_size} ranks did not join in time. {remedy}"
-        )
+    keys = [str(rank) for rank in ranks]
+
+    def missing() -> str:
+        return ", ".join(key for key in keys if not roll.store.check([key]))
+
+    if not roll.wait(*keys, limit=_PATIENCE):
+        _logger.warning("rank 0 is still waiting for rank %s of %d ranks. %s", missing(), roll.world_size, remedy)
+    if not roll.wait(*keys):
+        error = RendezvousError(f"rank {missing()} of {roll.world_size} ranks did not join in time. {remedy}")
         roll.fail(error)
         raise error
     roll.withdraw()

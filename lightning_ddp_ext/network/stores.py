@@ -1,8 +1,10 @@
 """Opening the store through which ranks meet, in bounded time and with an error that says where it should have been."""
 
 import errno
+import logging
 import os
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +22,9 @@ _UNREACHABLE_LIMIT = 20.0  # seconds
 _ANSWER_LIMIT = timedelta(seconds=10)  # for a store that accepts connections
 _ATTEMPT_LIMIT = 5.0  # seconds for one connection
 _PAUSE = 0.1  # seconds between attempts
+_PATIENCE = 30.0  # seconds after which a rank says that it waits for rank 0
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +127,9 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
         RendezvousError: If there is none within the limit; much sooner if there is no such host, or no way to it.
     """
     peer, local = _await_listener(host, port, rank, timeout)
-    limit = min(timeout, _ANSWER_LIMIT)
     try:
-        store = dist.TCPStore(peer, port, is_master=False, timeout=limit, wait_for_workers=False)
-    except RuntimeError as error:
+        store = _open_client(peer, port, min(timeout, _ANSWER_LIMIT))
+    except (RuntimeError, TimeoutError) as error:
         raise RendezvousError(
             f"rank {rank} on host {socket.gethostname()}: what listens at {host}:{port} is not the store of rank 0"
             f" ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
@@ -156,6 +160,7 @@ def _await_listener(host: str, port: int, rank: int, timeout: timedelta) -> tupl
     """Return the addresses of rank 0 and of this host, of a connection that worked."""
     started = time.monotonic()
     patience = timeout.total_seconds()
+    said = False
     while True:
         try:
             with socket.create_connection((host, port), timeout=min(_ATTEMPT_LIMIT, patience)) as connection:
@@ -164,12 +169,35 @@ def _await_listener(host: str, port: int, rank: int, timeout: timedelta) -> tupl
             waits_for_rank_0 = isinstance(error, ConnectionRefusedError | ConnectionResetError)
             limit = patience if waits_for_rank_0 else min(patience, _UNREACHABLE_LIMIT)
             waited = time.monotonic() - started
+            if waited >= _PATIENCE and not said:
+                said = True
+                _logger.warning("rank %d is still waiting for rank 0 at %s:%d: %s", rank, host, port, error.strerror)
             if waited >= limit:
                 raise RendezvousError(
                     f"rank {rank} on host {socket.gethostname()} could not connect to rank 0 at {host}:{port} within"
                     f" {waited:.0f} s: {error.strerror or error}. {_connection_remedy(host, error)}"
                 ) from error
         time.sleep(_PAUSE)
+
+
+def _open_client(peer: str, port: int, limit: timedelta) -> dist.Store:
+    """Open torch's client in a thread, as it waits without end for a program that accepts and never answers."""
+    opened: list[dist.Store | RuntimeError] = []
+
+    def attempt() -> None:
+        try:
+            opened.append(dist.TCPStore(peer, port, is_master=False, timeout=limit, wait_for_workers=False))
+        except RuntimeError as error:
+            opened.append(error)
+
+    thread = threading.Thread(target=attempt, name="store-client", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds())
+    if not opened:
+        raise TimeoutError(f"no answer within {limit.total_seconds():g} s")
+    if isinstance(opened[0], RuntimeError):
+        raise opened[0]
+    return opened[0]
 
 
 def _connection_remedy(host: str, error: OSError) -> str:

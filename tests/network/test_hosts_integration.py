@@ -62,7 +62,7 @@ def test_auto_finds_the_interface_that_connects_the_hosts(run, flavour, address)
 
 @pytest.mark.parametrize("flavour", ["debian", "none", "wrong"])
 def test_torch_alone_does_not_find_it(run, flavour):
-    outcomes = run("10.77.0.1", flavour=flavour, program="join_with_torch_alone", timeout=2, limit=5)
+    outcomes = run("10.77.0.1", flavour=flavour, program="join_with_torch_alone", timeout=1, limit=3)
     assert any(outcome.error for outcome in outcomes)
     assert any(outcome.timed_out for outcome in outcomes)
 
@@ -143,7 +143,7 @@ def test_an_interface_that_leads_nowhere_is_an_error_on_both_hosts(run, name, ad
 
 
 def test_torch_alone_waits_at_an_interface_that_leads_nowhere(run):
-    outcomes = run(program="join_with_torch_alone", env={"GLOO_SOCKET_IFNAME": "eth1"}, timeout=2, limit=5)
+    outcomes = run(program="join_with_torch_alone", env={"GLOO_SOCKET_IFNAME": "eth1"}, timeout=1, limit=3)
     assert outcomes[0].timed_out
 
 
@@ -153,11 +153,9 @@ def test_an_interface_that_hosts_lack_is_an_error_at_once(run):
 
 
 def test_an_interface_that_one_host_lacks_is_an_error_on_both(run):
-    outcomes = run(network_interface="eth0", by_host={2: {"network_interface": "nosuch0"}})
-    assert outcomes[1].error.startswith("NetworkInterfaceError: interface `nosuch0` not found on host node2")
-    assert outcomes[1].seconds < AT_ONCE
-    assert outcomes[0].error
-    assert outcomes[0].seconds < SOON
+    second = {"network_interface": "nosuch0", "delay": 1.0}  # rank 0 is there to be told
+    outcomes = run(network_interface="eth0", by_host={2: second}, timeout=60)
+    failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on host node2", within=SOON)
 
 
 @pytest.mark.parametrize("name", ["lo", "loopback"])
@@ -166,18 +164,18 @@ def test_the_loopback_interface_is_refused_for_several_hosts(run, name):
 
 
 def test_a_main_address_without_a_route_is_named(run):
-    outcomes = run("node1", flavour="wrong", timeout=4)
+    outcomes = run("node1", flavour="wrong", timeout=2)
     failed(outcomes[1:], "RendezvousError", "node1:", "Network is unreachable", "Set the main address", within=SOON)
     failed(outcomes[:1], "RendezvousError", "rank 1 of 2 ranks did not join", within=SOON)
 
 
 def test_an_unknown_main_address_is_named(run):
-    outcomes = run("node1", flavour="none", timeout=4)
+    outcomes = run("node1", flavour="none", timeout=2)
     failed(outcomes[1:], "RendezvousError", "node1:", "instead of `node1`", within=SOON)
 
 
 def test_a_rank_0_that_never_starts_is_named(hosts, ports):
-    settings = {"world_size": 2, "main_address": "10.77.0.1", "main_port": next(ports), "num_nodes": 2, "timeout": 3}
+    settings = {"world_size": 2, "main_address": "10.77.0.1", "main_port": next(ports), "num_nodes": 2, "timeout": 2}
     outcomes = hosts.run("join", [(2, {**settings, "rank": 1})])
     failed(outcomes, "RendezvousError", f"10.77.0.1:{settings['main_port']}", "Connection refused", within=SOON)
 
