@@ -203,10 +203,9 @@ def _open_client(peer: str, port: int, limit: timedelta) -> dist.Store:
 def _connection_remedy(host: str, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return f"Set the main address to one that this host knows rank 0's host by, instead of `{host}`."
-    if any(map(is_loopback, resolve(host))):
-        return "With several hosts, set the main address to one that is not a loopback address."
     if isinstance(error, ConnectionRefusedError):
-        return "Check that rank 0 has been started there, and that it has the same address, port and number of nodes."
+        several = ", and with several hosts that the main address is not a loopback address"
+        return f"Check that rank 0 has been started there{several if any(map(is_loopback, resolve(host))) else ''}."
     return "Set the main address to one of rank 0's host that this host has a route to."
 
 
@@ -247,7 +246,7 @@ def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
     joined = f"joined/{rank}"
     if store.check([joined]):
         raise RendezvousError(
-            f"`init_method=file://{path}` was used before: rank {rank} of {store.get(joined).decode()} has joined"
+            f"`init_method=file://{path}` was used before: rank {rank}, {store.get(joined).decode()}, has joined"
             f" there, and that run has not ended properly or still runs. Delete the file, or use a fresh name for every"
             " run and every restart."
         )

@@ -123,13 +123,14 @@ def play_scenarios(folder):
     return {name: scenario(folder) for name, scenario in SCENARIOS.items()}
 
 
-def _ranks(function, folder, *, limit=20.0, world_size=2, only=None, rank_0=None, **settings):
+def _ranks(function, folder, *, limit=20.0, world_size=2, only=None, late=None, **settings):
     settings = {"world_size": world_size, "main_address": "127.0.0.1", **settings}
     if "main_port" not in settings:
         settings["main_port"] = free_port()
     ranks = range(world_size) if only is None else only
     jobs = [{"rank": rank, "arguments": {**settings, "rank": rank}} for rank in ranks]
-    jobs[0]["arguments"].update(rank_0 or {})
+    if late is not None:
+        jobs[late]["arguments"]["delay"] = 0.5
     return rank_server.run(function, jobs, limit, folder)
 
 
@@ -153,9 +154,9 @@ def _with_agent(folder, attempts):
         os.waitpid(agent, 0)
 
 
-def _restarts(folder, function, **settings):
-    # Rank 0 comes last, so that rank 1 finds what the attempt before has left in the store.
-    attempts = [partial(_ranks, function, folder, rank_0={"delay": delay}, **settings) for delay in (0.0, 0.5)]
+def _restarts(folder, function, *, late, **settings):
+    # A rank that comes early finds what the attempt before has left in the store.
+    attempts = [partial(_ranks, function, folder, late=rank, **settings) for rank in (None, *late)]
     return [outcome for outcomes in _with_agent(folder, attempts) for outcome in outcomes]
 
 
@@ -194,8 +195,8 @@ SCENARIOS = {
     "twice": lambda folder: _ranks(join_twice, folder),
     "tcp under torchrun": lambda folder: _tcp_under_torchrun(folder, join),
     "tcp under torchrun, torch": lambda folder: _tcp_under_torchrun(folder, join_with_torch_alone, timeout=1, limit=5),
-    "restarts": lambda folder: _restarts(folder, join, network_interface="auto"),
-    "restarts, torch": lambda folder: _restarts(folder, join_with_torch_alone, timeout=1, limit=5),
+    "restarts": lambda folder: _restarts(folder, join, late=[0, 1], network_interface="auto"),
+    "restarts, torch": lambda folder: _restarts(folder, join_with_torch_alone, late=[1], timeout=1, limit=3),
     "leftover": lambda folder: _leftover(folder, join_briefly),
     "leftover, torch": lambda folder: _leftover(folder, join_with_torch_alone, timeout=1, limit=3),
     "missing folder": lambda folder: _ranks(join, folder, init_method=f"file://{folder}/missing/meeting"),
