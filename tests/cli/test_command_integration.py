@@ -93,6 +93,7 @@ def test_lightnings_ddp_runs_with_two_processes_on_the_loopback_interface(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert "2 processes on cpu" in done.stdout
+    assert done.stderr.count("gloo over") + done.stdout.count("gloo over") == 1
     run_folder(tmp_path)  # both processes wrote to one folder
 
 

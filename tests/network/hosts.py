@@ -6,20 +6,22 @@ Every host has its own hostname and /etc/hosts, and
     eth1   10.88.N.1               a network of its own: no route to the others
     eth2   10.99.0.N               the same network everywhere, but nothing is connected
 
-A process per host has torch imported and forks one child per rank and test. Namespaces belong to these processes and
-end with them, so that nothing is left on this machine whatever happens.
+A process has torch imported and forks one child per host, which forks one per rank and test. Namespaces belong to
+these processes and end with them, so that nothing is left on this machine whatever happens.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+LIMIT = 120.0  # seconds for anything that does not come back; importing torch takes many on a busy machine
 
 # What /etc/hosts of host N says. "wrong" sends everybody to the network without a route.
 FLAVOURS = {
@@ -60,68 +62,67 @@ class Hosts:
     def __init__(self, count, folder):
         self.count = count
         self.folder = Path(folder)
-        self._processes = []
-        try:
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.close)
             self._start()
-        except BaseException:
-            self.close()
-            raise
+            failing.pop_all()
 
     def _start(self):
-        switch = self._spawn(["unshare", "--net", "cat"])
+        switch = self._spawn(["unshare", "--net", "cat"], stdin=subprocess.PIPE)
+        pairs = [socket.socketpair() for _ in range(self.count)]
         for n in range(1, self.count + 1):
-            hosts = self.folder / f"hosts{n}"
-            hosts.write_text("127.0.0.1 localhost\n")
-            setup = f"mount --make-rprivate / && mount --bind {hosts} /etc/hosts && hostname node{n} && exec"
-            server = f"{sys.executable} -m tests.network.rank_server {self.folder}"
-            self._spawn(["unshare", "--net", "--mount", "--uts", "sh", "-c", f"{setup} {server}"])
-        for process in self._processes:
-            self._await_namespace(process)
-        self._configure(switch, ["link set lo up", "link add br0 type bridge forward_delay 0", "link set br0 up"])
-        for n, host in enumerate(self._processes[1:], start=1):
-            self._configure(
-                switch,
-                [
-                    f"link add eth{i} netns {host.pid} type veth peer name p{i}-{n}" for i in range(3)
-                ] + [f"link set p0-{n} master br0", *(f"link set p{i}-{n} up" for i in range(3))],
-            )  # fmt: skip
-            self._configure(
-                host,
-                [
-                    "link set lo up",
-                    f"addr add 10.77.0.{n}/24 dev eth0",
-                    f"-6 addr add fd00:77::{n}/64 dev eth0 nodad",
-                    f"addr add 10.88.{n}.1/24 dev eth1",
-                    f"addr add 10.99.0.{n}/24 dev eth2",
-                    *(f"link set eth{i} up" for i in range(3)),
-                ],
-            )
-
-    def _spawn(self, command):
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            (self.folder / f"hosts{n}").write_text("")
+        theirs = [end.fileno() for _, end in pairs]
+        self._spawn(
+            [sys.executable, "-m", "tests.network.rank_server", str(self.folder), *map(str, theirs)],
+            pass_fds=theirs, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        self._processes.append(process)
+        for _, end in pairs:
+            end.close()
+        for own, _ in pairs:
+            own.settimeout(LIMIT)
+            self._stack.enter_context(own)
+        self._lines = [self._stack.enter_context(own.makefile("rw")) for own, _ in pairs]
+        self._pids = [int(lines.readline()) for lines in self._lines]
+        self._connect(switch.pid)
+
+    def _spawn(self, command, **options):
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)
+
+        def end():
+            if process.stdin:
+                process.stdin.close()
+            process.terminate()
+            process.wait(LIMIT)
+
+        self._stack.callback(end)
         return process
 
-    def _await_namespace(self, process):
-        own = os.stat("/proc/self/ns/net").st_ino
-        deadline = time.monotonic() + 20
-        while os.stat(f"/proc/{process.pid}/ns/net").st_ino == own:
-            assert process.poll() is None
-            assert time.monotonic() < deadline, "no namespace after 20 s"
-            time.sleep(0.01)
+    def _connect(self, switch):
+        self._ip(switch, ["link set lo up", "link add br0 type bridge forward_delay 0", "link set br0 up"])
+        for n, host in enumerate(self._pids, start=1):
+            self._ip(switch, [f"link add eth{i} netns {host} type veth peer name p{i}-{n}" for i in range(3)])
+            self._ip(switch, [f"link set p0-{n} master br0", *(f"link set p{i}-{n} up" for i in range(3))])
+            self.configure(
+                n,
+                "link set lo up",
+                f"addr add 10.77.0.{n}/24 dev eth0",
+                f"-6 addr add fd00:77::{n}/64 dev eth0 nodad",
+                f"addr add 10.88.{n}.1/24 dev eth1",
+                f"addr add 10.99.0.{n}/24 dev eth2",
+                *(f"link set eth{i} up" for i in range(3)),
+            )
 
-    def _configure(self, process, lines):
+    def _ip(self, pid, lines):
         for line in lines:
-            command = ["nsenter", "-t", str(process.pid), "-n", "ip", *line.split()]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+            command = ["nsenter", "-t", str(pid), "-n", "ip", *line.split()]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
             assert done.returncode == 0, f"{line}: {done.stderr}"
 
     def configure(self, host, *lines):
         """Run `ip` with each of the lines on a host."""
-        self._configure(self._processes[host], lines)
+        self._ip(self._pids[host - 1], lines)
 
     def run(self, function, ranks, *, flavour="good", limit=30.0):
         """Call a function of `rank_programs` on several ranks, each in a new process under a hard limit.
@@ -135,20 +136,11 @@ class Hosts:
         for rank, (host, arguments) in enumerate(ranks):
             by_host[host].append({"rank": rank, "arguments": arguments})
         for host, jobs in by_host.items():
-            server = self._processes[host]
-            server.stdin.write(json.dumps({"function": function, "jobs": jobs, "limit": limit}) + "\n")
-            server.stdin.flush()
-        outcomes = [Outcome(**row) for host in by_host for row in json.loads(self._processes[host].stdout.readline())]
+            lines = self._lines[host - 1]
+            print(json.dumps({"function": function, "jobs": jobs, "limit": limit}), file=lines, flush=True)
+        outcomes = [Outcome(**row) for host in by_host for row in json.loads(self._lines[host - 1].readline())]
         return sorted(outcomes, key=lambda outcome: outcome.rank)
 
     def close(self):
         """End the processes, and with them the hosts."""
-        for process in self._processes:
-            process.stdin.close()  # they end by themselves
-        for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
+        self._stack.close()

@@ -53,8 +53,9 @@ def join_and_die(program, settings):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def join_briefly(*, timeout=10, **settings):
+def join_briefly(*, timeout=10, delay=0.0, **settings):
     """Make the process group with ours and leave it."""
+    time.sleep(delay)
     init_process_group(backend="gloo", timeout=timedelta(seconds=timeout), **settings)
 
 
@@ -176,7 +177,7 @@ def _leftover(folder, function, **settings):
     ]
     rank_server.run(join_and_die, died, 20.0, folder)
     assert path.exists()
-    return _ranks(function, folder, init_method=f"file://{path}", **settings)
+    return _ranks(function, folder, init_method=f"file://{path}", late=1, **settings)
 
 
 def _taken_port(folder):

@@ -1,22 +1,54 @@
-"""Forks a child per rank, so that torch is imported once; runs on each host of `hosts.Hosts`."""
+"""Forks a child per rank, so that torch is imported once; on hosts that it makes for `hosts.Hosts`, or on this one."""
 
+import ctypes
 import importlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 
+_NEW_MOUNTS, _NEW_NAMES, _NEW_NETWORK = 0x00020000, 0x04000000, 0x40000000  # `os.unshare` came with Python 3.12
 
-def main(folder):
+
+def main(folder, connections):
+    """Make a host per connection, and serve requests that come over it until it is closed."""
     programs = importlib.import_module("tests.network.rank_programs")
-    for line in sys.stdin:
+    children = []
+    for number, descriptor in enumerate(connections, start=1):
+        pid = os.fork()
+        if pid == 0:
+            become_host(number, folder / f"hosts{number}")
+            with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as lines:
+                serve(programs, folder, lines)
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
+    os._exit(0)  # nothing to tidy up, and leaving everything imported takes seconds
+
+
+def become_host(number, hosts_file):
+    """Leave this machine's network, mounts and name; they end with this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS | _NEW_NAMES | _NEW_NETWORK):
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", str(hosts_file), "/etc/hosts"], check=True)
+    socket.sethostname(f"node{number}")
+
+
+def serve(programs, folder, lines):
+    """Announce this process, and answer one request per line."""
+    print(os.getpid(), file=lines, flush=True)
+    for line in lines:
         request = json.loads(line)
         answer = run(getattr(programs, request["function"]), request["jobs"], request["limit"], folder)
-        print(json.dumps(answer), flush=True)
-    os._exit(0)  # nothing to tidy up, and leaving everything imported takes seconds
+        print(json.dumps(answer), file=lines, flush=True)
 
 
 def run(function, jobs, limit, folder):
@@ -76,4 +108,4 @@ def describe(rank, path, seconds, timed_out):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [int(descriptor) for descriptor in sys.argv[2:]])
