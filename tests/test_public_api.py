@@ -18,14 +18,17 @@ PACKAGE = Path(lightning_ddp_ext.__file__).parent
 def test_public_names_are_these():
     assert sorted(lightning_ddp_ext.__all__) == [
         "ActivationCheckpointingError",
+        "BackendError",
         "BalancedDataParallelStrategy",
         "BatchSplitError",
         "DDPCheckpointStrategy",
         "DDPExtError",
         "ExplicitDDPStrategy",
         "GradientReducer",
+        "ManualEnvironment",
         "NetworkInterfaceError",
         "RanksOutOfStepError",
+        "RendezvousError",
         "ReplicaMismatchError",
         "UnsupportedFeatureError",
         "UnsynchronizedGradientsError",
