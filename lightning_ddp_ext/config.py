@@ -22,6 +22,21 @@ class BalancedDataParallelConfig:
 
 
 @dataclass(kw_only=True)
+class DDPCheckpointConfig:
+    """Arguments of `DDPCheckpointStrategy`."""
+
+    _target_: str = "lightning_ddp_ext.DDPCheckpointStrategy"
+    process_group_backend: Optional[str] = None
+    timeout: Any = None
+    init_method: Optional[str] = None
+    network_interface: Optional[str] = None
+    start_method: str = "popen"
+    bucket_cap_mb: float = 25.0
+    weight_by: Any = "samples"
+    activation_checkpointing: Any = None
+
+
+@dataclass(kw_only=True)
 class DDPConfig:
     """Arguments of Lightning's `DDPStrategy`, with the process group and the network interface."""
 
@@ -179,6 +194,7 @@ def register_schemas() -> None:
         "lightning_ddp_ext/strategy": {
             "balanced_dp": BalancedDataParallelConfig,
             "ddp": DDPConfig,
+            "ddp_checkpoint": DDPCheckpointConfig,
             "fsdp": FSDPConfig,
             "single": SingleDeviceConfig,
         },

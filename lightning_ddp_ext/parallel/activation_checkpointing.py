@@ -73,6 +73,7 @@ class ActivationCheckpointing:
     """
 
     def __init__(self, policy: ActivationCheckpointingPolicy) -> None:
+        self.policy = policy
         self._matches = _predicate(policy)
         self._segments: dict[str, str] = {}
         self._meter: MemoryMeter | None = None

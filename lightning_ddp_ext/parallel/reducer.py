@@ -21,6 +21,7 @@ from lightning_ddp_ext.parallel.buffer_sync import BufferSynchronizer
 from lightning_ddp_ext.parallel.gradient_bucket import LARGE, GradientBucket
 from lightning_ddp_ext.parallel.gradient_layout import GradientLayout
 from lightning_ddp_ext.parallel.prediction import BackwardPredictor
+from lightning_ddp_ext.parallel.setups import compare_setups, describe_module
 from lightning_ddp_ext.parallel.sparse_gradients import SparseGradients
 from lightning_ddp_ext.parallel.sync_control import SyncControl, SyncReport
 
@@ -53,6 +54,7 @@ class GradientReducer:
 
     Raises:
         ValueError: If `bucket_cap_mb` is not above 0.
+        ReplicaMismatchError: If the module is not built alike on every rank.
         UnsupportedFeatureError: If parameters are not initialised yet.
 
     Example:
@@ -82,6 +84,7 @@ class GradientReducer:
         self._parameters = _parameters_of(module)
         self._group = _own_group() if process_group is None else _with_cpu(process_group)
         self._world_size = dist.get_world_size(self._group)
+        compare_setups(describe_module(module), self._group)
         self._comm_hook = comm_hook
         self._comm_state = comm_state
         self._sparse = SparseGradients(module, self._parameters, self._group)

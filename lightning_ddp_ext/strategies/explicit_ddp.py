@@ -23,12 +23,18 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import restore_sigterm_handling
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
+from lightning_ddp_ext.integration.connecting import Connection
 from lightning_ddp_ext.integration.preemption import Departure
 from lightning_ddp_ext.parallel.activation_checkpointing import (
     ActivationCheckpointing,
     ActivationCheckpointingPolicy,
 )
 from lightning_ddp_ext.parallel.reducer import CommHook, GradientReducer
+from lightning_ddp_ext.parallel.setups import (
+    compare_setups,
+    describe_arguments,
+    describe_versions,
+)
 from lightning_ddp_ext.parallel.weighting import GradientWeights, WeightBy, check_weight_by
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
@@ -58,20 +64,25 @@ class ExplicitDDPStrategy(DDPStrategy):
         ddp_comm_hook: A communication hook of `torch.distributed.algorithms.ddp_comm_hooks`, on any device.
         ddp_comm_wrapper: A function that wraps `ddp_comm_hook`.
         model_averaging_period: Steps between two averages of the model, for a `PostLocalSGDState`.
-        process_group_backend: `"gloo"` or `"nccl"`; by default what suits the devices.
-        timeout: Time limit of one collective.
+        process_group_backend: `"gloo"`, `"nccl"` and so on; by default what suits the devices.
+        timeout: How long ranks wait for each other at the start, and the time limit of one collective.
         start_method: How this process starts the others of its node.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
         weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
             samples; `"sum"` for losses that are sums; `"ranks"` counts every batch once, as torch does; a callable maps
             a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window are weighed in
             the same way, so that a short last window is exact too.
+        init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
+        network_interface: Name of an interface that every host has; `"auto"` for the one that leads to the other hosts;
+            `"loopback"` for one host; None to leave the choice to the back-end.
         activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
             string, several of these, or a predicate. See `ActivationCheckpointing`; what it saves is said once.
 
     Raises:
         TypeError: If an argument is unknown, or is one of `DistributedDataParallel` that is not needed here.
         ValueError: If an argument is out of range.
+        BackendError: If this torch has no such back-end.
+        NetworkInterfaceError: If this host has no such interface.
     """
 
     strategy_name = ""
@@ -92,6 +103,8 @@ class ExplicitDDPStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         bucket_cap_mb: float = 25.0,
         weight_by: WeightBy = "samples",
+        init_method: str | None = None,
+        network_interface: str | None = None,
         activation_checkpointing: ActivationCheckpointingPolicy | None = None,
         **unknown: object,
     ) -> None:
@@ -99,6 +112,13 @@ class ExplicitDDPStrategy(DDPStrategy):
         check_weight_by(weight_by)
         if not bucket_cap_mb > 0:
             raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
+        self._connection = Connection(
+            backend=process_group_backend,
+            timeout=_THIRTY_MINUTES if timeout is None else timeout,
+            init_method=init_method,
+            network_interface=network_interface,
+        )
+        self._connection.check_arguments()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -137,8 +157,20 @@ class ExplicitDDPStrategy(DDPStrategy):
             self._departure = Departure(trainer, self._forward_signal)
 
     @override
+    def _configure_launcher(self) -> None:
+        self._connection.check_launch(self)
+        super()._configure_launcher()
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self._connection.open(self)
+        super().setup_distributed()  # finds a process group, and leaves it at that
+
+    @override
     def configure_ddp(self) -> None:
         assert self.model is not None
+        compare_setups({**describe_versions(), **describe_arguments(self._arguments())})
         hook = self._ddp_comm_hook
         if hook is not None and self._ddp_comm_wrapper is not None:
             hook = self._ddp_comm_wrapper(hook)
@@ -251,6 +283,21 @@ class ExplicitDDPStrategy(DDPStrategy):
             restore_sigterm_handling(self._module.trainer)
         self._reducer = self._weights = self._departure = None
         super().teardown()
+
+    def _arguments(self) -> dict[str, object]:
+        """What has to be the same on every rank."""
+        trainer = self._module.trainer
+        return {
+            "strategy": type(self),
+            "process_group_backend": self.process_group_backend,
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "weight_by": self.weight_by,
+            "ddp_comm_hook": self._ddp_comm_hook,
+            "activation_checkpointing": self._recomputing is not None and self._recomputing.policy,
+            "precision": trainer.precision,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+        }
 
     @property
     def _module(self) -> LightningModule:
