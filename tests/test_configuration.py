@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from omegaconf import OmegaConf
 
 import lightning_ddp_ext
-from lightning_ddp_ext import BalancedDataParallelStrategy, ManualEnvironment, config
+from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, ManualEnvironment, config
 from lightning_ddp_ext.integration.connecting import Connection
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
@@ -48,14 +48,20 @@ def test_every_option_composes(composed, group, option):
     assert composed(f"{group}={option}") is not None
 
 
-@pytest.mark.parametrize("option", ["balanced_dp", "ddp", "fsdp", "single"])
+@pytest.mark.parametrize("option", options("strategy"))
 def test_every_strategy_is_built(composed, option):
     strategy = instantiate(composed(f"strategy={option}").strategy)
-    expected = {"balanced_dp": BalancedDataParallelStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy, "single": str}
+    expected = {
+        "balanced_dp": BalancedDataParallelStrategy,
+        "ddp": DDPStrategy,
+        "ddp_checkpoint": DDPCheckpointStrategy,
+        "fsdp": FSDPStrategy,
+        "single": str,
+    }
     assert isinstance(strategy, expected[option])
 
 
-@pytest.mark.parametrize("option", ["ddp", "fsdp"])
+@pytest.mark.parametrize("option", ["ddp", "ddp_checkpoint", "fsdp"])
 def test_process_group_and_network_reach_the_strategy(composed, option):
     node = composed(
         f"strategy={option}", "process_group=gloo", "process_group.timeout_seconds=7",
@@ -92,6 +98,22 @@ def test_models_and_data_are_built(composed, model, data):
             config.BalancedDataParallelConfig,
             BalancedDataParallelStrategy,
             {"accelerator", "parallel_devices", "checkpoint_io", "precision_plugin"},
+        ),
+        (
+            config.DDPCheckpointConfig,
+            DDPCheckpointStrategy,
+            {
+                "accelerator",
+                "parallel_devices",
+                "cluster_environment",
+                "checkpoint_io",
+                "precision_plugin",
+                "ddp_comm_state",
+                "ddp_comm_hook",
+                "ddp_comm_wrapper",
+                "model_averaging_period",
+                "unknown",
+            },
         ),
         (config.TrainerConfig, Trainer, {"strategy", "logger", "callbacks"}),
     ],
@@ -134,6 +156,7 @@ lr: 0.1
         ((), "BalancedDataParallelStrategy"),
         (("strategy.split=[1,2]",), "BalancedDataParallelStrategy"),
         (("strategy=ddp",), "ConnectedDDPStrategy"),
+        (("strategy=ddp_checkpoint", "process_group=gloo", "network=auto"), "DDPCheckpointStrategy"),
         (("strategy=ddp", "process_group=gloo", "network=auto"), "ConnectedDDPStrategy"),
     ],
 )

@@ -42,6 +42,12 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """View consecutive parts of a flat tensor in the shapes of others, all in one call from Python."""
+    views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, tensors)
+    return list(views)
+
+
 def version_of(tensor: Tensor) -> int:
     """Return a number that every change in place increases; tensors made in inference mode have none."""
     return -1 if tensor.is_inference() else tensor._version

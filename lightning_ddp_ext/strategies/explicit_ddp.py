@@ -135,6 +135,10 @@ class ExplicitDDPStrategy(DDPStrategy):
         )
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
+        self._comm_hook = ddp_comm_hook
+        if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
+            self._comm_hook = ddp_comm_wrapper(ddp_comm_hook)
+        self._comm_state = ddp_comm_state
         self._recomputing = (
             None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
         )
@@ -171,15 +175,12 @@ class ExplicitDDPStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         assert self.model is not None
         compare_setups({**describe_versions(), **describe_arguments(self._arguments())})
-        hook = self._ddp_comm_hook
-        if hook is not None and self._ddp_comm_wrapper is not None:
-            hook = self._ddp_comm_wrapper(hook)
         if self._recomputing is not None:
             self._recomputing.apply(self.model)
             self._reported_recomputing = False
         self._weights = GradientWeights(self.weight_by, self.world_size)
         self._reducer = GradientReducer(
-            self.model, bucket_cap_mb=self.bucket_cap_mb, comm_hook=hook, comm_state=self._ddp_comm_state
+            self.model, bucket_cap_mb=self.bucket_cap_mb, comm_hook=self._comm_hook, comm_state=self._comm_state
         )
 
     @override
@@ -292,7 +293,7 @@ class ExplicitDDPStrategy(DDPStrategy):
             "process_group_backend": self.process_group_backend,
             "bucket_cap_mb": self.bucket_cap_mb,
             "weight_by": self.weight_by,
-            "ddp_comm_hook": self._ddp_comm_hook,
+            "ddp_comm_hook": self._comm_hook,
             "activation_checkpointing": self._recomputing is not None and self._recomputing.policy,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,

@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext._compat import torch as compat_torch
 from lightning_ddp_ext._compat import torchmetrics as compat_torchmetrics
-from lightning_ddp_ext.strategies import balanced_dp, single_process
+from lightning_ddp_ext.strategies import balanced_dp, ddp_checkpoint, explicit_ddp, single_process, upstream
 
 
 def test_the_table_of_private_strategy_hooks_names_those_that_exist_and_are_used():
@@ -34,7 +34,7 @@ def test_strategies_use_no_other_private_name_of_lightning():
     }
 
     used = set()
-    for module in (single_process, balanced_dp):
+    for module in (single_process, balanced_dp, explicit_ddp, ddp_checkpoint, upstream):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Attribute | ast.FunctionDef):
                 used.add(node.attr if isinstance(node, ast.Attribute) else node.name)
@@ -50,6 +50,40 @@ def test_the_last_call_of_the_trainers_constructor_lets_a_strategy_refuse():
 
     Trainer(strategy=Refusing(), accelerator="cpu", devices=2, sync_batchnorm=True, logger=False)
     assert called == [([torch.device("cpu")] * 2, True)]
+
+
+def test_lightning_handles_sigterm_where_it_is_replaced():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    received = []
+    end = compat_lightning.replace_sigterm_handling(trainer, received.append)
+    connector = trainer._signal_connector
+    assert "_sigterm_notifier_fn" in vars(type(connector))
+    assert "self._sigterm_notifier_fn" in inspect.getsource(type(connector).register_signal_handlers)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(trainer.fit_loop.epoch_loop).advance)
+    connector._sigterm_notifier_fn(15, None)
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert received == [15]
+    assert not trainer.received_sigterm
+    end()
+    assert trainer.received_sigterm
+    compat_lightning.restore_sigterm_handling(trainer)
+    assert connector._sigterm_notifier_fn.__func__ is type(connector)._sigterm_notifier_fn
+
+
+def test_parts_of_a_flat_tensor_are_views():
+    flat = torch.arange(7.0)
+    first, second = compat_torch.views_of(flat, [torch.zeros(2, 3), torch.zeros(())])
+    first[1, 2] = second[...] = 9
+    assert flat.tolist() == [0, 1, 2, 3, 4, 9, 9]
+
+
+def test_tensors_count_changes_in_place():
+    tensor = torch.zeros(2)
+    before = compat_torch.version_of(tensor)
+    tensor.add_(1)
+    assert compat_torch.version_of(tensor) > before
+    with torch.inference_mode():
+        assert compat_torch.version_of(torch.zeros(2)) == -1
 
 
 def test_the_owner_of_a_data_hook_is_found():
