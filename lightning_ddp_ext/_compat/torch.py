@@ -44,7 +44,7 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 
 def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """View consecutive parts of a flat tensor in the shapes of others, all in one call from Python."""
-    views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, tensors)
+    views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
     return list(views)
 
 

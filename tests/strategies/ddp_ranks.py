@@ -59,7 +59,8 @@ class Classifier(LightningModule):
         self.network = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES))
 
     def loss(self, batch: Any) -> Tensor:
-        return functional.cross_entropy(self.network(batch[0]), batch[1])
+        features = batch[0].to(self.network[0].weight.dtype)
+        return functional.cross_entropy(self.network(features), batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -214,7 +215,8 @@ def digest_of(module: nn.Module, trainer: Trainer) -> str:
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+    as_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(b"".join(as_bytes)).hexdigest()
 
 
 def fit_cases(cases: dict[str, Case], theirs: bool = False) -> dict[str, Outcome]:
@@ -237,6 +239,21 @@ def fit_alone(case: Case) -> Outcome:
     return fit(case, combined_batches(case), devices=1, accumulate_grad_batches=1)
 
 
+def quiet_trainer(**options: Any) -> Trainer:
+    return Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+            **options,
+        }
+    )
+
+
 class SignalAt(Callback):
     """Sends SIGTERM to this process after a batch, while the loop is running."""
 
@@ -256,17 +273,10 @@ def train_until_signal(rank: int, accumulate: int = 1) -> dict[str, Any]:
     own = int(os.environ["RANK"])
     callback = SignalAt((3 if accumulate == 1 else 1) if own == rank else -2)
     module = Momentum()
-    trainer = Trainer(
+    trainer = quiet_trainer(
         strategy="ddp_checkpoint",
-        accelerator="cpu",
-        devices=2,
         max_epochs=1,
         accumulate_grad_batches=accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         precision="64-true",
         callbacks=[callback],
     )
@@ -298,16 +308,9 @@ def count_broadcasts(strategy: str) -> int:
 
             torch.distributed.broadcast = counted
 
-    trainer = Trainer(
+    trainer = quiet_trainer(
         strategy=strategy,
-        accelerator="cpu",
-        devices=2,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         precision="64-true",
         callbacks=[CountLater()],
     )
@@ -377,16 +380,9 @@ def fit_bert(use_reentrant: bool, theirs: bool = False) -> dict[str, Any]:
         alone.backwards(batch.flatten(0, 1), lambda loss: loss.backward())
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in alone.parameters()]))
         optimizer.step()
-    trainer = Trainer(
+    trainer = quiet_trainer(
         strategy=DDPStrategy() if theirs else "ddp_checkpoint",
-        accelerator="cpu",
-        devices=2,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         precision="64-true",
         callbacks=[callback],
     )
