@@ -148,6 +148,7 @@ class ExplicitDDPStrategy(DDPStrategy):
         self._departure: Departure | None = None
         self._blocked = False
         self._last_weight = 0.0
+        self._has_synchronized = False
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -224,6 +225,7 @@ class ExplicitDDPStrategy(DDPStrategy):
         assert self._weights is not None
         weight, scale = self._weights.take()
         self._last_weight = weight
+        self._has_synchronized = True
         if self._module.automatic_optimization:
             scale *= self._accumulated_batches  # Lightning has divided the loss by it
         with self._reducer.synchronize(weight, scale, stop=self._departure is not None and self._departure.wanted):
@@ -249,12 +251,22 @@ class ExplicitDDPStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         def checked_closure() -> Any:
+            self._has_synchronized = False
             loss = closure()
+            if self._module.automatic_optimization and not self._has_synchronized:
+                self._synchronize_without_backward()
             self._check_synchronized(optimizer)
             # It decides from the loss how often to evaluate and how far to go, which must be the same on every rank.
             return self._mean_loss(loss) if isinstance(optimizer, LBFGS) else loss
 
         return super().optimizer_step(optimizer, checked_closure, model, **kwargs)
+
+    def _synchronize_without_backward(self) -> None:
+        """Make buffers equal where Lightning leaves out the backward pass, to renew statistics for averaged weights."""
+        assert self._weights is not None
+        self._weights.count()
+        with self._synchronize():
+            pass
 
     def _check_synchronized(self, optimizer: Optimizer) -> None:
         assert self._reducer is not None
