@@ -124,7 +124,7 @@ class ReplicaConsistency(Callback):
         if not self._differed:
             share = self.seconds / self.training_seconds if self.training_seconds else 0.0
             rank_zero_info(
-                f"Replicas were identical each of the {self.comparisons} times they were compared, which took"
+                f"Replicas were identical in {self.comparisons} of {self.comparisons} comparisons, which took"
                 f" {self.seconds:.2f} s, {share:.1%} of training."
             )
 

@@ -55,10 +55,11 @@ def fingerprint_all(tensors: Mapping[str, Tensor]) -> int:
         digest.update(f"{name}\n{describe(tensor)}\n{shapes}\n".encode())
         for part in parts:
             by_device.setdefault(part.device, []).append(part)
-    for parts in by_device.values():
+    for device, parts in by_device.items():
+        size = _BYTES * _BLOCKS_AT_ONCE.get(device.type, _BLOCKS_AT_ONCE_ELSEWHERE)
         # One place for what is computed on the way: on a CPU, new memory would take longer than all the rest.
-        scratch = torch.empty(_WORDS, dtype=torch.int64, device=parts[0].device)
-        sums = [part for words in _cut(_as_bytes(part) for part in parts) for part in _hash(words, scratch)]
+        scratch = torch.empty(_WORDS, dtype=torch.int64, device=device)
+        sums = [part for words in _cut((_as_bytes(part) for part in parts), size) for part in _hash(words, scratch)]
         if sums:
             digest.update(repr(torch.cat(sums).tolist()).encode())
     return int.from_bytes(digest.digest(), "little", signed=True)
@@ -96,22 +97,23 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _cut(parts: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Cut the bytes of tensors on one device into words, [blocks, words of a block]; what is small shares a block."""
+def _cut(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+    """Cut bytes into words, [blocks, words of a block], of at most `size` bytes; what is small shares a block."""
     pending: list[Tensor] = []
     held = 0
     for part in parts:
-        size = _BYTES * _BLOCKS_AT_ONCE.get(part.device.type, _BLOCKS_AT_ONCE_ELSEWHERE)
-        whole = part.numel() - part.numel() % size
-        for start in range(0, whole, size):
-            yield _as_words([part[start : start + size]])
-        rest = part[whole:]
-        if held + rest.numel() > size:
+        length = part.numel()
+        if length >= size:
+            whole = length - length % size
+            for start in range(0, whole, size):
+                yield _as_words([part[start : start + size]])
+            part, length = part[whole:], length - whole
+        if held + length > size:
             yield _as_words(pending)
             pending, held = [], 0
-        if rest.numel():
-            pending.append(rest)
-            held += rest.numel()
+        if length:
+            pending.append(part)
+            held += length
     if pending:
         yield _as_words(pending)
 

@@ -1,13 +1,18 @@
 """What `ReplicaConsistency` refuses, and that it does nothing where there is nothing to compare."""
 
 import logging
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
-from lightning_ddp_ext.callbacks import ReplicaConsistency
+from lightning_ddp_ext.callbacks import ReplicaConsistency, replica_consistency
 from lightning_ddp_ext.parallel.training_state import name_training_state
 from tests.parity import Classifier, batches, quiet_trainer
 
@@ -48,6 +53,37 @@ def test_one_process_has_nothing_to_compare_and_is_told_so_once(strategy, device
     assert said() == ["ReplicaConsistency compares nothing: there is one process."]
     assert (consistency.comparisons, consistency.seconds) == (0, 0)
     if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("build", [FSDPStrategy, ModelParallelStrategy])
+def test_strategies_that_shard_parameters_are_left_alone(build):
+    trainer = SimpleNamespace(world_size=2, strategy=build())
+    reason = replica_consistency._why_not(trainer, Classifier())
+    assert reason == f"{build.__name__} keeps no whole replica on every rank"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_sharded_parameters_and_optimizers_are_recognised():
+    trainer = SimpleNamespace(world_size=2, strategy=DDPStrategy())
+    module = Classifier()
+    assert replica_consistency._why_not(trainer, module) is None
+    with single_rank_group():
+        mesh = init_device_mesh("cpu", (1,))
+        module.network[0].weight = nn.Parameter(distribute_tensor(module.network[0].weight.detach(), mesh))
+        assert replica_consistency._why_not(trainer, module) == "parameters are sharded over ranks"
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
+
+        assert replica_consistency._is_sharded(ZeroRedundancyOptimizer([nn.Parameter(torch.ones(1))], torch.optim.SGD))
+    assert not replica_consistency._is_sharded(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
+@contextmanager
+def single_rank_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
         torch.distributed.destroy_process_group()
 
 
