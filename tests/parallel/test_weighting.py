@@ -98,11 +98,11 @@ def test_a_sum_of_sums_is_not_divided():
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
 def test_a_weight_is_a_finite_number(weight):
     weights = GradientWeights(lambda batch: weight, world_size=2)
-    with pytest.raises(ValueError, match="`weight_by` returned .* Return a finite number of at least 0"):
+    with pytest.raises(ValueError, match=r"`weight_by` returned .* Return a finite number of at least 0"):
         weights.set_batch("a")
 
 
 def test_a_batch_whose_size_is_ambiguous_is_refused_with_the_remedy():
     weights = GradientWeights("samples", world_size=2)
-    with pytest.raises(BatchSplitError, match='Pass a callable `weight_by`, .* or `weight_by="ranks"`'):
+    with pytest.raises(BatchSplitError, match=r'Pass a callable `weight_by`, .* or `weight_by="ranks"`'):
         weights.set_batch([torch.zeros(3, 2), torch.zeros(4, 2)])
