@@ -308,6 +308,9 @@ def count_broadcasts(strategy: str) -> int:
 
             torch.distributed.broadcast = counted
 
+        def on_train_end(self, *args: Any) -> None:
+            torch.distributed.broadcast = original
+
     trainer = quiet_trainer(
         strategy=strategy,
         max_epochs=1,
@@ -400,4 +403,18 @@ def fit_bert(use_reentrant: bool, theirs: bool = False) -> dict[str, Any]:
         "spread": float((flat - first).abs().max()),
         "forwards": together.losses,
         "recomputed": together.forwards,
+    }
+
+
+def run_all() -> dict[str, Any]:
+    """Everything that `test_ddp_checkpoint_runs` looks at; what may leave collectives unmatched comes last."""
+    return {
+        "reentrant": fit_bert(True),
+        "non-reentrant": fit_bert(False),
+        "broadcasts of ddp_checkpoint": count_broadcasts("ddp_checkpoint"),
+        "broadcasts of ddp": count_broadcasts("ddp"),
+        "signal to rank 0": train_until_signal(0),
+        "signal to rank 1": train_until_signal(1),
+        "signal in a window": train_until_signal(1, 4),
+        "reentrant with ddp": fit_bert(True, theirs=True),
     }

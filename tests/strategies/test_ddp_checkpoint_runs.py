@@ -1,4 +1,4 @@
-"""`ddp_checkpoint` started as a user would start it, and told to stop."""
+"""`ddp_checkpoint` started as a user would start it, told to stop, and with someone else's model."""
 
 import subprocess
 import sys
@@ -15,43 +15,47 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
 def test_a_script_starts_its_own_processes(start_method):
     command = [sys.executable, str(HERE / "ddp_scripts.py"), start_method]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "SPREAD 0.0 STEPS 6" in done.stdout
     assert start_method != "popen" or "SPREAD 0.0 STEPS 9" in done.stdout
     assert "TESTED ['val_loss']" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def found():
+    """What each rank found; one launch for all tests below."""
+    return run_processes(ranks.run_all, 2, timeout=200)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_ends_all_after_the_same_batch(rank):
-    ends = run_processes(ranks.train_until_signal, 2, rank, timeout=120)
+def test_a_signal_to_one_rank_ends_all_after_the_same_batch(found, rank):
+    ends = [by_name[f"signal to rank {rank}"] for by_name in found]
     assert [end["exception"] for end in ends] == ["SIGTERMException"] * 2
     assert ends[0]["batch"] == ends[1]["batch"] == 3
     assert ends[0]["digest"] == ends[1]["digest"]
 
 
-def test_a_signal_inside_an_accumulation_window_is_agreed_at_its_end():
-    ends = run_processes(ranks.train_until_signal, 2, 1, 4, timeout=120)
+def test_a_signal_inside_an_accumulation_window_is_agreed_at_its_end(found):
+    ends = [by_name["signal in a window"] for by_name in found]
     assert [end["batch"] for end in ends] == [3, 3]
     assert [end["steps"] for end in ends] == [1, 1]
 
 
-def test_nothing_is_sent_for_signals_in_a_step():
-    """Lightning sends two messages in each batch."""
-    ours, theirs = (run_processes(ranks.count_broadcasts, 2, name, timeout=120) for name in ("ddp_checkpoint", "ddp"))
-    assert ours == [0, 0]
-    assert min(theirs) >= 5
+def test_nothing_is_sent_for_signals_in_a_step(found):
+    """Lightning sends a message before each batch."""
+    assert [by_name["broadcasts of ddp_checkpoint"] for by_name in found] == [0, 0]
+    assert min(by_name["broadcasts of ddp"] for by_name in found) >= 5
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_huggingface_model_with_gradient_checkpointing_and_two_losses(use_reentrant):
-    for found in run_processes(ranks.fit_bert, 2, use_reentrant, timeout=120):
-        assert found["error"] < 1e-12
-        assert found["spread"] == 0.0
-        assert found["recomputed"] > found["forwards"]
+@pytest.mark.parametrize("name", ["reentrant", "non-reentrant"])
+def test_a_huggingface_model_with_gradient_checkpointing_and_two_losses(found, name):
+    for by_name in found:
+        assert by_name[name]["error"] < 1e-12
+        assert by_name[name]["spread"] == 0.0
+        assert by_name[name]["recomputed"] > by_name[name]["forwards"]
 
 
-def test_torch_fails_on_the_same_model():
+def test_torch_fails_on_the_same_model(found):
     """The negative control."""
-    for found in run_processes(ranks.fit_bert, 2, True, theirs=True, timeout=120):
-        assert found["message"]
+    assert all(by_name["reentrant with ddp"]["message"] for by_name in found)
