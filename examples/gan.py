@@ -61,7 +61,9 @@ class PrintLosses(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print them."""
         losses = ", ".join(f"{key} {float(value):.6f}" for key, value in trainer.callback_metrics.items())
-        pl_module.print(f"{trainer.world_size} rank{'s' * (trainer.world_size > 1)}, epoch {trainer.current_epoch}: {losses}")
+        pl_module.print(
+            f"{trainer.world_size} rank{'s' * (trainer.world_size > 1)}, epoch {trainer.current_epoch}: {losses}"
+        )
 
 
 def ring(samples: int = 1000) -> TensorDataset:
