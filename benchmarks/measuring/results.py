@@ -36,9 +36,7 @@ class StepResult:
     @property
     def best_device(self) -> str | None:
         """The fastest of the contenders with one device, or None if too few rounds count."""
-        times = {name: self.measurement.time(name) for name in self.devices.values()}
-        known = {name: time.median for name, time in times.items() if time is not None}
-        return min(known, key=known.__getitem__, default=None)
+        return self.measurement.fastest(self.devices.values())
 
     @property
     def ratio_to_device(self) -> Estimate | None:

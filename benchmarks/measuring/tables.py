@@ -43,7 +43,7 @@ def make_step_table(results: Mapping[str, StepResult]) -> Table:
 
 def make_overhead_table(result: OverheadResult) -> Table:
     """Show what starting and each step cost with a model that costs nothing."""
-    title = "What the strategy costs by itself, with a linear layer of 5 parameters, in milliseconds"
+    title = "What the strategy costs by itself, with a linear layer, in milliseconds"
     table = _start_table(title, result.measurement.any_load)
     columns = ("fit until\nfirst step", "first\nstep", "later\nstep", "later step minus\none device's")
     _add_columns(table, "strategy\n(replicas)", *columns, "each logged\nvalue")
