@@ -18,7 +18,7 @@ from measuring.contender import count_cores
 from measuring.models import CASES, MANY, TINY, TOY
 from measuring.picture import draw_ratios
 from measuring.results import BALANCED, DDP, LockResult, OverheadResult, StepResult, name_device
-from measuring.tables import explain_lock, make_lock_table, make_overhead_table, make_step_table
+from measuring.tables import describe_stolen, explain_lock, make_lock_table, make_overhead_table, make_step_table
 
 LOGGED_KEYS = 10
 REPLICAS = (1, 2, 4)
@@ -44,7 +44,8 @@ def main() -> None:
     write_results(options, machine, results)
 
     tables = make_step_table(steps), make_overhead_table(overheads), make_lock_table(lock)
-    print_tables(options, machine, *tables, explain_lock(lock, steps.get(TINY)))
+    measurements = [result.measurement for result in (*steps.values(), overheads, lock)]
+    print_tables(options, machine, *tables, explain_lock(lock, steps.get(TINY)), describe_stolen(measurements))
     draw_ratios(
         f"{BALANCED} with 2 replicas",
         list(steps),

@@ -21,7 +21,7 @@ from measuring.estimates import FEWEST
 from measuring.rounds import Burst, Measurement, collect_rounds
 
 STAY = 5  # rounds that the same processes host; each start takes several seconds
-_FEWEST_STEPS = 20
+_FEWEST_STEPS = 10
 _LEAST_WIDTH = 100  # columns of text, below which numbers of the tables are cut
 
 Order = Mapping[str, Any]
@@ -38,7 +38,7 @@ def start_parser(description: str | None, models: list[str], output: str) -> arg
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=", ".join(models))
     parser.add_argument("--rounds", type=int, default=15, help=f"rounds that have to count, at least {FEWEST}")
-    parser.add_argument("--max-rounds", type=int, default=25, help="rounds that are run at most")
+    parser.add_argument("--max-rounds", type=int, default=20, help="rounds that are run at most")
     parser.add_argument("--burst", type=float, default=0.7, help="seconds of a contender's turn")
     parser.add_argument("--any-load", action="store_true", help="count rounds however busy the machine was")
     parser.add_argument("--quick", action="store_true", help="see whether it works: one model, short turns, any load")

@@ -1,10 +1,11 @@
 """Memory of gradients, as torch's allocator counts it."""
 
 import gc
+import io
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from lightning_ddp_ext.testing import run_processes
 from measuring.peers import OURS, PEERS, RANKS, connect
 from measuring.scenarios import OneProcess
 
+ONE, TWO = "one batch", "two accumulated"
 ALONE = "one process, for comparison"
 _LAYERS, _WIDTH = 64, 512  # each gradient has 1 MiB, of 64
-_STEPS = 4  # the first one or two build buckets, and count in the peak
+_STEPS = 5
 _BUILT, _FORWARD, _BACKWARD = "memory: built", "memory: forward", "memory: backward"
 
 
@@ -29,15 +31,21 @@ class MemoryUse:
     """Memory beyond the parameters, in units of the size of all gradients.
 
     Attributes:
-        peak: The most during a backward pass that synchronises.
+        first_peak: The most during the first backward pass.
+        peak: The most during a later backward pass that synchronises.
         held: The most that is left between steps, after `optimizer.zero_grad()`.
     """
 
+    first_peak: float
     peak: float
     held: float
 
 
-def measure_memory() -> dict[str, dict[str, MemoryUse]]:
+MemoryUses = dict[str, dict[str, MemoryUse]]
+"""By name of the contender, and by what a step is."""
+
+
+def measure_memory() -> MemoryUses:
     """Measure training in plain torch with ours, with each peer, and with nothing that synchronises.
 
     The model has next to no activations: 64 square layers, and a batch of one sample. What torch has allocated since
@@ -47,16 +55,14 @@ def measure_memory() -> dict[str, dict[str, MemoryUse]]:
     Returns:
         For each of them the memory of steps with one batch and with two accumulated ones.
     """
-    return run_processes(_measure_all, RANKS, timeout=240)[0]
+    with redirect_stdout(io.StringIO()):  # the profiler is talkative
+        return run_processes(_measure_all, RANKS, timeout=300)[0]
 
 
-def _measure_all() -> dict[str, dict[str, MemoryUse]]:
+def _measure_all() -> MemoryUses:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return {
-        name: {"one batch": _measure(name, batches=1), "two accumulated": _measure(name, batches=2)}
-        for name in (OURS, *PEERS, ALONE)
-    }
+    return {name: {ONE: _measure(name, batches=1), TWO: _measure(name, batches=2)} for name in (OURS, *PEERS, ALONE)}
 
 
 def _measure(name: str, batches: int) -> MemoryUse:
@@ -109,8 +115,6 @@ def _read(events: list[dict[str, Any]], unit: int) -> MemoryUse:
 
     ((built, _),) = find_spans(_BUILT)
     _, *later_steps = find_spans(_FORWARD)
-    base = total_at(built)
-    return MemoryUse(
-        (max(peak_in(*span) for span in find_spans(_BACKWARD)) - base) / unit,
-        (max(total_at(begin) for begin, _ in later_steps) - base) / unit,
-    )
+    first_peak, *later_peaks = (peak_in(*span) for span in find_spans(_BACKWARD))
+    held = max(total_at(begin) for begin, _ in later_steps)
+    return MemoryUse(*((total - total_at(built)) / unit for total in (first_peak, max(later_peaks), held)))

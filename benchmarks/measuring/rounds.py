@@ -95,7 +95,12 @@ class Measurement:
             {"quiet": is_quiet(round_), "bursts": {name: asdict(burst) for name, burst in round_.items()}}
             for round_ in self.rounds
         ]
-        return {"rounds counted": len(self.counted), "rounds run": len(self.rounds), "rounds": rounds}
+        return {
+            "rounds counted": len(self.counted),
+            "rounds run": len(self.rounds),
+            "stolen by a hypervisor": self.stolen,
+            "rounds": rounds,
+        }
 
 
 def collect_rounds(
