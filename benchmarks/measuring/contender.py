@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,19 +51,22 @@ class Contender:
             )
             self._processes.append(process)
 
-    def run(self, **order: object) -> Burst:
+    def run(self, *, ranks: int | None = None, **order: object) -> Burst:
         """Wake the processes with an order, wait until all have carried it out, and return the first one's times.
 
         Args:
+            ranks: How many of the processes get the order, the first ones; by default all. Others sleep on.
             **order: What to do, as the module understands it.
 
         Raises:
             RuntimeError: If a process failed or did not answer in time. The message quotes its last lines.
         """
         cores = _find_cores()
-        line = json.dumps(order).encode() + b"\n"
-        idle, start = _read_idle_seconds(cores), time.perf_counter()
-        for process in self._processes:
+        processes = self._processes[:ranks]
+        line = json.dumps(order if ranks is None else {"ranks": ranks, **order}).encode() + b"\n"
+        before = _read_cpu_seconds_of_others([process.pid for process in self._processes])
+        stolen, start = _read_stolen_seconds(cores), time.perf_counter()
+        for process in processes:
             assert process.stdin is not None
             try:
                 process.stdin.write(line)
@@ -71,13 +74,20 @@ class Contender:
             except BrokenPipeError:
                 self._fail(process, "has ended")
         deadline = start + HARD_LIMIT
-        replies = [self._read(process, deadline) for process in self._processes]
+        replies = [self._read(process, deadline) for process in processes]
         available = len(cores) * (time.perf_counter() - start)
-        idle = _read_idle_seconds(cores) - idle
-        # Sleepers and this process count as others, so that they cannot disturb without being noticed.
-        by_others = 1 - (idle + sum(reply["cpu"] for reply in replies)) / available
+        stolen = _read_stolen_seconds(cores) - stolen
+        by_others = _read_cpu_seconds_of_others([process.pid for process in self._processes]) - before
         first = replies[0]
-        return Burst(first["steps"], first["mean"], first["median"], first["longest"], by_others, first["others"])
+        return Burst(
+            first["steps"],
+            first["mean"],
+            first["median"],
+            first["longest"],
+            by_others / available,
+            stolen / available,
+            first["others"],
+        )
 
     def _read(self, process: "subprocess.Popen[bytes]", deadline: float) -> dict[str, Any]:
         assert process.stdout is not None
@@ -126,13 +136,25 @@ def _find_cores() -> list[int]:
     return affinity() if affinity else list(range(psutil.cpu_count() or 1))
 
 
-def _read_idle_seconds(cores: Sequence[int]) -> float:
-    """Seconds that the cores have been idle since the machine started, added up.
+def _read_cpu_seconds_of_others(ours: Sequence[int]) -> float:
+    """CPU time of all processes that are neither ours nor this one, as far as the system lets us see them.
 
-    What is left of the time is whatever ran, here or in other processes, and what a hypervisor took (steal).
+    That of their ended children is part of it, so that a difference of two readings is right also if processes came
+    and went between them.
     """
+    seconds = 0.0
+    for process in psutil.process_iter():
+        if process.pid not in ours and process.pid != os.getpid():
+            with suppress(psutil.Error):  # it ended meanwhile, or macOS does not tell
+                times = process.cpu_times()
+                seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
+
+
+def _read_stolen_seconds(cores: Sequence[int]) -> float:
+    """Seconds that a hypervisor kept the cores from running what was ready to run, added up."""
     times = psutil.cpu_times(percpu=True)
-    return sum(times[core].idle + getattr(times[core], "iowait", 0.0) for core in cores)
+    return sum(getattr(times[core], "steal", 0.0) for core in cores)
 
 
 def _build_environments(ranks: int) -> list[dict[str, str]]:

@@ -1,15 +1,19 @@
 """The models that are trained, and their data."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from measuring.scenarios import Mode, run_segment
+
 CLASSES = 10
 TINY = "60 tiny layers"
+MANY = "1,000 tiny parameters"
+TOY = "linear layer"
 _DIFFERENT_BATCHES = 4
 
 
@@ -47,16 +51,42 @@ def load_endlessly(batch_size: int, shape: tuple[int, ...]) -> DataLoader[tuple[
     return DataLoader(EndlessBatches(batch_size, shape), batch_size=None)
 
 
-class _Encoder(nn.Module):
-    def __init__(self) -> None:
+class Segmented(nn.Module):
+    """A stem, segments whose activations are recomputed if `mode` says so, and a head.
+
+    The stem is never recomputed: reentrant checkpointing needs an input that requires a gradient.
+    """
+
+    def __init__(self, stem: nn.Module, segments: Iterable[nn.Module], head: nn.Module) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(128, CLASSES)
+        self.mode: Mode = "none"
+        self.stem = stem
+        self.segments = nn.ModuleList(segments)
+        self.head = head
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.encoder(inputs).mean(1))
+        """Return the scores of the classes."""
+        hidden = self.stem(inputs)
+        for segment in self.segments:
+            hidden = run_segment(segment, hidden, self.mode)
+        outputs: Tensor = self.head(hidden)
         return outputs
+
+
+class _MeanOfTokens(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.mean(1)
+
+
+class _Residual(nn.Sequential):
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = inputs + super().forward(inputs)
+        return outputs
+
+
+def _transformer() -> nn.Module:
+    first, *others = (nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True) for _ in range(3))
+    return Segmented(first, others, nn.Sequential(_MeanOfTokens(), nn.Linear(128, CLASSES)))
 
 
 def _conv() -> nn.Module:
@@ -64,18 +94,33 @@ def _conv() -> nn.Module:
     return nn.Sequential(*blocks, nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 64, CLASSES))
 
 
+def _layer(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU())
+
+
 def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, CLASSES))
+    return Segmented(_layer(512, 1024), [_layer(1024, 1024)], nn.Linear(1024, CLASSES))
 
 
 def _tiny() -> nn.Module:
-    hidden = [layer for _ in range(30) for layer in (nn.Linear(16, 16), nn.ReLU())]
-    return nn.Sequential(nn.Linear(16, 16), *hidden, nn.Linear(16, CLASSES))
+    return nn.Sequential(nn.Linear(16, 16), *(_layer(16, 16) for _ in range(30)), nn.Linear(16, CLASSES))
+
+
+def _many() -> nn.Module:
+    # 500 layers with a weight and a bias each. Without the residuals gradients would fade to denormal numbers.
+    segments = [_Residual(*(_layer(16, 16) for _ in range(6))) for _ in range(83)]
+    return Segmented(nn.Linear(16, 16), segments, nn.Linear(16, CLASSES))
+
+
+def _toy() -> nn.Module:
+    return nn.Linear(4, CLASSES)
 
 
 CASES = {
     "conv net": Case(_conv, (3, 16, 16), 64),
-    "transformer": Case(_Encoder, (32, 128), 32),
+    "transformer": Case(_transformer, (32, 128), 32),
     "MLP": Case(_mlp, (512,), 256),
     TINY: Case(_tiny, (16,), 64),
+    MANY: Case(_many, (16,), 64),
+    TOY: Case(_toy, (4,), 8),
 }

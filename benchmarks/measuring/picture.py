@@ -7,19 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from measuring.estimates import Estimate
-from measuring.results import DDP, StepResult
 
-_COLOURS = ("tab:blue", "tab:orange")
-_TICKS = (0.125, 0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_COLOURS = ("tab:blue", "tab:orange", "tab:green")
+_TICKS = (0.125, 0.25, 0.5, 0.7, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_APART = 0.28  # between the series of a row
 
 
-def draw_ratios(results: Mapping[str, StepResult], floors: Mapping[str, float], folder: Path) -> list[Path]:
-    """Draw `balanced_dp`'s ratio to the best one device and to `ddp` into `ratios.png` and `ratios.svg`.
+def draw_ratios(
+    ours: str,
+    models: Sequence[str],
+    series: Mapping[str, Sequence[Estimate | None]],
+    folder: Path,
+    floors: Mapping[str, float] | None = None,
+    any_load: bool = False,
+) -> list[Path]:
+    """Draw ratios of times into `ratios.png` and `ratios.svg`.
 
     Args:
-        results: The training steps by model.
-        floors: Ratios to the best one device that cannot be beaten, of the models for which they are known.
+        ours: What is compared with others.
+        models: One row each.
+        series: What it is compared with or in, and the ratio of each model, or None if too few rounds count.
         folder: Where the pictures go.
+        floors: Ratios of the first series that cannot be beaten, of the models for which they are known.
+        any_load: Whether rounds count that were not quiet.
 
     Returns:
         Their paths; none if matplotlib is not installed (a warning says so).
@@ -29,24 +39,23 @@ def draw_ratios(results: Mapping[str, StepResult], floors: Mapping[str, float], 
         return []
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1.6 + 0.95 * len(results)), layout="constrained")
+    figure = Figure(figsize=(9, 1.7 + (0.3 + 0.3 * len(series)) * len(models)), layout="constrained")
     axis = figure.subplots()
-    models = list(results)
-    _draw_series(axis, [result.ratio_to_device for result in results.values()], -0.16, "to the best one device")
-    _draw_series(axis, [result.ratio_to_ddp for result in results.values()], 0.16, f"to {DDP} with two processes")
-    _draw_floors(axis, {models.index(model): floor for model, floor in floors.items()})
-    _finish(axis, models)
-    if any(result.measurement.any_load for result in results.values()):
+    offsets = [_APART * (index - (len(series) - 1) / 2) for index in range(len(series))]
+    for (label, ratios), offset, colour in zip(series.items(), offsets, _COLOURS, strict=False):
+        _draw_series(axis, ratios, offset, label, colour)
+    _draw_floors(axis, {models.index(model) + offsets[0]: floor for model, floor in (floors or {}).items()})
+    _finish(axis, models, ours)
+    if any_load:
         axis.set_title("all rounds count, however busy the machine was", color="tab:red", fontsize="medium")
-    figure.suptitle("Time of a training step: balanced_dp with 2 replicas relative to others")
+    figure.suptitle(f"Time of a training step: {ours} relative to others")
     paths = [folder / f"ratios.{suffix}" for suffix in ("png", "svg")]
     for path in paths:
         figure.savefig(path, dpi=150)
     return paths
 
 
-def _draw_series(axis: Any, ratios: Sequence[Estimate | None], offset: float, label: str) -> None:
-    colour = _COLOURS[offset > 0]
+def _draw_series(axis: Any, ratios: Sequence[Estimate | None], offset: float, label: str, colour: str) -> None:
     known = [(row + offset, ratio) for row, ratio in enumerate(ratios) if ratio is not None]
     medians = [ratio.median for _, ratio in known]
     spans = [
@@ -62,11 +71,11 @@ def _draw_series(axis: Any, ratios: Sequence[Estimate | None], offset: float, la
         axis.annotate(text, place, xycoords=axis.get_yaxis_transform(), va="center", color=colour, fontsize="small")
 
 
-def _draw_floors(axis: Any, floors: Mapping[int, float]) -> None:
+def _draw_floors(axis: Any, floors: Mapping[float, float]) -> None:
     if floors:
         axis.scatter(
             list(floors.values()),
-            [row - 0.16 for row in floors],
+            list(floors),
             marker="|",
             s=200,
             color="black",
@@ -75,7 +84,7 @@ def _draw_floors(axis: Any, floors: Mapping[int, float]) -> None:
         )
 
 
-def _finish(axis: Any, models: Sequence[str]) -> None:
+def _finish(axis: Any, models: Sequence[str], ours: str) -> None:
     axis.axvline(1.0, color="black", linewidth=1)
     axis.set_xscale("log")
     low, high = axis.get_xlim()
@@ -86,7 +95,7 @@ def _finish(axis: Any, models: Sequence[str]) -> None:
     axis.set_xlim(low, high)
     axis.set_yticks(range(len(models)), models)
     axis.set_ylim(len(models) - 0.5, -0.5)
-    axis.set_xlabel("← balanced_dp is faster      ratio of times, median with 95 % interval      it is slower →")
+    axis.set_xlabel(f"← {ours.split()[0]} is faster      ratio of times, median with 95 % interval      it is slower →")
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     handles, _ = axis.get_legend_handles_labels()

@@ -36,9 +36,7 @@ class StepResult:
     @property
     def best_device(self) -> str | None:
         """The fastest of the contenders with one device, or None if too few rounds count."""
-        times = {name: self.measurement.time(name) for name in self.devices.values()}
-        known = {name: time.median for name, time in times.items() if time is not None}
-        return min(known, key=known.__getitem__, default=None)
+        return self.measurement.fastest(self.devices.values())
 
     @property
     def ratio_to_device(self) -> Estimate | None:
@@ -56,9 +54,9 @@ class StepResult:
         names = [*self.devices.values(), DDP, BALANCED]
         return {
             "best one device": self.best_device,
-            "ratio to best one device": _to_json(self.ratio_to_device),
-            "ratio to ddp": _to_json(self.ratio_to_ddp),
-            "seconds": {name: _to_json(self.measurement.time(name)) for name in names},
+            "ratio to best one device": estimate_to_json(self.ratio_to_device),
+            "ratio to ddp": estimate_to_json(self.ratio_to_ddp),
+            "seconds": {name: estimate_to_json(self.measurement.time(name)) for name in names},
             **self.measurement.to_json(),
         }
 
@@ -114,11 +112,11 @@ class OverheadResult:
         """Return the conclusions and everything that was measured."""
         seconds = {
             name: {
-                "fit until first step": _to_json(self.start_up(name)),
-                "first step": _to_json(self.first_step(name)),
-                "step": _to_json(self.step(name)),
-                "step minus one device": _to_json(self.more_per_step(name)),
-                "logged key": _to_json(self.per_key(name)),
+                "fit until first step": estimate_to_json(self.start_up(name)),
+                "first step": estimate_to_json(self.first_step(name)),
+                "step": estimate_to_json(self.step(name)),
+                "step minus one device": estimate_to_json(self.more_per_step(name)),
+                "logged key": estimate_to_json(self.per_key(name)),
             }
             for name in self.names
         }
@@ -183,9 +181,10 @@ class LockResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the conclusions and everything that was measured."""
-        ratios = {passes: _to_json(self.ratio(passes)) for passes in self.PASSES}
+        ratios = {passes: estimate_to_json(self.ratio(passes)) for passes in self.PASSES}
         return {"two threads / one thread": ratios, **self.measurement.to_json()}
 
 
-def _to_json(estimate: Estimate | None) -> dict[str, float] | None:
+def estimate_to_json(estimate: Estimate | None) -> dict[str, float] | None:
+    """Return the numbers of an estimate by name."""
     return None if estimate is None else asdict(estimate)

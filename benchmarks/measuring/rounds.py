@@ -1,6 +1,12 @@
-"""Rounds: every contender runs once in each, and only rounds count that had the machine to themselves."""
+"""Rounds: every contender runs once in each, and only rounds count that had the machine to themselves.
 
-from collections.abc import Callable, Mapping
+Whether they had is told by the CPU time of processes that are not ours. What a hypervisor takes (steal) is reported but
+not held against a round: it grows with how often the contender itself goes to sleep and wakes up, so a limit to it
+would be harder on those that communicate more. It cannot be told from the steal that neighbours cause either.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,7 +25,8 @@ class Burst:
         mean: Seconds per step. Not their median: what happens only now and then counts too.
         median: Median time of a step in seconds.
         longest: Time of the longest step in seconds.
-        by_others: Share of the cores' time that went to anything but this contender, including what a hypervisor took.
+        by_others: Share of the cores' time that other processes had.
+        stolen: Share of the cores' time that a hypervisor took.
         extra: Further times in seconds.
     """
 
@@ -28,6 +35,7 @@ class Burst:
     median: float
     longest: float
     by_others: float
+    stolen: float
     extra: dict[str, float] = field(default_factory=dict)
 
 
@@ -69,13 +77,30 @@ class Measurement:
         """Estimate the ratio of two contenders' times."""
         return self.estimate(lambda round_: round_[name].mean / round_[reference].mean)
 
+    def fastest(self, names: Iterable[str]) -> str | None:
+        """Return the fastest of some contenders, or None if too few rounds count."""
+        times = {name: self.time(name) for name in names}
+        known = {name: time.median for name, time in times.items() if time is not None}
+        return min(known, key=known.__getitem__, default=None)
+
+    @property
+    def stolen(self) -> float:
+        """Median share of the cores' time that a hypervisor took, of all bursts."""
+        shares = [burst.stolen for round_ in self.rounds for burst in round_.values()]
+        return statistics.median(shares) if shares else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Return everything that was measured."""
         rounds = [
             {"quiet": is_quiet(round_), "bursts": {name: asdict(burst) for name, burst in round_.items()}}
             for round_ in self.rounds
         ]
-        return {"rounds counted": len(self.counted), "rounds run": len(self.rounds), "rounds": rounds}
+        return {
+            "rounds counted": len(self.counted),
+            "rounds run": len(self.rounds),
+            "stolen by a hypervisor": self.stolen,
+            "rounds": rounds,
+        }
 
 
 def collect_rounds(
@@ -84,22 +109,35 @@ def collect_rounds(
     at_most: int,
     any_load: bool,
     show: Callable[[Measurement], None] = lambda measurement: None,
+    stay: int = 1,
 ) -> Measurement:
     """Run rounds until enough of them count.
 
     Args:
-        enter: Called for every round; it enters with what runs a burst of each contender. Who begins rotates from round
-            to round.
+        enter: Enters with what runs a burst of each contender. Who begins rotates from round to round, and every other
+            round runs backwards, so that nobody always follows the same one.
         wanted: How many rounds have to count.
         at_most: How many are run at most.
         any_load: Whether rounds count that were not quiet.
         show: Called after each round.
+        stay: How many rounds are run before `enter` is called again.
     """
     measurement = Measurement([], any_load)
-    while len(measurement.counted) < wanted and len(measurement.rounds) < at_most:
+
+    def is_done() -> bool:
+        return len(measurement.counted) >= wanted or len(measurement.rounds) >= at_most
+
+    while not is_done():
         with enter() as contenders:
-            names = list(contenders)
-            first = len(measurement.rounds) % len(names)
-            measurement.rounds.append({name: contenders[name]() for name in names[first:] + names[:first]})
-        show(measurement)
+            until = len(measurement.rounds) + stay
+            while len(measurement.rounds) < until and not is_done():
+                names = _order_of(list(contenders), len(measurement.rounds))
+                measurement.rounds.append({name: contenders[name]() for name in names})
+                show(measurement)
     return measurement
+
+
+def _order_of(names: list[str], round_: int) -> list[str]:
+    first = round_ % len(names)
+    rotated = names[first:] + names[:first]
+    return rotated[::-1] if round_ % 2 else rotated

@@ -17,6 +17,13 @@ STEPS = 5
 WIDTH = 8
 
 
+def run_segment(segment: nn.Module, x: Tensor, mode: Mode) -> Tensor:
+    """Run a part of a model whose activations are recomputed in the backward pass if asked for."""
+    if mode == "none":
+        return segment(x)
+    return checkpoint(segment, x, use_reentrant=mode == "reentrant")
+
+
 class Model(nn.Module):
     """A trunk of segments, each recomputed in the backward pass if asked for, and a head for each of two tasks."""
 
@@ -36,10 +43,7 @@ class Model(nn.Module):
         x = self.first(x)
         for index, segment in enumerate(self.segments):
             for _ in range(2 if index in reused else 1):
-                if self.mode == "none":
-                    x = segment(x)
-                else:
-                    x = checkpoint(segment, x, use_reentrant=self.mode == "reentrant")
+                x = run_segment(segment, x, self.mode)
         return [self.heads[task](x) for task in tasks]
 
 
@@ -244,7 +248,7 @@ def play(
         for one in optimizers:
             one.step()
             one.zero_grad()
-        difference = max(difference, _difference_to_first_rank(together.model))
+        difference = max(difference, difference_to_first_rank(together.model))
     return Verdict(error, missing, difference)
 
 
@@ -264,7 +268,8 @@ def _compare(alone: nn.Module, together: nn.Module) -> tuple[float, bool]:
     return float((wanted - found).norm() / wanted.norm()), False
 
 
-def _difference_to_first_rank(model: nn.Module) -> float:
+def difference_to_first_rank(model: nn.Module) -> float:
+    """Return the largest difference of a parameter on any rank to that of the first rank."""
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     first = flat.clone()
     dist.broadcast(first, 0)

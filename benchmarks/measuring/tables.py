@@ -1,6 +1,6 @@
 """Results as tables for people."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rich import box
 from rich.table import Table
@@ -17,14 +17,14 @@ NOT_SOUND = "too noisy"
 def make_step_table(results: Mapping[str, StepResult]) -> Table:
     """Show the time of a training step of each model, and `balanced_dp`'s ratio to the others."""
     any_load = any(result.measurement.any_load for result in results.values())
-    table = _start_table("Time of a training step in milliseconds", any_load)
+    table = start_table("Time of a training step in milliseconds", any_load)
     columns = ("one device\n(threads)", DDP, BALANCED, f"{BALANCED} /\nbest one device", f"{BALANCED} /\n{DDP}")
-    _add_columns(table, "model", *columns, "rounds\ncounted")
+    add_columns(table, "model", *columns, "rounds\ncounted")
     for model, result in results.items():
         best = result.best_device
         devices = Text("\n").join(
             Text(
-                f"{_format_milliseconds(result.measurement.time(name))} ({threads})",
+                f"{format_milliseconds(result.measurement.time(name))} ({threads})",
                 "bold" if name == best else "dim",
             )
             for threads, name in result.devices.items()
@@ -32,30 +32,30 @@ def make_step_table(results: Mapping[str, StepResult]) -> Table:
         table.add_row(
             model,
             devices,
-            _format_milliseconds(result.measurement.time(DDP)),
-            _format_milliseconds(result.measurement.time(BALANCED)),
-            _format(result.ratio_to_device),
-            _format(result.ratio_to_ddp),
-            _format_rounds(result.measurement),
+            format_milliseconds(result.measurement.time(DDP)),
+            format_milliseconds(result.measurement.time(BALANCED)),
+            format_estimate(result.ratio_to_device),
+            format_estimate(result.ratio_to_ddp),
+            format_rounds(result.measurement),
         )
     return table
 
 
 def make_overhead_table(result: OverheadResult) -> Table:
     """Show what starting and each step cost with a model that costs nothing."""
-    title = "What the strategy costs by itself, with a linear layer of 5 parameters, in milliseconds"
-    table = _start_table(title, result.measurement.any_load)
+    title = "What the strategy costs by itself, with a linear layer, in milliseconds"
+    table = start_table(title, result.measurement.any_load)
     columns = ("fit until\nfirst step", "first\nstep", "later\nstep", "later step minus\none device's")
-    _add_columns(table, "strategy\n(replicas)", *columns, "each logged\nvalue")
-    table.caption = f"{table.caption} Rounds counted: {_format_rounds(result.measurement)}."
+    add_columns(table, "strategy\n(replicas)", *columns, "each logged\nvalue")
+    table.caption = f"{table.caption} Rounds counted: {format_rounds(result.measurement)}."
     for name in result.names:
         table.add_row(
             name,
-            _format_milliseconds(result.start_up(name)),
-            _format_milliseconds(result.first_step(name)),
-            _format_milliseconds(result.step(name)),
-            "" if name == result.names[0] else _format(result.more_per_step(name), 1000, "+.2f"),
-            _format(result.per_key(name), 1000, ".3f"),
+            format_milliseconds(result.start_up(name)),
+            format_milliseconds(result.first_step(name)),
+            format_milliseconds(result.step(name)),
+            "" if name == result.names[0] else format_estimate(result.more_per_step(name), 1000, "+.2f"),
+            format_estimate(result.per_key(name), 1000, ".3f"),
         )
     return table
 
@@ -63,14 +63,14 @@ def make_overhead_table(result: OverheadResult) -> Table:
 def make_lock_table(result: LockResult) -> Table:
     """Show what plain threads gain by sharing a batch."""
     title = f"{TINY} in bare threads, in milliseconds: what Python's lock leaves to gain"
-    table = _start_table(title, result.measurement.any_load)
-    _add_columns(
+    table = start_table(title, result.measurement.any_load)
+    add_columns(
         table, "", "1 thread,\nwhole batch", "1 thread,\nhalf of it", "2 threads,\nhalf each", "2 threads / 1 thread"
     )
-    table.caption = f"{table.caption} Rounds counted: {_format_rounds(result.measurement)}."
+    table.caption = f"{table.caption} Rounds counted: {format_rounds(result.measurement)}."
     for passes in result.PASSES:
-        times = [_format_milliseconds(result.time(passes, *way)) for way in result.WAYS]
-        table.add_row(passes, *times, _format(result.ratio(passes)))
+        times = [format_milliseconds(result.time(passes, *way)) for way in result.WAYS]
+        table.add_row(passes, *times, format_estimate(result.ratio(passes)))
     return table
 
 
@@ -87,34 +87,45 @@ def explain_lock(result: LockResult, steps: StepResult | None) -> str:
     )
 
 
-def _start_table(title: str, any_load: bool) -> Table:
+def start_table(title: str, any_load: bool) -> Table:
+    """Begin a table of what was measured in rounds, whose caption says what its numbers are."""
     caption = "Medians over rounds with exact 95 % intervals; ratios and differences are taken within a round."
     if any_load:
         title += "\nALL ROUNDS COUNT, HOWEVER BUSY THE MACHINE WAS"
     else:
         caption += (
-            f" A round counts if others used at most {MOST_BY_OTHERS:.0%} of the cores' time;"
+            f" A round counts if other processes had at most {MOST_BY_OTHERS:.0%} of the cores' time in each turn;"
             f' with fewer than {FEWEST} such rounds, "{NOT_SOUND}".'
         )
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
 
 
-def _add_columns(table: Table, first: str, *others: str) -> None:
+def add_columns(table: Table, first: str, *others: str) -> None:
+    """Add columns, of which all but the first hold numbers."""
     table.add_column(first)
     for other in others:
         table.add_column(other, justify="right", no_wrap=True)
 
 
-def _format(estimate: Estimate | None, factor: float = 1.0, number: str = ".2f") -> str:
+def format_estimate(estimate: Estimate | None, factor: float = 1.0, number: str = ".2f") -> str:
+    """Write a median with its interval."""
     if estimate is None:
         return NOT_SOUND
     median, low, high = (f"{factor * value:{number}}" for value in (estimate.median, estimate.low, estimate.high))
     return f"{median} [{low}, {high}]"
 
 
-def _format_milliseconds(estimate: Estimate | None) -> str:
+def format_milliseconds(estimate: Estimate | None) -> str:
+    """Write the median of seconds."""
     return "-" if estimate is None else f"{1000 * estimate.median:.2f}"
 
 
-def _format_rounds(measurement: Measurement) -> str:
+def format_rounds(measurement: Measurement) -> str:
+    """Write how many rounds count."""
     return f"{len(measurement.counted)} of {len(measurement.rounds)}"
+
+
+def describe_stolen(measurements: Iterable[Measurement]) -> str:
+    """Say how much the hypervisor took, which is not held against a round."""
+    shares = [measurement.stolen for measurement in measurements]
+    return f"A hypervisor took {min(shares):.1%} to {max(shares):.1%} of the cores' time (medians over turns)."

@@ -1,0 +1,168 @@
+"""What the benchmarks' commands have in common: options, hosting contenders, and what they leave behind."""
+
+import argparse
+import functools
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from measuring.contender import Contender, closing_all, count_cores
+from measuring.estimates import FEWEST
+from measuring.rounds import Burst, Measurement, collect_rounds
+
+STAY = 5  # rounds that the same processes host; each start takes several seconds
+_FEWEST_STEPS = 10
+_LEAST_WIDTH = 100  # columns of text, below which numbers of the tables are cut
+
+Order = Mapping[str, Any]
+
+
+def start_parser(description: str | None, models: list[str], output: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that all benchmarks have.
+
+    Args:
+        description: What the benchmark is for, on the first line.
+        models: Keys of `CASES`.
+        output: Name of the folder of the results.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=models, default=models, metavar="MODEL", help=", ".join(models))
+    parser.add_argument("--rounds", type=int, default=15, help=f"rounds that have to count, at least {FEWEST}")
+    parser.add_argument("--max-rounds", type=int, default=20, help="rounds that are run at most")
+    parser.add_argument("--burst", type=float, default=0.7, help="seconds of a contender's turn")
+    parser.add_argument("--any-load", action="store_true", help="count rounds however busy the machine was")
+    parser.add_argument("--quick", action="store_true", help="see whether it works: one model, short turns, any load")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks") / output, help="folder of the results")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, quick_model: str) -> argparse.Namespace:
+    """Read the command line, and make the folder of the results."""
+    options = parser.parse_args()
+    if options.quick:
+        options.models, options.rounds, options.burst, options.any_load = [quick_model], FEWEST, 0.05, True
+    if not FEWEST <= options.rounds <= options.max_rounds:
+        parser.error(f"`--rounds` must be at least {FEWEST} and at most `--max-rounds`, got {options.rounds}.")
+    options.output.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def write_results(options: argparse.Namespace, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Write what is known so far; called after each part, so that a run that is interrupted keeps what it has."""
+    everything = {
+        "machine": {**machine, "load averages at the end": os.getloadavg()},
+        "options": {name: value for name, value in vars(options).items() if name != "output"},
+        **results,
+    }
+    unfinished = options.output / "results.json.part"
+    unfinished.write_text(json.dumps(everything, indent=1))
+    unfinished.replace(options.output / "results.json")
+
+
+def print_tables(options: argparse.Namespace, machine: Mapping[str, Any], *lines: RenderableType) -> None:
+    """Show tables, and write them to a file."""
+    load = f"Load average before {machine['load averages at the start'][0]:.2f}, after {os.getloadavg()[0]:.2f}."
+    with (options.output / "tables.txt").open("w") as file:
+        for console in (Console(width=max(Console().width, _LEAST_WIDTH)), Console(file=file, width=_LEAST_WIDTH)):
+            console.print(*lines, load, sep="\n\n", highlight=False)
+
+
+def measure(
+    what: str,
+    module: str,
+    orders: Mapping[str, Order],
+    options: argparse.Namespace,
+    ranks: int = 1,
+    may_fail: Collection[str] = (),
+) -> tuple[Measurement, dict[str, str]]:
+    """Run the rounds of contenders that the same processes host in turn, and say how far they are.
+
+    Args:
+        what: Is measured.
+        module: What runs in each process.
+        orders: What each contender is, by its name.
+        options: The command line.
+        ranks: Number of processes.
+        may_fail: Contenders that others go on without if they fail when processes start.
+
+    Returns:
+        The rounds, and the last line of the error of each contender that failed.
+
+    Raises:
+        RuntimeError: If a contender failed that may not.
+    """
+    host = _Host(module, orders, options.burst, ranks, may_fail)
+
+    def show(measurement: Measurement) -> None:
+        done = f"{len(measurement.counted)} of {options.rounds} rounds, {len(measurement.rounds)} run"
+        print(f"{what}: {done}", file=sys.stderr, flush=True)
+
+    stay = options.rounds if options.quick else STAY
+    measurement = collect_rounds(host.start, options.rounds, options.max_rounds, options.any_load, show, stay)
+    return measurement, host.failures
+
+
+class _Host:
+    """Starts processes for contenders, again and again; what was learnt about contenders before is remembered."""
+
+    def __init__(
+        self, module: str, orders: Mapping[str, Order], burst: float, ranks: int, may_fail: Collection[str]
+    ) -> None:
+        self.failures: dict[str, str] = {}
+        self._steps: dict[str, int] = {}
+        self._module, self._orders, self._burst, self._ranks = module, orders, burst, ranks
+        self._may_fail = may_fail
+
+    @contextmanager
+    def start(self) -> Iterator[dict[str, Callable[[], Burst]]]:
+        """Start processes, and again without a contender that failed: nothing can be known about them after that."""
+        while True:
+            contender = Contender(self._module, ranks=self._ranks)
+            with closing_all([contender]):
+                if self._warm_up(contender):
+                    yield {
+                        name: functools.partial(contender.run, **self._orders[name], steps=steps)
+                        for name, steps in self._steps.items()
+                    }
+                    return
+
+    def _warm_up(self, contender: Contender) -> bool:
+        """Run every contender once, and find out how many steps fill a burst; return whether none failed."""
+        for name in [name for name in self._orders if name not in self.failures]:
+            try:
+                seconds = contender.run(**self._orders[name], steps=_FEWEST_STEPS).median
+            except RuntimeError as error:
+                if name not in self._may_fail:
+                    raise
+                self.failures[name] = str(error).splitlines()[-1]
+                self._steps.pop(name, None)
+                return False
+            self._steps.setdefault(name, max(_FEWEST_STEPS, math.ceil(self._burst / seconds)))
+        return True
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what one has to know to compare the numbers with others."""
+    cpu_info = Path("/proc/cpuinfo")
+    names = [line for line in cpu_info.read_text().splitlines() if "model name" in line] if cpu_info.exists() else []
+    packages = ("torch", "lightning", "lightning-ddp-ext", "numpy")
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "processor": names[0].partition(": ")[2] if names else platform.processor(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "cores we may use": count_cores(),
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in packages},
+        "load averages at the start": os.getloadavg(),
+    }

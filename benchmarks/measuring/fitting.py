@@ -1,0 +1,141 @@
+"""A contender whose orders are whole fits of any model with any strategy; run as `python -m measuring.fitting`.
+
+One process, or one for each rank, hosts all contenders in turn. The same program started again may be faster or slower
+by a quarter for as long as it lives, depending on where its memory happens to lie: two contenders that live in the same
+process share that luck, and each fit draws anew where its own tensors lie.
+"""
+
+import gc
+import itertools
+import os
+import time
+import traceback
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lightning_ddp_ext  # noqa: F401  registers our strategies
+from measuring.models import CASES, Segmented, load_endlessly
+from measuring.orders import WARM_UP, Orders
+from measuring.scenarios import Mode, difference_to_first_rank
+
+
+class Classifier(pl.LightningModule):
+    """Cross-entropy over a given network, logged under several names."""
+
+    def __init__(self, network: nn.Module, keys: int) -> None:
+        super().__init__()
+        self.network = network
+        self._keys = [f"key{index}" for index in range(keys)]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Compute the loss of a batch (inputs, labels)."""
+        inputs, labels = batch
+        loss = functional.cross_entropy(self.network(inputs), labels)
+        for key in self._keys:
+            self.log(key, loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain SGD, so that the step is forward and backward."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class _Times(pl.Callback):
+    """A step lasts from the end of the one before to its own: everything that the Trainer does is in it."""
+
+    def __init__(self) -> None:
+        self.first_begin = 0.0
+        self.ends: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.first_begin = self.first_begin or time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def fit(
+    orders: Orders,
+    *,
+    case: str,
+    strategy: str,
+    steps: int,
+    devices: int = 1,
+    ranks: int = 1,
+    threads: int = 1,
+    mode: Mode = "none",
+    keys: int = 0,
+    flags: dict[str, Any] | None = None,
+) -> None:
+    """Fit for some steps and report their times, and how long it took until there were any.
+
+    Args:
+        orders: Where to report to.
+        case: A key of `CASES`.
+        strategy: The Trainer's `strategy`.
+        steps: Steps that count, after the first one and those of the warm-up.
+        devices: The Trainer's `devices`, of this process.
+        ranks: Number of processes that fit together.
+        threads: Threads of each process.
+        mode: How activations are recomputed; the network has to be `Segmented`.
+        keys: How many values each step logs.
+        flags: Arguments of `DDPStrategy`, if that is the strategy.
+
+    Raises:
+        RuntimeError: If ranks are not identical afterwards.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    chosen = CASES[case]
+    network = chosen.build()
+    if isinstance(network, Segmented):
+        network.mode = mode
+    torch.manual_seed(1 + int(os.environ.get("LOCAL_RANK", 0)))
+    module, loader = Classifier(network, keys), load_endlessly(chosen.batch_size // ranks, chosen.shape)
+    times = _Times()
+    trainer = pl.Trainer(
+        strategy=strategy if flags is None else DDPStrategy(**flags),
+        accelerator="cpu",
+        devices=devices * ranks,
+        # Named, so that the variables of a cluster's job around us are not taken for ours.
+        plugins=[LightningEnvironment()],
+        max_epochs=-1,
+        max_steps=1 + WARM_UP + steps,
+        callbacks=[times],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    gc.collect()  # otherwise this fit clears away the one before
+    called = time.perf_counter()
+    trainer.fit(module, loader)
+    if ranks > 1 and (difference := difference_to_first_rank(module)):
+        raise RuntimeError(f"ranks drift apart: parameters differ by {difference:.1e} after {len(times.ends)} steps")
+    orders.reply(
+        [end - start for start, end in itertools.pairwise(times.ends)][WARM_UP:],
+        start_up=times.first_begin - called,
+        first_step=times.ends[0] - times.first_begin,
+    )
+
+
+def main() -> None:
+    """Fit once for each order."""
+    orders = Orders()
+    while True:
+        order = orders.wait()
+        try:
+            fit(orders, **order)
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)  # an orderly end may wait for collectives of other ranks
+
+
+if __name__ == "__main__":
+    main()
