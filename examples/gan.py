@@ -1,8 +1,8 @@
 """A generative adversarial network on two ranks: manual optimization, two optimizers, no flags.
 
-Run it with `python examples/gan.py`. Each loss uses both networks, and only one of them in turn is to learn from it. With
-torch's `DistributedDataParallel` this takes `find_unused_parameters` or `toggle_optimizer` in the right places; here it
-takes nothing. The noise comes with the data, so that one process can draw the same.
+Run it with `python examples/gan.py`. Each loss is for one of the networks only; torch's `DistributedDataParallel` needs
+`find_unused_parameters` for that, and a search through the graph in every step. Here nothing is needed. The noise comes
+with the data, so that one process has the same.
 """
 
 from typing import Any

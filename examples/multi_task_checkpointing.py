@@ -1,8 +1,9 @@
 """Two tasks, two backward passes in a step, layers recomputed through reentrant checkpoints: exact on two ranks.
 
-Run it with `python examples/multi_task_checkpointing.py`. The shared layers get gradients from both backward passes, and
-checkpoints compute them in backward passes of their own; torch's `DistributedDataParallel` refuses either. Here the same
-module is trained on two ranks and in one process.
+Run it with `python examples/multi_task_checkpointing.py`. The shared layers get gradients from both backward passes,
+and checkpoints compute them in backward passes of their own. torch's `DistributedDataParallel` ends with an error here,
+as it is, with `find_unused_parameters` and with `static_graph`. The same module is trained on two ranks and in one
+process.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """The reducer without Lightning: batches of different sizes, and a rank that runs out of them, are exact.
 
-Run it with `python examples/plain_torch_loop.py`, or with `torchrun --nproc-per-node=2 examples/plain_torch_loop.py`. Rank
-0 has batches of 12 samples, rank 1 has fewer of 5. When rank 1 has none left it goes on without a backward pass: it counts
-0, gets the same gradient as rank 0 and takes the same steps, so that its model and its optimizer stay the same.
+Run it with `python examples/plain_torch_loop.py`, or `torchrun --nproc-per-node=2 examples/plain_torch_loop.py`. Rank 0
+has batches of 12 samples, rank 1 has fewer of 5. When rank 1 has none left it goes on without a backward pass: it
+counts 0, gets the same gradient as rank 0 and takes the same steps, so that its model and its optimizer stay the same.
 """
 
 import os
