@@ -22,12 +22,28 @@ class BalancedDataParallelConfig:
 
 
 @dataclass(kw_only=True)
+class DDPCheckpointConfig:
+    """Arguments of `DDPCheckpointStrategy`."""
+
+    _target_: str = "lightning_ddp_ext.DDPCheckpointStrategy"
+    process_group_backend: Optional[str] = None
+    timeout: Any = None
+    init_method: Optional[str] = None
+    network_interface: Optional[str] = None
+    start_method: str = "popen"
+    bucket_cap_mb: float = 25.0
+    weight_by: Any = "samples"
+    activation_checkpointing: Any = None
+
+
+@dataclass(kw_only=True)
 class DDPConfig:
     """Arguments of Lightning's `DDPStrategy`, with the process group and the network interface."""
 
     _target_: str = "lightning_ddp_ext.strategies.upstream.ddp_strategy"
     process_group_backend: Optional[str] = None
     timeout_seconds: float = 1800.0
+    init_method: Optional[str] = None
     network_interface: Optional[str] = None
     start_method: str = "popen"
     find_unused_parameters: bool = False
@@ -42,6 +58,7 @@ class FSDPConfig:
     _target_: str = "lightning_ddp_ext.strategies.upstream.fsdp_strategy"
     process_group_backend: Optional[str] = None
     timeout_seconds: float = 1800.0
+    init_method: Optional[str] = None
     network_interface: Optional[str] = None
     sharding_strategy: str = "FULL_SHARD"
     cpu_offload: bool = False
@@ -57,10 +74,17 @@ class SingleDeviceConfig:
 
 @dataclass(kw_only=True)
 class ProcessGroupConfig:
-    """How processes find each other: back-end (None: what suits the devices) and time limit of a collective."""
+    """How processes find each other.
+
+    Attributes:
+        backend: The back-end; None for what suits the devices.
+        timeout_seconds: How long ranks wait for each other, and the time limit of one collective.
+        init_method: `"tcp://host:port"` or `"file:///path"`; None for what the cluster says.
+    """
 
     backend: Optional[str] = None
     timeout_seconds: float = 1800.0
+    init_method: Optional[str] = None
 
 
 @dataclass(kw_only=True)
@@ -75,6 +99,17 @@ class ClusterConfig:
     """Where the job runs."""
 
     num_nodes: int = 1
+
+
+@dataclass(kw_only=True)
+class ManualClusterConfig:
+    """Arguments of `ManualEnvironment`."""
+
+    _target_: str = "lightning_ddp_ext.ManualEnvironment"
+    num_nodes: int = MISSING
+    node_rank: int = MISSING
+    main_address: str = MISSING
+    main_port: int = 29500
 
 
 @dataclass(kw_only=True)
@@ -159,12 +194,13 @@ def register_schemas() -> None:
         "lightning_ddp_ext/strategy": {
             "balanced_dp": BalancedDataParallelConfig,
             "ddp": DDPConfig,
+            "ddp_checkpoint": DDPCheckpointConfig,
             "fsdp": FSDPConfig,
             "single": SingleDeviceConfig,
         },
         "lightning_ddp_ext/process_group": {"process_group": ProcessGroupConfig},
         "lightning_ddp_ext/network": {"network": NetworkConfig},
-        "lightning_ddp_ext/cluster": {"cluster": ClusterConfig},
+        "lightning_ddp_ext/cluster": {"cluster": ClusterConfig, "manual": ManualClusterConfig},
         "lightning_ddp_ext/trainer": {"trainer": TrainerConfig},
     }
     store = ConfigStore.instance()

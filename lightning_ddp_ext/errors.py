@@ -3,11 +3,15 @@
 Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can only be known later raises one of:
 
     DDPExtError (RuntimeError)
-    |-- UnsupportedFeatureError   a Trainer feature or launch that the strategy cannot do right
-    |-- BatchSplitError           a batch that cannot be cut into chunks, or whose size is ambiguous
-    |-- RanksOutOfStepError       ranks that synchronise gradients a different number of times
+    |-- UnsupportedFeatureError        a Trainer feature or launch that the strategy cannot do right
+    |-- BatchSplitError                a batch that cannot be cut into chunks, or whose size is ambiguous
+    |-- ActivationCheckpointingError   a policy that finds no module, or a module that cannot be recomputed
     |-- UnsynchronizedGradientsError   an optimizer step with gradients that are this rank's own
-    `-- NetworkInterfaceError     a network interface that this host does not have
+    |-- RanksOutOfStepError            ranks that synchronise gradients a different number of times
+    |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
+    |-- BackendError                   a communication back-end that this installation or launch cannot use
+    |-- RendezvousError                processes of a run that do not find each other
+    `-- NetworkInterfaceError          a network interface that a host lacks, or that does not reach the other hosts
 """
 
 
@@ -32,13 +36,31 @@ class BatchSplitError(DDPExtError):
         self.problem = problem
 
 
-class RanksOutOfStepError(DDPExtError):
-    """Ranks have synchronised their gradients a different number of times."""
+class ActivationCheckpointingError(DDPExtError):
+    """A policy finds no module whose forward pass could be recomputed, or a forward pass cannot be."""
 
 
 class UnsynchronizedGradientsError(DDPExtError):
     """An optimizer is about to step with gradients that have not been synchronised: ranks would drift apart."""
 
 
+class RanksOutOfStepError(DDPExtError):
+    """Ranks have synchronised their gradients a different number of times."""
+
+
+class ReplicaMismatchError(DDPExtError):
+    """Ranks were not set up alike, or their parameters, buffers or optimizer states differ."""
+
+    """The chosen network interface does not exist on a host, or does not reach the other hosts."""
+
+
+class BackendError(DDPExtError):
+    """The communication back-end is not part of this torch, or does not suit the devices or the launcher."""
+
+
+class RendezvousError(DDPExtError):
+    """The processes of a run did not find each other within the time limit, or disagree about the run."""
+
+
 class NetworkInterfaceError(DDPExtError):
-    """The chosen network interface does not exist on this host."""
+    """The chosen network interface does not exist on a host, or does not reach the other hosts."""

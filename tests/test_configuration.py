@@ -2,9 +2,9 @@
 
 import dataclasses
 import inspect
-import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from omegaconf import OmegaConf
 
 import lightning_ddp_ext
-from lightning_ddp_ext import BalancedDataParallelStrategy, config
+from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, ManualEnvironment, config
+from lightning_ddp_ext.integration.connecting import Connection
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
 ROOT_CONF = Path(__file__).parent.parent / "conf"
@@ -47,21 +48,40 @@ def test_every_option_composes(composed, group, option):
     assert composed(f"{group}={option}") is not None
 
 
-@pytest.mark.parametrize("option", ["balanced_dp", "ddp", "fsdp", "single"])
+@pytest.mark.parametrize("option", options("strategy"))
 def test_every_strategy_is_built(composed, option):
     strategy = instantiate(composed(f"strategy={option}").strategy)
-    expected = {"balanced_dp": BalancedDataParallelStrategy, "ddp": DDPStrategy, "fsdp": FSDPStrategy, "single": str}
+    expected = {
+        "balanced_dp": BalancedDataParallelStrategy,
+        "ddp": DDPStrategy,
+        "ddp_checkpoint": DDPCheckpointStrategy,
+        "fsdp": FSDPStrategy,
+        "single": str,
+    }
     assert isinstance(strategy, expected[option])
 
 
-def test_process_group_and_network_reach_the_strategy(composed, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "unset")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "unset")
-    node = composed("strategy=ddp", "process_group=gloo", "process_group.timeout_seconds=7", "network=loopback")
-    strategy = instantiate(node.strategy)
-    assert strategy.process_group_backend == "gloo"
-    assert strategy._timeout.total_seconds() == 7
-    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] != "unset"
+@pytest.mark.parametrize("option", ["ddp", "ddp_checkpoint", "fsdp"])
+def test_process_group_and_network_reach_the_strategy(composed, option):
+    node = composed(
+        f"strategy={option}", "process_group=gloo", "process_group.timeout_seconds=7",
+        "process_group.init_method=tcp://node1:29501", "network=loopback",
+    )  # fmt: skip
+    connection = instantiate(node.strategy)._connection
+    assert connection == Connection(
+        backend="gloo",
+        timeout=timedelta(seconds=7),
+        init_method="tcp://node1:29501",
+        network_interface="loopback",
+    )
+
+
+def test_a_manual_cluster_is_built(composed):
+    node = composed("cluster=manual", "cluster.num_nodes=2", "cluster.node_rank=1", "cluster.main_address=node1")
+    environment = instantiate(node.cluster)
+    assert isinstance(environment, ManualEnvironment)
+    assert (environment.main_address, environment.main_port, environment.node_rank()) == ("node1", 29500, 1)
+    assert node.trainer.num_nodes == 2
 
 
 @pytest.mark.parametrize(("model", "data"), [("digits_cnn", "digits"), ("byte_transformer", "stdlib_text")])
@@ -78,6 +98,22 @@ def test_models_and_data_are_built(composed, model, data):
             config.BalancedDataParallelConfig,
             BalancedDataParallelStrategy,
             {"accelerator", "parallel_devices", "checkpoint_io", "precision_plugin"},
+        ),
+        (
+            config.DDPCheckpointConfig,
+            DDPCheckpointStrategy,
+            {
+                "accelerator",
+                "parallel_devices",
+                "cluster_environment",
+                "checkpoint_io",
+                "precision_plugin",
+                "ddp_comm_state",
+                "ddp_comm_hook",
+                "ddp_comm_wrapper",
+                "model_averaging_period",
+                "unknown",
+            },
         ),
         (config.TrainerConfig, Trainer, {"strategy", "logger", "callbacks"}),
     ],
@@ -119,8 +155,9 @@ lr: 0.1
     [
         ((), "BalancedDataParallelStrategy"),
         (("strategy.split=[1,2]",), "BalancedDataParallelStrategy"),
-        (("strategy=ddp",), "DDPStrategy"),
-        (("strategy=ddp", "process_group=gloo", "network=auto"), "DDPStrategy"),
+        (("strategy=ddp",), "ConnectedDDPStrategy"),
+        (("strategy=ddp_checkpoint", "process_group=gloo", "network=auto"), "DDPCheckpointStrategy"),
+        (("strategy=ddp", "process_group=gloo", "network=auto"), "ConnectedDDPStrategy"),
     ],
 )
 def test_a_foreign_application_uses_the_strategy_groups(tmp_path, overrides, expected):

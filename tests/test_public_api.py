@@ -17,14 +17,24 @@ PACKAGE = Path(lightning_ddp_ext.__file__).parent
 
 def test_public_names_are_these():
     assert sorted(lightning_ddp_ext.__all__) == [
+        "ActivationCheckpointingError",
+        "BackendError",
         "BalancedDataParallelStrategy",
         "BatchSplitError",
+        "DDPCheckpointStrategy",
         "DDPExtError",
+        "ExplicitDDPStrategy",
+        "GradientReducer",
+        "ManualEnvironment",
         "NetworkInterfaceError",
+        "RanksOutOfStepError",
+        "RendezvousError",
+        "ReplicaMismatchError",
         "UnsupportedFeatureError",
+        "UnsynchronizedGradientsError",
         "__version__",
     ]
-    assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport"]
+    assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport", "ReplicaConsistency"]
     assert sorted(lightning_ddp_ext.testing.__all__) == ["RankError", "RankTimeoutError", "run_processes"]
     for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks, lightning_ddp_ext.testing):
         assert all(hasattr(module, name) for name in module.__all__)

@@ -1,9 +1,11 @@
 """Private names of torch, each with its reason. Checked on torch 2.13.0; `tests/compat` fails when one moves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 # Instance attributes of `nn.Module` that hold the module tree rather than the user's attributes. A replica has its own.
@@ -15,8 +17,14 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 # The base of batch normalisation of every dimension; torch exports only the classes below it.
 BatchNorm = _BatchNorm
 
+# Refers to a storage without keeping its memory, and never equals that of a later storage; exported, not documented.
+WeakStorage = StorageWeakRef
+
 # The base of every layer with running statistics, those of instances among them.
 Normalisation = _NormBase
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -34,6 +42,43 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """View consecutive parts of a flat tensor in the shapes of others, all in one call from Python."""
+    views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
+    return list(views)
+
+
 def version_of(tensor: Tensor) -> int:
     """Return a number that every change in place increases; tensors made in inference mode have none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Run a function as it is when compiled code calls it; `torch.compiler.disable` says so too, without types."""
+    disabled: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` wraps, or the module itself; torch has no public way back."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
+def called_attribute(module: nn.Module) -> str:
+    """Name the instance attribute that a call of a module runs: `module.compile()` puts another before `forward`."""
+    return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+
+
+def saved_tensor_hooks() -> _Hooks:
+    """Return the innermost hooks for tensors saved for the backward pass, to call them from hooks that only look on.
+
+    Autograd runs the innermost hooks alone. Torch's own compiler asks the same question for the same reason.
+
+    Raises:
+        RuntimeError: If there are none.
+    """
+    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        raise RuntimeError("no hooks for saved tensors are active; call this inside of `saved_tensors_hooks`.")
+    return hooks

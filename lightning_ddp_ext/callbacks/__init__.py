@@ -1,5 +1,6 @@
 """Callbacks that show what the strategies do."""
 
 from lightning_ddp_ext.callbacks.balance_report import BalanceReport
+from lightning_ddp_ext.callbacks.replica_consistency import ReplicaConsistency
 
-__all__ = ["BalanceReport"]
+__all__ = ["BalanceReport", "ReplicaConsistency"]

@@ -13,15 +13,20 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.cli.picture import draw_run
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.cli.summary import LaunchSummary, print_results
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, UnsupportedFeatureError
 
 _SINGLE = "single"
+
+# What may go wrong between the start of a run and its first step, and needs no traceback.
+_BEFORE_TRAINING = (
+    BackendError, MisconfigurationException, NetworkInterfaceError, RendezvousError, UnsupportedFeatureError,
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -47,7 +52,7 @@ def train(config: DictConfig) -> None:
     OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
     try:
         run.trainer.fit(run.model, datamodule=run.data, ckpt_path=config.ckpt_path)
-    except (UnsupportedFeatureError, MisconfigurationException) as error:
+    except _BEFORE_TRAINING as error:
         raise LaunchError(str(error)) from error
     results = _test(run) if config.test else {}
     if not run.trainer.is_global_zero:
@@ -79,6 +84,7 @@ def _build(config: DictConfig) -> _Run:
         folder = Path(HydraConfig.get().runtime.output_dir)
         trainer = instantiate(
             config.trainer,
+            plugins=_plugins(config),
             strategy=strategy,
             callbacks=[LaunchSummary(folder, str(choices.strategy)), *callbacks],
             logger=loggers or False,
@@ -88,6 +94,16 @@ def _build(config: DictConfig) -> _Run:
         # Whatever a constructor raises, the run has not started: the command prints it as one message.
         raise LaunchError(str(error)) from error
     return _Run(trainer, model, data, folder)
+
+
+def _plugins(config: DictConfig) -> list[Any] | None:
+    """Add the cluster to the Trainer's plugins, if it is one that has to be told."""
+    plugins = config.trainer.plugins
+    if "_target_" not in config.cluster:
+        return plugins  # type: ignore[no-any-return]
+    own = [] if plugins is None else list(plugins) if isinstance(plugins, ListConfig) else [plugins]
+    own = [instantiate(plugin) if isinstance(plugin, DictConfig) else plugin for plugin in own]
+    return [*own, instantiate(config.cluster)]
 
 
 def _wanted(callbacks: list[Callback], trainer: DictConfig) -> list[Callback]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import copy_all_
+from lightning_ddp_ext._compat.torch import copy_all_, views_of
 
 # Gradients from this size on are scaled on their way into the buffer, in one pass over memory. Smaller ones are copied
 # in one launch and scaled together.
@@ -36,6 +36,12 @@ class GradientBucket:
         self.last = False
         self._index = index
         self._large = sum(parameter.numel() >= LARGE for parameter in self.params)
+        # Dense memory formats other than the usual one, such as channels last.
+        self._strides = {
+            position: parameter.stride()
+            for position, parameter in enumerate(self.params)
+            if not parameter.is_contiguous() and torch.empty_like(parameter).stride() == parameter.stride()
+        }
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
 
@@ -95,9 +101,9 @@ class GradientBucket:
             elif position < self._large:
                 self.pack(self.members[position], scale)
             else:
+                gradient, parameter.grad = parameter.grad, None
                 targets.append(views[position])
-                gradients.append(parameter.grad.detach())
-                parameter.grad = None
+                gradients.append(gradient.detach() if gradient.requires_grad else gradient)
                 self.packed[position] = True
         if gradients:
             copy_all_(targets, gradients)
@@ -126,12 +132,7 @@ class GradientBucket:
         self._flat = torch.empty(
             sum(parameter.numel() for parameter in self.params), dtype=first.dtype, device=first.device
         )
-        parts = torch.split(self._flat, [parameter.numel() for parameter in self.params])
-        self._views = [_shaped_like(part, parameter) for part, parameter in zip(parts, self.params, strict=True)]
-
-
-def _shaped_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """View a part of the buffer in the shape of a parameter, and in its memory format if that is dense."""
-    if not parameter.is_contiguous() and torch.empty_like(parameter).stride() == parameter.stride():
-        return part.as_strided(parameter.shape, parameter.stride())
-    return part.view(parameter.shape)
+        self._views = views_of(self._flat, self.params)
+        for position, strides in self._strides.items():
+            view = self._views[position]
+            self._views[position] = view.as_strided(view.shape, strides)

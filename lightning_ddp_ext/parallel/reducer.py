@@ -5,7 +5,7 @@ Lightning is not needed: see `GradientReducer` for a complete loop in plain torc
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.parallel.bucket_transport import BucketTransport, CommHook
 from lightning_ddp_ext.parallel.buckets import broadcast_all
 from lightning_ddp_ext.parallel.buffer_sync import BufferSynchronizer
 from lightning_ddp_ext.parallel.gradient_bucket import LARGE, GradientBucket
 from lightning_ddp_ext.parallel.gradient_layout import GradientLayout
 from lightning_ddp_ext.parallel.prediction import BackwardPredictor
+from lightning_ddp_ext.parallel.setups import compare_setups, describe_module
 from lightning_ddp_ext.parallel.sparse_gradients import SparseGradients
 from lightning_ddp_ext.parallel.sync_control import SyncControl, SyncReport
-
-CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
 class GradientReducer:
@@ -53,6 +53,7 @@ class GradientReducer:
 
     Raises:
         ValueError: If `bucket_cap_mb` is not above 0.
+        ReplicaMismatchError: If the module is not built alike on every rank.
         UnsupportedFeatureError: If parameters are not initialised yet.
 
     Example:
@@ -80,10 +81,10 @@ class GradientReducer:
         if not bucket_cap_mb > 0:
             raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
         self._parameters = _parameters_of(module)
+        self._owns_group = process_group is None
         self._group = _own_group() if process_group is None else _with_cpu(process_group)
-        self._world_size = dist.get_world_size(self._group)
-        self._comm_hook = comm_hook
-        self._comm_state = comm_state
+        compare_setups(describe_module(module), self._group)
+        self._transport = BucketTransport(self._group, comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
         self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
         self._predictor = BackwardPredictor(len(self._parameters))
@@ -95,7 +96,6 @@ class GradientReducer:
         self._expected_total = 1.0  # of the weights: what the last synchronisation found, so the same on every rank
         self._stop = self._stop_agreed = False
         self._next = 0  # first bucket that has not left
-        self._works: list[Any] = []
         self._late: set[int] = set()
         self._unsynchronized: set[int] = set()
         broadcast_all([*self._parameters, *self._buffers.tensors()], self._group)
@@ -150,7 +150,6 @@ class GradientReducer:
         self._scale = weight if scale is None else scale
         self._predictor.begin()
         self._next = 0
-        self._works.clear()
         self._late.clear()
         self._active = True
 
@@ -160,8 +159,9 @@ class GradientReducer:
         self._active = False
         self._launch(self._layout.buckets[self._next :])
         self._buffers.start(self._weight)
-        if self._comm_hook is not None:
-            self._wait()  # hooks may issue collectives when earlier ones end: these come before ours on every rank
+        if self._transport.is_hook:
+            # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
+            self._transport.wait()
         report = self._control.exchange(
             self._weight,
             self._stop,
@@ -172,7 +172,7 @@ class GradientReducer:
         )
         self._stop_agreed = bool(report.stop)
         self._unsynchronized.clear()
-        self._wait()
+        self._transport.wait()
         if report.total_weight:
             self._complete(report)
         else:
@@ -181,9 +181,12 @@ class GradientReducer:
             bucket.release()
 
     def close(self) -> None:
-        """Stop watching the module."""
+        """Stop watching the module, and give the process group up if it is the reducer's own."""
         for hook in self._hooks:
             hook.remove()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._owns_group = False
 
     def _watch(self, number: int, parameter: nn.Parameter) -> Any:
         """Follow a parameter's gradients, even if it is frozen: a hook can only begin while it is not."""
@@ -218,9 +221,8 @@ class GradientReducer:
 
     @property
     def _factor(self) -> float:
-        """What gradients are multiplied by. Hooks take the mean over ranks, all-reduce takes the sum."""
-        ranks = 1 if self._comm_hook is None else self._world_size
-        return ranks * self._scale / self._expected_total if self._weight else 0.0
+        """What gradients are multiplied by before they are added up over ranks."""
+        return self._transport.factor * self._scale / self._expected_total if self._weight else 0.0
 
     def _launch_complete(self) -> None:
         """Reduce the buckets that are believed complete, up to the first that is not."""
@@ -232,21 +234,7 @@ class GradientReducer:
             bucket.pack_all(self._factor)
             bucket.launched = True
             self._next += 1
-            if self._comm_hook is None:
-                self._works.append((bucket, dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)))
-            else:
-                if bucket.buffer().device.type == "cpu":
-                    self._wait()  # CPU futures run hooks' callbacks in any order: one bucket at a time
-                self._works.append((bucket, self._comm_hook(self._comm_state, bucket)))
-
-    def _wait(self) -> None:
-        for bucket, work in self._works:
-            result = work.wait()
-            if isinstance(work, torch.futures.Future):
-                reduced = result[0] if isinstance(result, list | tuple) else result
-                if reduced.data_ptr() != bucket.buffer().data_ptr():
-                    bucket.set_buffer(reduced)
-        self._works.clear()
+            self._transport.send(bucket)
 
     def _late_buckets(self) -> set[int]:
         """Find the buckets that had left when a gradient came on this rank."""
@@ -274,13 +262,13 @@ class GradientReducer:
         self._expected_total = total
         new = self._layout.grow(report.used, self._predictor.order)
         self._launch(new)
-        self._wait()
+        self._transport.wait()
         for bucket in self._layout.buckets:
             bucket.write_back(report.used)
         self._sparse.reduce(report.used, self._scale / total if self._weight else 0.0)
         self._buffers.finish(report, self._weight)
         # Where a hook reduces buckets, it may keep state for each of them.
-        if (self._comm_hook is None and self._layout.review(report.used)) or new:
+        if (not self._transport.is_hook and self._layout.review(report.used)) or new:
             self._predictor.forget()
         self._predictor.learn(self._layout.buckets)
 
@@ -294,7 +282,7 @@ class GradientReducer:
     def _abandon(self) -> None:
         """Forget a synchronisation in which the backward pass failed."""
         self._active = False
-        self._works.clear()
+        self._transport.forget()
         for bucket in self._layout.buckets:
             bucket.release()
 

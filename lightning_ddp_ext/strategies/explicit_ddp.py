@@ -1,28 +1,39 @@
 """One process per device; gradients are synchronised explicitly, after any backward pass."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+import difflib
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import restore_sigterm_handling
-from lightning_ddp_ext.errors import UnsynchronizedGradientsError
-from lightning_ddp_ext.integration.preemption import Departure
-from lightning_ddp_ext.parallel.reducer import CommHook, GradientReducer
-from lightning_ddp_ext.parallel.weighting import GradientWeights, WeightBy, check_weight_by
+from lightning_ddp_ext.integration.connecting import Connection
+from lightning_ddp_ext.integration.synchronized_step import SynchronizedStep
+from lightning_ddp_ext.parallel.activation_checkpointing import (
+    ActivationCheckpointing,
+    ActivationCheckpointingPolicy,
+)
+from lightning_ddp_ext.parallel.bucket_transport import CommHook
+from lightning_ddp_ext.parallel.reducer import GradientReducer
+from lightning_ddp_ext.parallel.setups import (
+    compare_setups,
+    describe_arguments,
+    describe_versions,
+)
+from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
 
@@ -51,18 +62,25 @@ class ExplicitDDPStrategy(DDPStrategy):
         ddp_comm_hook: A communication hook of `torch.distributed.algorithms.ddp_comm_hooks`, on any device.
         ddp_comm_wrapper: A function that wraps `ddp_comm_hook`.
         model_averaging_period: Steps between two averages of the model, for a `PostLocalSGDState`.
-        process_group_backend: `"gloo"` or `"nccl"`; by default what suits the devices.
-        timeout: Time limit of one collective.
+        process_group_backend: `"gloo"`, `"nccl"` and so on; by default what suits the devices.
+        timeout: How long ranks wait for each other at the start, and the time limit of one collective.
         start_method: How this process starts the others of its node.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
         weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
             samples; `"sum"` for losses that are sums; `"ranks"` counts every batch once, as torch does; a callable maps
             a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window are weighed in
             the same way, so that a short last window is exact too.
+        init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
+        network_interface: Name of an interface that every host has; `"auto"` for the one that leads to the other hosts;
+            `"loopback"` for one host; None to leave the choice to the back-end.
+        activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
+            string, several of these, or a predicate. See `ActivationCheckpointing`; what it saves is said once.
 
     Raises:
         TypeError: If an argument is unknown, or is one of `DistributedDataParallel` that is not needed here.
         ValueError: If an argument is out of range.
+        BackendError: If this torch has no such back-end.
+        NetworkInterfaceError: If this host has no such interface.
     """
 
     strategy_name = ""
@@ -83,12 +101,22 @@ class ExplicitDDPStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         bucket_cap_mb: float = 25.0,
         weight_by: WeightBy = "samples",
+        init_method: str | None = None,
+        network_interface: str | None = None,
+        activation_checkpointing: ActivationCheckpointingPolicy | None = None,
         **unknown: object,
     ) -> None:
         _refuse(unknown)
         check_weight_by(weight_by)
         if not bucket_cap_mb > 0:
             raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
+        self._connection = Connection(
+            backend=process_group_backend,
+            timeout=_THIRTY_MINUTES if timeout is None else timeout,
+            init_method=init_method,
+            network_interface=network_interface,
+        )
+        self._connection.check_arguments()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -105,87 +133,75 @@ class ExplicitDDPStrategy(DDPStrategy):
         )
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
-        self._reducer: GradientReducer | None = None
-        self._weights: GradientWeights | None = None
-        self._departure: Departure | None = None
-        self._blocked = False
-        self._last_weight = 0.0
+        self._comm_hook = ddp_comm_hook
+        if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
+            self._comm_hook = ddp_comm_wrapper(ddp_comm_hook)
+        self._comm_state = ddp_comm_state
+        self._recomputing = (
+            None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
+        )
+        self._reported_recomputing = False
+        self._step: SynchronizedStep | None = None
 
     @property
     def reducer(self) -> GradientReducer | None:
         """What synchronises the gradients; None unless the Trainer is fitting."""
-        return self._reducer
+        return None if self._step is None else self._step.reducer
 
     @override
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._departure = Departure(trainer, self._forward_signal)
+    def _configure_launcher(self) -> None:
+        self._connection.check_launch(self)
+        super()._configure_launcher()
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self._connection.open(self)
+        super().setup_distributed()  # finds a process group, and leaves it at that
 
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        hook = self._ddp_comm_hook
-        if hook is not None and self._ddp_comm_wrapper is not None:
-            hook = self._ddp_comm_wrapper(hook)
-        self._weights = GradientWeights(self.weight_by, self.world_size)
-        self._reducer = GradientReducer(
-            self.model, bucket_cap_mb=self.bucket_cap_mb, comm_hook=hook, comm_state=self._ddp_comm_state
+        compare_setups({**describe_versions(), **describe_arguments(self._arguments())})
+        if self._recomputing is not None:
+            self._recomputing.apply(self.model)
+            self._reported_recomputing = False
+        reducer = GradientReducer(
+            self.model, bucket_cap_mb=self.bucket_cap_mb, comm_hook=self._comm_hook, comm_state=self._comm_state
         )
+        module = self._module
+        self._step = SynchronizedStep(module.trainer, module, reducer, self.weight_by, self._forward_signal)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self._weights is not None
-        batch, *rest = *args, *kwargs.values()
-        if rest and rest[0] % self._accumulated_batches == 0:
-            # Lightning drops the gradients of an unfinished window here.
-            self._weights.restart()
-        self._weights.set_batch(batch)
+        assert self._step is not None
+        self._step.begin(*args, *kwargs.values())
         return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module, weights = self._module, self._weights
-        assert weights is not None
-        factor = weights.count()
-        if module.automatic_optimization and factor not in (0.0, 1.0):
-            closure_loss = closure_loss * factor
+        assert self._step is not None
+        weighed = self._step.weigh(closure_loss)
+        closure_loss = closure_loss if weighed is None else weighed
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with self._synchronize():
-            # A batch that counts nothing may have a loss that is a mean over nothing, and 0 * nan is nan.
-            if factor:
-                self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        with self._step.synchronize():
+            if weighed is not None:
+                self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         # `on_after_backward` fires here and sees the gradient of the whole batch.
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
+        self._report_recomputing()
         return closure_loss
 
-    @contextmanager
-    def _synchronize(self) -> Generator[None, None, None]:
-        """Synchronise the gradients of a backward pass, unless an accumulation window goes on."""
-        if self._blocked:
-            yield
-            return
-        assert self._reducer is not None
-        assert self._weights is not None
-        weight, scale = self._weights.take()
-        self._last_weight = weight
-        if self._module.automatic_optimization:
-            scale *= self._accumulated_batches  # Lightning has divided the loss by it
-        with self._reducer.synchronize(weight, scale, stop=self._departure is not None and self._departure.wanted):
-            yield
-        if self._departure is not None and self._reducer.stop_agreed:
-            self._departure.agree()
+    def _report_recomputing(self) -> None:
+        if self._recomputing is not None and not self._reported_recomputing:
+            self._reported_recomputing = True
+            rank_zero_info(f"On each rank, {self._recomputing.report}.")
 
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        blocked, self._blocked = self._blocked, True
-        try:
-            yield
-        finally:
-            self._blocked = blocked
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        return nullcontext() if self._step is None else self._step.block()
 
     @override
     def optimizer_step(
@@ -195,50 +211,45 @@ class ExplicitDDPStrategy(DDPStrategy):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        def checked_closure() -> Any:
-            loss = closure()
-            self._check_synchronized(optimizer)
+        step = self._step
+        assert step is not None
+
+        def watched() -> Any:
+            loss = step.watch(closure, optimizer)
             # It decides from the loss how often to evaluate and how far to go, which must be the same on every rank.
-            return self._mean_loss(loss) if isinstance(optimizer, LBFGS) else loss
+            return step.mean(loss) if isinstance(optimizer, LBFGS) and loss is not None else loss
 
-        return super().optimizer_step(optimizer, checked_closure, model, **kwargs)
-
-    def _check_synchronized(self, optimizer: Optimizer) -> None:
-        assert self._reducer is not None
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if self._reducer.unsynchronized(parameters):
-            raise UnsynchronizedGradientsError(
-                f"rank {self.global_rank}: `{type(optimizer).__name__}` is about to step with gradients that have not"
-                " been synchronised with the other ranks. Call `self.manual_backward(loss)` instead of"
-                " `loss.backward()`, and leave the last one before a step out of `toggle_model(sync_grad=False)`."
-            )
-
-    def _mean_loss(self, loss: Tensor | None) -> Tensor | None:
-        if loss is None:
-            return None
-        weight = torch.tensor(self._last_weight, dtype=loss.dtype, device=loss.device)
-        weighted = loss * weight if self._last_weight else torch.zeros_like(loss)
-        total = self.reduce(torch.stack([weighted, weight]), reduce_op="sum")
-        return total[0] / total[1]
+        return super().optimizer_step(optimizer, watched, model, **kwargs)
 
     @override
     def teardown(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
-        if self._departure is not None:
-            restore_sigterm_handling(self._module.trainer)
-        self._reducer = self._weights = self._departure = None
+        if self._step is not None:
+            self._step.close()
+        self._step = None
+        if self._recomputing is not None and self.lightning_module is not None:
+            self._recomputing.remove(self.lightning_module)
         super().teardown()
+
+    def _arguments(self) -> dict[str, object]:
+        """What has to be the same on every rank."""
+        trainer = self._module.trainer
+        return {
+            "strategy": type(self),
+            "process_group_backend": self.process_group_backend,
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "weight_by": self.weight_by,
+            "ddp_comm_hook": self._comm_hook,
+            "activation_checkpointing": self._recomputing is not None and self._recomputing.policy,
+            "precision": trainer.precision,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+        }
 
     @property
     def _module(self) -> LightningModule:
         module = self.lightning_module
         assert module is not None
         return module
-
-    @property
-    def _accumulated_batches(self) -> int:
-        return self._module.trainer.accumulate_grad_batches
 
     def _forward_signal(self, signum: int) -> None:
         if self.launcher is not None:
@@ -249,4 +260,7 @@ def _refuse(unknown: dict[str, object]) -> None:
     for name in unknown:
         if name in _NOT_NEEDED:
             raise TypeError(f"`{name}` is not needed: {_NOT_NEEDED[name]}. Delete the argument.")
-        raise TypeError(f"`{name}` is not an argument of this strategy. See its documentation for those that are.")
+        names = list(inspect.signature(ExplicitDDPStrategy.__init__).parameters)
+        close = difflib.get_close_matches(name, names, n=1)
+        remedy = f"Did you mean `{close[0]}`?" if close else "See its documentation for those that are."
+        raise TypeError(f"`{name}` is not an argument of this strategy. {remedy}")

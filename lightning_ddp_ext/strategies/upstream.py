@@ -4,62 +4,142 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from typing_extensions import override
 
-from lightning_ddp_ext.network.interfaces import pin_interface
+from lightning_ddp_ext.integration.connecting import Connection
+
+
+class ConnectedDDPStrategy(DDPStrategy):
+    """Lightning's `DDPStrategy` over a chosen network.
+
+    Args:
+        connection: How the ranks find each other.
+        options: Other arguments of `DDPStrategy`.
+
+    Raises:
+        BackendError: If this torch has no such back-end.
+        NetworkInterfaceError: If this host has no such interface.
+        ValueError: If the `init_method` has no known form.
+    """
+
+    def __init__(self, connection: Connection, **options: Any) -> None:
+        connection.check_arguments()
+        super().__init__(process_group_backend=connection.backend, timeout=connection.timeout, **options)
+        self._connection = connection
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._connection.check_launch(self)
+        super()._configure_launcher()
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self._connection.open(self)
+        super().setup_distributed()  # finds a process group, and leaves it at that
+
+
+class ConnectedFSDPStrategy(FSDPStrategy):
+    """Lightning's `FSDPStrategy` over a chosen network.
+
+    Args:
+        connection: How the ranks find each other.
+        options: Other arguments of `FSDPStrategy`.
+
+    Raises:
+        BackendError: If this torch has no such back-end.
+        NetworkInterfaceError: If this host has no such interface.
+        ValueError: If the `init_method` has no known form.
+    """
+
+    def __init__(self, connection: Connection, **options: Any) -> None:
+        connection.check_arguments()
+        super().__init__(process_group_backend=connection.backend, timeout=connection.timeout, **options)
+        self._connection = connection
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._connection.check_launch(self)
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None  # as in Lightning's own
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        self._connection.open(self)
+        super().setup_environment()  # finds a process group, and leaves it at that
 
 
 def ddp_strategy(
     process_group_backend: str | None = None,
     timeout_seconds: float = 1800.0,
+    init_method: str | None = None,
     network_interface: str | None = None,
     **options: Any,
-) -> DDPStrategy:
-    """Construct Lightning's `DDPStrategy` on a chosen network interface.
+) -> ConnectedDDPStrategy:
+    """Construct Lightning's `DDPStrategy` over a chosen network.
 
     Args:
         process_group_backend: `"gloo"`, `"nccl"`, or None for what suits the devices.
-        timeout_seconds: Time limit of one collective.
-        network_interface: See `pin_interface`.
+        timeout_seconds: How long ranks wait for each other, and the time limit of one collective.
+        init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
+        network_interface: Name of an interface, `"loopback"`, `"auto"`, or None to leave it to the back-end.
         options: Other arguments of `DDPStrategy`.
 
     Returns:
         The strategy.
 
     Raises:
+        BackendError: If this torch has no such back-end.
         NetworkInterfaceError: If this host has no such interface.
+        ValueError: If the `init_method` has no known form.
     """
-    pin_interface(network_interface)
-    return DDPStrategy(
-        process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_seconds), **options
+    return ConnectedDDPStrategy(
+        _connection(process_group_backend, timeout_seconds, init_method, network_interface), **options
     )
 
 
 def fsdp_strategy(
     process_group_backend: str | None = None,
     timeout_seconds: float = 1800.0,
+    init_method: str | None = None,
     network_interface: str | None = None,
     **options: Any,
-) -> FSDPStrategy:
-    """Construct Lightning's `FSDPStrategy` on a chosen network interface.
+) -> ConnectedFSDPStrategy:
+    """Construct Lightning's `FSDPStrategy` over a chosen network.
 
     Args:
         process_group_backend: `"nccl"`, or None for what suits the devices.
-        timeout_seconds: Time limit of one collective.
-        network_interface: See `pin_interface`.
+        timeout_seconds: How long ranks wait for each other, and the time limit of one collective.
+        init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
+        network_interface: Name of an interface, `"loopback"`, `"auto"`, or None to leave it to the back-end.
         options: Other arguments of `FSDPStrategy`.
 
     Returns:
         The strategy.
 
     Raises:
+        BackendError: If this torch has no such back-end.
         NetworkInterfaceError: If this host has no such interface.
+        ValueError: If the `init_method` has no known form.
     """
-    pin_interface(network_interface)
-    return FSDPStrategy(
-        process_group_backend=process_group_backend, timeout=timedelta(seconds=timeout_seconds), **options
+    return ConnectedFSDPStrategy(
+        _connection(process_group_backend, timeout_seconds, init_method, network_interface), **options
     )
 
 
 def single_device_strategy() -> str:
     """Return what makes the Trainer choose its strategy for one device, wherever that is."""
     return "auto"
+
+
+def _connection(
+    backend: str | None, timeout_seconds: float, init_method: str | None, network_interface: str | None
+) -> Connection:
+    return Connection(
+        backend=backend,
+        timeout=timedelta(seconds=timeout_seconds),
+        init_method=init_method,
+        network_interface=network_interface,
+    )

@@ -93,6 +93,7 @@ def test_lightnings_ddp_runs_with_two_processes_on_the_loopback_interface(tmp_pa
     )
     assert done.returncode == 0, done.stderr
     assert "2 processes on cpu" in done.stdout
+    assert done.stderr.count("gloo over") + done.stdout.count("gloo over") == 1
     run_folder(tmp_path)  # both processes wrote to one folder
 
 
@@ -144,6 +145,12 @@ def test_a_persons_own_classes_and_configuration_are_found_in_the_working_direct
         (["strategy=single", "trainer.devices=2"], "`strategy=single` uses one device"),
         (["strategy=ddp", "network=interface", "network.interface=nosuch0"], "interface `nosuch0` not found"),
         (["strategy=ddp", "network=interface"], "no interface named"),
+        (["strategy=ddp", "process_group=mpi"], "no back-end `mpi`; available: gloo"),
+        (
+            ["strategy=ddp", "process_group=gloo", "process_group.init_method=x://y"],
+            "`init_method=x://y` is of no known",
+        ),
+        (["strategy=ddp", "cluster=manual", "cluster.num_nodes=2"], "`cluster.node_rank` has no value"),
         (["+trainer.callbacks=[]"], "trainer"),
         (["logger=null"], "a group is null. Leave it out for its default; `callbacks=none` and `logger=none`"),
         (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` is not a file"),

@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext._compat import torch as compat_torch
 from lightning_ddp_ext._compat import torchmetrics as compat_torchmetrics
-from lightning_ddp_ext.strategies import balanced_dp, single_process
+from lightning_ddp_ext.strategies import balanced_dp, ddp_checkpoint, explicit_ddp, single_process, upstream
 
 
 def test_the_table_of_private_strategy_hooks_names_those_that_exist_and_are_used():
@@ -34,7 +34,7 @@ def test_strategies_use_no_other_private_name_of_lightning():
     }
 
     used = set()
-    for module in (single_process, balanced_dp):
+    for module in (single_process, balanced_dp, explicit_ddp, ddp_checkpoint, upstream):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Attribute | ast.FunctionDef):
                 used.add(node.attr if isinstance(node, ast.Attribute) else node.name)
@@ -50,6 +50,40 @@ def test_the_last_call_of_the_trainers_constructor_lets_a_strategy_refuse():
 
     Trainer(strategy=Refusing(), accelerator="cpu", devices=2, sync_batchnorm=True, logger=False)
     assert called == [([torch.device("cpu")] * 2, True)]
+
+
+def test_lightning_handles_sigterm_where_it_is_replaced():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    received = []
+    end = compat_lightning.replace_sigterm_handling(trainer, received.append)
+    connector = trainer._signal_connector
+    assert "_sigterm_notifier_fn" in vars(type(connector))
+    assert "self._sigterm_notifier_fn" in inspect.getsource(type(connector).register_signal_handlers)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(trainer.fit_loop.epoch_loop).advance)
+    connector._sigterm_notifier_fn(15, None)
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert received == [15]
+    assert not trainer.received_sigterm
+    end()
+    assert trainer.received_sigterm
+    compat_lightning.restore_sigterm_handling(trainer)
+    assert connector._sigterm_notifier_fn.__func__ is type(connector)._sigterm_notifier_fn
+
+
+def test_parts_of_a_flat_tensor_are_views():
+    flat = torch.arange(7.0)
+    first, second = compat_torch.views_of(flat, [torch.zeros(2, 3), torch.zeros(())])
+    first[1, 2] = second[...] = 9
+    assert flat.tolist() == [0, 1, 2, 3, 4, 9, 9]
+
+
+def test_tensors_count_changes_in_place():
+    tensor = torch.zeros(2)
+    before = compat_torch.version_of(tensor)
+    tensor.add_(1)
+    assert compat_torch.version_of(tensor) > before
+    with torch.inference_mode():
+        assert compat_torch.version_of(torch.zeros(2)) == -1
 
 
 def test_the_owner_of_a_data_hook_is_found():
@@ -202,3 +236,34 @@ def test_compute_groups_are_given_up_and_formed():
     compat_torchmetrics.restore_compute_groups(grouped, form=True)
     assert grouped.compute_groups == {0: ["a", "b"]}
     assert isinstance(grouped["a"], Metric)
+
+
+def test_the_innermost_hooks_for_saved_tensors_are_found():
+    with pytest.raises(RuntimeError, match="no hooks for saved tensors"):
+        compat_torch.saved_tensor_hooks()
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or 7, lambda handle: handle + 1):
+        pack, unpack = compat_torch.saved_tensor_hooks()
+    assert (pack("tensor"), packed, unpack(7)) == (7, ["tensor"], 8)
+
+
+def test_what_compilation_wraps_is_found():
+    layer = nn.Linear(2, 2)
+    assert compat_torch.uncompiled(layer) is layer
+    assert compat_torch.uncompiled(torch.compile(layer, backend="eager")) is layer
+    assert compat_torch.called_attribute(layer) == "forward"
+    layer.compile(backend="eager")
+    assert compat_torch.called_attribute(layer) == "_compiled_call_impl"
+    layer.__dict__["_compiled_call_impl"] = lambda inputs: "called"
+    assert layer(None) == "called"
+
+
+def test_a_reference_to_a_storage_keeps_its_address_but_not_its_memory():
+    tensor = torch.ones(1000)
+    reference = compat_torch.WeakStorage(tensor.untyped_storage())
+    assert reference == compat_torch.WeakStorage(tensor[3:].untyped_storage())
+    assert not reference.expired()
+    del tensor
+    assert reference.expired()
+    later = [torch.ones(1000) for _ in range(50)]
+    assert all(compat_torch.WeakStorage(other.untyped_storage()) != reference for other in later)

@@ -23,13 +23,13 @@ def test_equal_weights_fail_every_scenario():
     assert not any(verdict.passed for verdict in verdicts[0].values())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_graphs(seed):
     _fuzz(seed, steps=40)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4, 36))
+@pytest.mark.parametrize("seed", range(2, 34))
 def test_more_random_graphs(seed):
     _fuzz(seed, steps=100)
 

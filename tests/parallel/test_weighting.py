@@ -1,6 +1,8 @@
 import pytest
+import torch
 
-from lightning_ddp_ext.parallel.weighting import check_weight_by, combination_weights
+from lightning_ddp_ext.errors import BatchSplitError
+from lightning_ddp_ext.parallel.weighting import GradientWeights, check_weight_by, combination_weights
 
 
 def test_samples_weigh_by_their_number():
@@ -34,3 +36,73 @@ def test_unknown_names_are_refused(value):
 @pytest.mark.parametrize("value", ["samples", "ranks", "sum", len])
 def test_known_names_and_callables_are_accepted(value):
     check_weight_by(value)
+
+
+def test_equal_micro_batches_need_no_factor():
+    weights = GradientWeights("ranks", world_size=2)
+    factors = []
+    for batch in "abc":
+        weights.set_batch(batch)
+        factors.append(weights.count())
+    assert factors == [1.0, 1.0, 1.0]
+    assert weights.take() == (3.0, 1.0)
+
+
+def test_micro_batches_weigh_by_their_size_against_the_first():
+    weights = GradientWeights("samples", world_size=2)
+    factors = []
+    for size in (4, 2, 8):
+        weights.set_batch(torch.zeros(size, 3))
+        factors.append(weights.count())
+    assert factors == [1.0, 0.5, 2.0]
+    assert weights.take() == (14.0, 4.0)
+    assert weights.take() == (0.0, 0.0)
+
+
+def test_a_micro_batch_that_counts_nothing_leaves_the_others_as_they_are():
+    weights = GradientWeights(float, world_size=2)
+    factors = []
+    for tokens in (0, 3, 0, 6):
+        weights.set_batch(tokens)
+        factors.append(weights.count())
+    assert factors == [0.0, 1.0, 0.0, 2.0]
+    assert weights.take() == (9.0, 3.0)
+
+
+def test_a_batch_counts_once_between_two_synchronisations():
+    weights = GradientWeights(float, world_size=2)
+    weights.set_batch(5)
+    weights.count(), weights.count()
+    assert weights.take() == (5.0, 5.0)
+    weights.count()
+    assert weights.take() == (5.0, 5.0)
+
+
+def test_an_unfinished_window_is_forgotten():
+    weights = GradientWeights(float, world_size=2)
+    weights.set_batch(5)
+    weights.count()
+    weights.restart()
+    weights.set_batch(3)
+    weights.count()
+    assert weights.take() == (3.0, 3.0)
+
+
+def test_a_sum_of_sums_is_not_divided():
+    weights = GradientWeights("sum", world_size=4)
+    weights.set_batch("a")
+    assert weights.count() == 1.0
+    assert weights.take() == (1.0, 4.0)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_a_weight_is_a_finite_number(weight):
+    weights = GradientWeights(lambda batch: weight, world_size=2)
+    with pytest.raises(ValueError, match=r"`weight_by` returned .* Return a finite number of at least 0"):
+        weights.set_batch("a")
+
+
+def test_a_batch_whose_size_is_ambiguous_is_refused_with_the_remedy():
+    weights = GradientWeights("samples", world_size=2)
+    with pytest.raises(BatchSplitError, match=r'Pass a callable `weight_by`, .* or `weight_by="ranks"`'):
+        weights.set_batch([torch.zeros(3, 2), torch.zeros(4, 2)])

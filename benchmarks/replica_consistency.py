@@ -1,0 +1,168 @@
+"""What comparing replicas costs: fingerprints of 100 MB on the CPU, and `ReplicaConsistency` as a share of training.
+
+Fingerprints are measured beside what the standard library has to hash bytes with, in turn, in one thread. Training is
+that of Lightning's `ddp` on two processes with Adam, whose state is twice the parameters, comparing after every step.
+Times are those of the processor, which depend little on what else runs; beside them stands how long a comparison
+took by the clock, waiting for the other process included.
+
+Run it with `python benchmarks/replica_consistency.py`; it takes about two minutes.
+"""
+
+import argparse
+import hashlib
+import itertools
+import os
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from measuring.models import CASES, load_endlessly
+from measuring.training import Classifier
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from lightning_ddp_ext.callbacks import ReplicaConsistency
+from lightning_ddp_ext.parallel.fingerprints import fingerprint_all
+from lightning_ddp_ext.testing import run_processes
+
+_MEGABYTES = 100
+_WARM_UP = 5
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0"}  # as torchrun does
+
+
+def main() -> None:
+    """Measure and print two tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15, help="how often each hash is timed")
+    parser.add_argument("--steps", type=int, default=60, help="how many steps each model is trained")
+    options = parser.parse_args()
+    tables = [tabulate_hashes(options.rounds), tabulate_training(options.steps)]
+    load = f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
+    Console().print(*tables, load, sep="\n\n", highlight=False)
+
+
+def tabulate_hashes(rounds: int) -> Table:
+    """Time fingerprints of 100 MB, cut into few and many tensors."""
+    torch.set_num_threads(1)
+    contenders: dict[str, Callable[[], object]] = {}
+    for count in (1, 100, 10_000):
+        tensors = {str(i): torch.randn(_MEGABYTES * 10**6 // 4 // count) for i in range(count)}
+        contenders[f"fingerprint, {count} tensor{'s' if count > 1 else ''}"] = lambda tensors=tensors: fingerprint_all(
+            tensors
+        )
+    data = memoryview(torch.randn(_MEGABYTES * 10**6 // 4).numpy()).cast("B")
+    contenders["zlib.crc32"] = lambda: zlib.crc32(data)
+    contenders["zlib.adler32"] = lambda: zlib.adler32(data)
+    for name in ("sha1", "sha256", "blake2b"):
+        contenders[f"hashlib.{name}"] = lambda name=name: hashlib.new(name, data).digest()
+    words = torch.frombuffer(data, dtype=torch.float32)
+    contenders["reading only (sum)"] = lambda: words.sum()
+
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_, (name, run) in itertools.product(range(rounds + 1), contenders.items()):
+        started = time.process_time()
+        run()
+        if round_:
+            times[name].append(time.process_time() - started)
+    table = Table(title=f"{_MEGABYTES} MB, one thread, median (and quartiles) of {rounds}", title_justify="left")
+    table.add_column("hash")
+    table.add_column("ms", justify="right")
+    for name, own in times.items():
+        low, middle, high = (1000 * value for value in statistics.quantiles(own, n=4))
+        table.add_row(name, f"{middle:.1f} ({low:.1f}, {high:.1f})")
+    return table
+
+
+def tabulate_training(steps: int) -> Table:
+    """Train each model and compare after every step."""
+    table = Table(title=f"two processes, Adam, medians of {steps} steps", title_justify="left")
+    for column in ("model", "compared", "step", "comparison", "by the clock", "share every 100 steps"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name in CASES:
+        with redirect_stdout(None):  # what the ranks say
+            results = run_processes(train, 2, name, steps, timeout=300, env=LAUNCHED)
+        step, comparison, by_clock, size = results[0]
+        share = comparison / (100 * step)
+        times = [f"{1000 * seconds:.1f} ms" for seconds in (step, comparison, by_clock)]
+        table.add_row(name, f"{size / 1e6:.1f} MB", *times, f"{share:.2%}")
+    return table
+
+
+class WithAdam(Classifier):
+    """As the other benchmarks train, but with two more tensors per parameter to compare."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return Adam."""
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+
+class Clock(Callback):
+    """Reads the processor's clock after each batch."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Read it."""
+        self.times.append(time.process_time())
+
+
+class Waits(Callback):
+    """Keeps how long each comparison took by the clock."""
+
+    def __init__(self, consistency: ReplicaConsistency) -> None:
+        self.seconds: list[float] = []
+        self._consistency, self._before = consistency, 0.0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Take the difference."""
+        now = self._consistency.seconds
+        self.seconds.append(now - self._before)
+        self._before = now
+
+
+def train(name: str, steps: int) -> tuple[float, float, float, int]:
+    """Train one model on this rank.
+
+    Args:
+        name: Which of the models.
+        steps: How many steps.
+
+    Returns:
+        Seconds of a step and of a comparison, those of a comparison by the clock, and the bytes that are compared.
+    """
+    case = CASES[name]
+    consistency = ReplicaConsistency(every_n_steps=1)
+    before, after, waits = Clock(), Clock(), Waits(consistency)
+    trainer = Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        max_steps=steps + _WARM_UP,
+        callbacks=[before, consistency, after, waits],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.manual_seed(1)
+    module: LightningModule = WithAdam(case.build())
+    trainer.fit(module, load_endlessly(case.batch_size // 2, case.shape))
+    parameters: list[Tensor] = list(module.parameters())
+    size = 3 * sum(parameter.nbytes for parameter in parameters)
+    comparisons = [end - start for start, end in zip(before.times, after.times, strict=True)]
+    # From the end of a comparison to the beginning of the next one.
+    whole_steps = [start - end for end, start in zip(after.times, before.times[1:], strict=False)]
+    measured = whole_steps, comparisons, waits.seconds
+    step, comparison, by_clock = (statistics.median(seconds[_WARM_UP:]) for seconds in measured)
+    return step, comparison, by_clock, size
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Whether the ranks of a training stay replicas of each other, bit by bit."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ddp_ext.errors import ReplicaMismatchError
+from lightning_ddp_ext.parallel.replica_differences import ReplicaDifference, find_difference
+from lightning_ddp_ext.parallel.training_state import name_training_state
+
+_REACTIONS = ("raise", "warn")
+
+
+class ReplicaConsistency(Callback):
+    """Compares parameters, buffers and optimizer states of all ranks after optimizer steps and when training ends.
+
+    Every bit counts: -0.0 is not 0.0. Compared are also the number of steps and the settings of the optimizers, such
+    as learning rates. As long as all ranks agree, that costs reading everything once and a collective of 8 bytes per
+    rank. On a difference every rank learns which tensor is the first to differ, on which ranks and by how much.
+
+    It works with strategies that keep a whole replica on every rank: `ddp` and those derived from it. Under others,
+    and with a single process, it does nothing and says so once. The states of optimizers that are sharded over ranks
+    are left out.
+
+    Under manual optimization batches are counted instead of steps, since ranks may step differently by mistake.
+
+    Args:
+        every_n_steps: Compare after this many optimizer steps. Steps are `trainer.global_step`, so that accumulated
+            batches count once.
+        on_difference: `"raise"` stops training with an error, `"warn"` goes on after a warning.
+        buffers: Whether to compare buffers. None: unless torch's DistributedDataParallel wraps the module, which lets
+            buffers such as those of batch normalisation differ until the next forward pass.
+        ignore: Names of parameters and buffers that may differ; `*` stands for any characters.
+
+    Attributes:
+        comparisons: How often replicas were compared since training was started.
+        seconds: Time that took, together. On CUDA it includes waiting until the device has finished the step.
+        training_seconds: Time since training was started, up to the last comparison.
+
+    Raises:
+        TypeError: If `ignore` is a single string.
+        ValueError: If `every_n_steps` is below 1, or `on_difference` is neither of these.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 100,
+        on_difference: str = "raise",
+        buffers: bool | None = None,
+        ignore: Sequence[str] = (),
+    ) -> None:
+        if every_n_steps < 1:
+            raise ValueError(
+                f"`every_n_steps` must be at least 1, got {every_n_steps}. Remove the callback to compare nothing."
+            )
+        if on_difference not in _REACTIONS:
+            raise ValueError(
+                f'`on_difference` must be "raise" or "warn", got {on_difference!r}. Use "raise" if unsure.'
+            )
+        if isinstance(ignore, str):
+            raise TypeError(f"`ignore` must be a list of names, got {ignore!r}. Use [{ignore!r}].")
+        self.every_n_steps = every_n_steps
+        self.on_difference = on_difference
+        self.buffers = buffers
+        self.ignore = tuple(ignore)
+        self._reset(0)
+
+    def _reset(self, step: int) -> None:
+        self.comparisons = 0
+        self.seconds = 0.0
+        self.training_seconds = 0.0
+        self._active = self._with_buffers = False
+        self._started = time.perf_counter()
+        self._batches = self._compared_batches = 0
+        self._count = step
+        self._equal_after: int | None = None
+        self._differed = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reset(0 if not pl_module.automatic_optimization else trainer.global_step)
+        reason = _why_not(trainer, pl_module)
+        self._active = reason is None
+        if reason is not None:
+            rank_zero_info(f"ReplicaConsistency compares nothing: {reason}.")
+            return
+        wrapped = isinstance(trainer.strategy.model, DistributedDataParallel)
+        self._with_buffers = not wrapped if self.buffers is None else self.buffers
+        if not self._with_buffers and any(True for _ in pl_module.buffers()):
+            because = "" if self.buffers is not None else ", which DistributedDataParallel lets differ between steps"
+            rank_zero_info(f"ReplicaConsistency leaves out buffers{because}.")
+        if any(_is_sharded(optimizer) for optimizer in trainer.optimizers):
+            rank_zero_info("ReplicaConsistency leaves out the states of optimizers that are sharded over ranks.")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._active:
+            return
+        self._batches += 1
+        # Ranks must agree on when to compare, even those that have stepped differently.
+        count = trainer.global_step if pl_module.automatic_optimization else self._batches
+        due = count // self.every_n_steps > self._count // self.every_n_steps
+        self._count = count
+        if due:
+            self._compare(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._active:
+            return
+        if self._batches > self._compared_batches:
+            self._compare(trainer, pl_module)
+        if not self._differed:
+            share = self.seconds / self.training_seconds if self.training_seconds else 0.0
+            rank_zero_info(
+                f"Replicas were identical in {self.comparisons} of {self.comparisons} comparisons, which took"
+                f" {self.seconds:.2f} s, {share:.1%} of training."
+            )
+
+    def _compare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        started = time.perf_counter()
+        optimizers = [optimizer for optimizer in trainer.optimizers if not _is_sharded(optimizer)]
+        state = name_training_state(pl_module, optimizers, buffers=self._with_buffers, ignore=self.ignore)
+        state["`trainer.global_step`"] = torch.tensor(trainer.global_step)
+        difference = find_difference(state)
+        now = time.perf_counter()
+        self.seconds += now - started
+        self.training_seconds = now - self._started
+        self.comparisons += 1
+        self._compared_batches = self._batches
+        if difference is None:
+            self._equal_after = trainer.global_step
+            return
+        self._differed = True
+        message = self._describe(difference, trainer.global_step)
+        if self.on_difference == "raise":
+            raise ReplicaMismatchError(message)
+        rank_zero_warn(message, category=UserWarning)
+
+    def _describe(self, difference: ReplicaDifference, step: int) -> str:
+        equal = "" if self._equal_after is None else f", unlike after step {self._equal_after}"
+        if difference.name.startswith("buffer"):
+            name = difference.name.split("`")[1]
+            remedy = f"If that buffer may differ, leave it out: `ignore=[{name!r}]`."
+        elif self.every_n_steps > 1:
+            remedy = "Set `every_n_steps=1` to learn the step at which it begins."
+        else:
+            remedy = "Look for what one rank alone does in that step, such as code under `if rank == 0`."
+        return f"replicas differ after step {step}{equal}: {difference}. {remedy}"
+
+
+def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
+    """Return why there is nothing to compare; None if there is."""
+    strategy = trainer.strategy
+    if trainer.world_size == 1:
+        return "there is one process"
+    # DeepSpeed shards parameters, although its strategy is derived from that of DDP.
+    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+        return f"{type(strategy).__name__} keeps no whole replica on every rank"
+    if any(_is_shard(parameter) for parameter in module.parameters()):
+        return "parameters are sharded over ranks"
+    return None
+
+
+def _is_shard(tensor: Tensor) -> bool:
+    # What makes a DTensor one; its class need not be imported for those who have none.
+    return hasattr(tensor, "device_mesh")
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    # The method by which Lightning itself recognises torch's ZeroRedundancyOptimizer.
+    return hasattr(optimizer, "consolidate_state_dict")

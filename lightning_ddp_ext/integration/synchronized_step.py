@@ -1,0 +1,127 @@
+"""What a training step is on a rank: micro-batches that are weighed, and backward passes that are synchronised."""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ddp_ext._compat.lightning import restore_sigterm_handling
+from lightning_ddp_ext.errors import UnsynchronizedGradientsError
+from lightning_ddp_ext.integration.preemption import Departure
+from lightning_ddp_ext.parallel.reducer import GradientReducer
+from lightning_ddp_ext.parallel.weighting import GradientWeights, WeightBy
+
+
+class SynchronizedStep:
+    """Knows what this rank's gradient counts, and synchronises it at the right time.
+
+    Args:
+        trainer: Which is fitting.
+        module: What it fits.
+        reducer: Synchronises the gradients of the module.
+        weight_by: What a batch counts.
+        forward_signal: Passes a signal on to the processes that this one has started.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        reducer: GradientReducer,
+        weight_by: WeightBy,
+        forward_signal: Callable[[int], None],
+    ) -> None:
+        self.reducer = reducer
+        self._trainer = trainer
+        self._module = module
+        self._weights = GradientWeights(weight_by, trainer.world_size)
+        self._departure = Departure(trainer, forward_signal)
+        self._blocked = False
+        self._synchronized = False
+        self._last_weight = 0.0
+
+    def begin(self, batch: Any, *arguments: Any) -> None:
+        """Weigh a micro-batch.
+
+        Args:
+            batch: What `training_step` is about to be called with,
+            arguments: and the rest of it.
+        """
+        index = next(iter(arguments), None)
+        if isinstance(index, int) and index % self._trainer.accumulate_grad_batches == 0:
+            self._weights.restart()  # Lightning drops the gradients of an unfinished window here
+        self._weights.set_batch(batch)
+
+    def weigh(self, loss: Tensor) -> Tensor | None:
+        """Weigh the loss of the micro-batch against those before it.
+
+        Returns:
+            The loss to pass backward; None if the micro-batch counts nothing: its loss may be a mean over nothing, and
+            0 * nan is nan.
+        """
+        factor = self._weights.count()
+        if not factor:
+            return None
+        return loss if factor == 1.0 or not self._module.automatic_optimization else loss * factor
+
+    @contextmanager
+    def synchronize(self) -> Generator[None, None, None]:
+        """Synchronise the gradients of a backward pass, unless an accumulation window goes on."""
+        if self._blocked:
+            yield
+            return
+        weight, scale = self._weights.take()
+        if self._module.automatic_optimization:
+            scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
+        with self.reducer.synchronize(weight, scale, stop=self._departure.wanted):
+            yield
+        self._synchronized = True
+        self._last_weight = weight
+        if self.reducer.stop_agreed:
+            self._departure.agree()
+
+    @contextmanager
+    def block(self) -> Generator[None, None, None]:
+        """Put synchronisation off."""
+        blocked, self._blocked = self._blocked, True
+        try:
+            yield
+        finally:
+            self._blocked = blocked
+
+    def watch(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        """Run an optimizer's closure, and see to it that gradients and buffers have been synchronised.
+
+        Raises:
+            UnsynchronizedGradientsError: If gradients of the optimizer's parameters have not.
+        """
+        self._synchronized = False
+        loss = closure()
+        if self._module.automatic_optimization and not self._synchronized:
+            # Lightning leaves out the backward pass where it renews statistics for averaged weights.
+            self._weights.count()
+            with self.synchronize():
+                pass
+        if self.reducer.unsynchronized(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            raise UnsynchronizedGradientsError(
+                f"rank {self._trainer.global_rank}: `{type(optimizer).__name__}` is about to step with gradients that"
+                " have not been synchronised with the other ranks. Call `self.manual_backward(loss)` instead of"
+                " `loss.backward()`, and leave the last one before a step out of `toggle_model(sync_grad=False)`."
+            )
+        return loss
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """Return the mean of the last loss over the ranks, by weight."""
+        weight = torch.tensor(self._last_weight, dtype=loss.dtype, device=loss.device)
+        weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(loss)
+        total = self._trainer.strategy.reduce(torch.stack([weighted, weight]), reduce_op="sum")
+        return total[0] / total[1]
+
+    def close(self) -> None:
+        """Stop watching the module and signals."""
+        self.reducer.close()
+        restore_sigterm_handling(self._trainer)

@@ -1,0 +1,151 @@
+"""Making the process group of a run."""
+
+import atexit
+import contextlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp_ext.errors import NetworkInterfaceError, RendezvousError
+from lightning_ddp_ext.network.backends import check_backend
+from lightning_ddp_ext.network.choosing import ChosenNetwork
+from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
+from lightning_ddp_ext.network.interfaces import AUTO, check_interface
+from lightning_ddp_ext.network.meeting import Meeting, meet, report_problem
+from lightning_ddp_ext.network.pinning import pin_interface, unpin_interface
+from lightning_ddp_ext.network.stores import has_listener, open_store
+
+_TELLING_LIMIT = 0.3  # seconds for rank 0 to be told that this rank cannot start
+
+
+def init_process_group(
+    *,
+    backend: str,
+    rank: int,
+    world_size: int,
+    main_address: str,
+    main_port: int,
+    timeout: timedelta,
+    init_method: str | None = None,
+    network_interface: str | None = None,
+    num_nodes: int = 1,
+    device_id: torch.device | None = None,
+) -> ChosenNetwork | None:
+    """Make the default process group over a network interface that connects all hosts.
+
+    The same on every rank, once. Ranks meet in a store of our own, which listens on the main address only, on the
+    loopback address if there is one host, and, where rank 0 does not know its main address, on the one that leads to
+    the other hosts. They agree on an interface per host, check in seconds that hosts reach each other, and tell gloo
+    and NCCL.
+
+    Args:
+        backend: `"gloo"`, `"nccl"` and so on, or by device type, `"cpu:gloo,cuda:nccl"`.
+        rank: This rank.
+        world_size: Number of ranks.
+        main_address: Name or address of rank 0's host.
+        main_port: A free port there.
+        timeout: How long ranks wait for each other here, and the time limit of one collective afterwards.
+        init_method: Another meeting place than the main address, see `parse_init_method`.
+        network_interface: Name of an interface that every host has; `"loopback"`, for one host; `"auto"` for the one
+            that the other hosts are reached over; None to leave the choice to the back-end, within the same limits.
+        num_nodes: Number of hosts.
+        device_id: The device that this rank is bound to; None or the CPU for none.
+
+    Returns:
+        What was chosen on each host, for rank 0 to say once. None if there was a process group already, or if MPI
+        connects the processes.
+
+    Raises:
+        BackendError: If this torch has no such back-end.
+        NetworkInterfaceError: If a host lacks its interface, or hosts do not reach each other.
+        RendezvousError: If ranks do not find each other, or there is a process group of another size.
+        ValueError: If `init_method` has no known form.
+
+    Example:
+        ```python
+        network = init_process_group(
+            backend="gloo", rank=0, world_size=2, main_address="node1", main_port=29500,
+            timeout=timedelta(minutes=5), network_interface="auto", num_nodes=2,
+        )
+        print(network)  # gloo over node1: eth0 (10.0.0.1), rank 0; node2: eth0 (10.0.0.2), rank 1
+        ```
+    """
+    if dist.is_initialized():
+        _check_existing(rank, world_size)
+        return None
+    device_id = None if device_id is None or device_id.type == "cpu" else device_id
+    check_backend(backend, None if device_id is None else device_id.type)
+    if backend.lower() == "mpi":
+        dist.init_process_group(backend, timeout=timeout)
+        return None
+    place = parse_init_method(init_method)
+    if place.path is None and place.host is None:
+        place = MeetingPlace(main_address, main_port)
+    meeting = Meeting(
+        backend=backend.lower(),
+        rank=rank,
+        world_size=world_size,
+        num_nodes=num_nodes,
+        requested=network_interface,
+        timeout=timeout,
+        remedy=_remedy(place),
+    )
+    unpin_interface()  # what an earlier run chose is not the user's choice
+    try:
+        check_interface(network_interface, num_nodes)
+    except NetworkInterfaceError as error:
+        _tell_rank_0(meeting, place, error)
+        raise
+    try:
+        opened = open_store(place, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
+        network, store = meet(meeting, opened)
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"rank {rank} lost the store of rank 0 while ranks were meeting ({str(error).splitlines()[0]})."
+            " Look for the error of rank 0."
+        ) from error
+    chosen = network.host_of(rank).interface
+    if network_interface is not None and chosen is not None:
+        pin_interface(chosen, keep=network_interface == AUTO)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+    )
+    if "nccl" in backend.lower():
+        # torch warns about communicators that outlive their process group.
+        atexit.register(_destroy)
+    return network
+
+
+def _check_existing(rank: int, world_size: int) -> None:
+    existing = (dist.get_rank(), dist.get_world_size())
+    if existing != (rank, world_size):
+        raise RendezvousError(
+            f"this process is rank {existing[0]} of {existing[1]} in a process group that was made before, and rank"
+            f" {rank} of {world_size} in this run. Start a new process for every run of another size."
+        )
+
+
+def _remedy(place: MeetingPlace) -> str:
+    if place.path is not None:
+        return f"Check that they have been started and that {place.path} is on a file system that all hosts share."
+    return f"Check that they have been started, with {place.host}:{place.port} as the address of rank 0."
+
+
+def _tell_rank_0(meeting: Meeting, place: MeetingPlace, error: NetworkInterfaceError) -> None:
+    """Spare rank 0 the wait for this rank, if that takes no time."""
+    if meeting.rank == 0 or place.host is None or place.port is None:
+        return
+    if not has_listener(place.host, place.port, _TELLING_LIMIT):
+        return
+    limit = timedelta(seconds=_TELLING_LIMIT)
+    with contextlib.suppress(RendezvousError):  # rank 0 was not there in time; the error of this rank follows
+        opened = open_store(
+            place, rank=meeting.rank, world_size=meeting.world_size, num_nodes=meeting.num_nodes, timeout=limit
+        )
+        report_problem(meeting, opened, error, limit)
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

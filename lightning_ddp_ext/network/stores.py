@@ -1,0 +1,255 @@
+"""Opening the store through which ranks meet, in bounded time and with an error that says where it should have been."""
+
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_ddp_ext.errors import RendezvousError
+from lightning_ddp_ext.network.init_method import MeetingPlace
+from lightning_ddp_ext.network.interfaces import is_local, is_loopback, loopback_address, resolve
+from lightning_ddp_ext.network.reachability import listen
+
+# A host that is starting may not be known or routed to yet, but it will not take as long as a rank that queues.
+_UNREACHABLE_LIMIT = 20.0  # seconds
+_ANSWER_LIMIT = timedelta(seconds=10)  # for a store that accepts connections
+_ATTEMPT_LIMIT = 5.0  # seconds for one connection
+_PAUSE = 0.1  # seconds between attempts
+_PATIENCE = 30.0  # seconds after which a rank says that it waits for rank 0
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """A store, and what opening it has told about the network.
+
+    Attributes:
+        store: The store.
+        local_address: The address of this host on the way to rank 0; None for a file.
+        everywhere: Whether it listens on every address of this host.
+    """
+
+    store: dist.Store
+    local_address: str | None = None
+    everywhere: bool = False
+
+
+def open_store(place: MeetingPlace, *, rank: int, world_size: int, num_nodes: int, timeout: timedelta) -> OpenStore:
+    """Open the store where ranks meet.
+
+    Rank 0 makes it and the others connect to it, except under torchrun, whose agent has made one for all.
+
+    Args:
+        place: Where; with host and port, or a path.
+        rank: This rank.
+        world_size: Number of ranks.
+        num_nodes: Number of hosts. Ranks of a single host meet on its loopback address, whatever it is called.
+        timeout: How long to wait for rank 0.
+
+    Returns:
+        The store.
+
+    Raises:
+        RendezvousError: If rank 0 cannot be reached, its port is taken, or the file is one of another run.
+    """
+    if place.path is not None:
+        return OpenStore(_open_file(place.path, rank, world_size))
+    assert place.host is not None  # `env://` has been filled in
+    assert place.port is not None
+    if rank == 0 and not _is_agents(place):
+        return serve_store(_listening_address(place.host, num_nodes), place.port, world_size, timeout)
+    host = place.host
+    if num_nodes == 1 and _is_this_host(host):
+        host = loopback_address()
+    return connect_store(host, place.port, rank=rank, timeout=timeout)
+
+
+def serve_store(address: str | None, port: int, world_size: int, timeout: timedelta) -> OpenStore:
+    """Make a store that listens on one address only.
+
+    Args:
+        address: An address of this host; None for all of them.
+        port: The port; 0 for a free one.
+        world_size: Number of ranks.
+        timeout: How long its own operations wait for a key.
+
+    Returns:
+        The store.
+
+    Raises:
+        RendezvousError: If the port is taken.
+    """
+    try:
+        listening = listen(address, port)
+    except OSError as error:
+        taken = f"port {port} of host {socket.gethostname()} cannot be listened on, {address or 'any address'}"
+        remedy = "Choose another port for rank 0, or end the process that has this one."
+        if error.errno != errno.EADDRINUSE:
+            remedy = "Choose another port for rank 0."
+        raise RendezvousError(f"{taken}, rank 0: {error.strerror}. {remedy}") from error
+    own = address or loopback_address()
+    store = dist.TCPStore(
+        own,
+        int(listening.getsockname()[1]),
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return OpenStore(store, address, everywhere=address is None)
+
+
+def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> OpenStore:
+    """Connect to the store of rank 0.
+
+    torch's own client doubles its patience with every attempt, so that a limit of a minute becomes several; a plain
+    connection waits for the store first.
+
+    Args:
+        host: Name or address of rank 0's host.
+        port: The port there.
+        rank: This rank.
+        timeout: How long to wait for rank 0, and for keys afterwards.
+
+    Returns:
+        The store.
+
+    Raises:
+        RendezvousError: If there is none within the limit; much sooner if there is no such host, or no way to it.
+    """
+    peer, local = _await_listener(host, port, rank, timeout)
+    try:
+        store = _open_client(peer, port, min(timeout, _ANSWER_LIMIT))
+    except (RuntimeError, TimeoutError) as error:
+        raise RendezvousError(
+            f"rank {rank} on host {socket.gethostname()}: what listens at {host}:{port} is not the store of rank 0"
+            f" ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
+        ) from error
+    store.set_timeout(timeout)
+    return OpenStore(store, local)
+
+
+def has_listener(host: str, port: int, limit: float) -> bool:
+    """Tell whether something listens right now.
+
+    Args:
+        host: Name or address.
+        port: The port there.
+        limit: Seconds to wait for an answer.
+
+    Returns:
+        Whether a connection was accepted.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=limit):
+            return True
+    except OSError:
+        return False
+
+
+def _await_listener(host: str, port: int, rank: int, timeout: timedelta) -> tuple[str, str]:
+    """Return the addresses of rank 0 and of this host, of a connection that worked."""
+    started = time.monotonic()
+    patience = timeout.total_seconds()
+    said = False
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=min(_ATTEMPT_LIMIT, patience)) as connection:
+                return str(connection.getpeername()[0]), str(connection.getsockname()[0])
+        except OSError as error:
+            waits_for_rank_0 = isinstance(error, ConnectionRefusedError | ConnectionResetError)
+            limit = patience if waits_for_rank_0 else min(patience, _UNREACHABLE_LIMIT)
+            waited = time.monotonic() - started
+            if waited >= _PATIENCE and not said:
+                said = True
+                _logger.warning("rank %d is still waiting for rank 0 at %s:%d: %s", rank, host, port, error.strerror)
+            if waited >= limit:
+                raise RendezvousError(
+                    f"rank {rank} on host {socket.gethostname()} could not connect to rank 0 at {host}:{port} within"
+                    f" {waited:.0f} s: {error.strerror or error}. {_connection_remedy(host, error)}"
+                ) from error
+        time.sleep(_PAUSE)
+
+
+def _open_client(peer: str, port: int, limit: timedelta) -> dist.Store:
+    """Open torch's client in a thread, as it waits without end for a program that accepts and never answers."""
+    opened: list[dist.Store | RuntimeError] = []
+
+    def attempt() -> None:
+        try:
+            opened.append(dist.TCPStore(peer, port, is_master=False, timeout=limit, wait_for_workers=False))
+        except RuntimeError as error:
+            opened.append(error)
+
+    thread = threading.Thread(target=attempt, name="store-client", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds())
+    if not opened:
+        raise TimeoutError(f"no answer within {limit.total_seconds():g} s")
+    if isinstance(opened[0], RuntimeError):
+        raise opened[0]
+    return opened[0]
+
+
+def _connection_remedy(host: str, error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"Set the main address to one that this host knows rank 0's host by, instead of `{host}`."
+    if isinstance(error, ConnectionRefusedError):
+        several = ", and with several hosts that the main address is not a loopback address"
+        return f"Check that rank 0 has been started there{several if any(map(is_loopback, resolve(host))) else ''}."
+    return "Set the main address to one of rank 0's host that this host has a route to."
+
+
+def _is_agents(place: MeetingPlace) -> bool:
+    """Tell whether torchrun's agent has already made the store at this place."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return False
+    return (place.host, str(place.port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+
+
+def _listening_address(host: str, num_nodes: int) -> str | None:
+    """Return where rank 0 is looked for, None if that cannot be known here.
+
+    Its own name may stand for 127.0.1.1 or for nothing in its own /etc/hosts, and for a translated address elsewhere.
+    """
+    resolved = resolve(host)
+    if num_nodes == 1:
+        return loopback_address() if _is_this_host(host) else None
+    if host == "localhost":
+        return loopback_address()
+    if resolved == [host]:
+        return host if is_local(host) else None
+    return next((address for address in resolved if is_local(address) and not is_loopback(address)), None)
+
+
+def _is_this_host(host: str) -> bool:
+    resolved = resolve(host)
+    return not resolved or any(map(is_local, resolved))
+
+
+def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
+    if not path.parent.is_dir():
+        raise RendezvousError(
+            f"`init_method=file://{path}`: no folder {path.parent} on host {socket.gethostname()}, rank {rank}."
+            " Create it on a file system that all hosts share."
+        )
+    store = dist.FileStore(str(path), world_size)
+    joined = f"joined/{rank}"
+    if store.check([joined]):
+        raise RendezvousError(
+            f"`init_method=file://{path}` was used before: rank {rank}, {store.get(joined).decode()}, has joined"
+            f" there, and that run has not ended properly or still runs. Delete the file, or use a fresh name for every"
+            " run and every restart."
+        )
+    who = f"process {os.getpid()} on host {socket.gethostname()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    store.set(joined, who)
+    return store

@@ -1,0 +1,75 @@
+"""What strategies refuse before any process starts, and hosts without a launcher."""
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from lightning_ddp_ext import BackendError, ManualEnvironment, NetworkInterfaceError
+from lightning_ddp_ext.network import backends
+from lightning_ddp_ext.strategies.upstream import ddp_strategy, fsdp_strategy
+
+
+def trainer(strategy, **options):
+    return Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **options)
+
+
+@pytest.mark.parametrize("make", [ddp_strategy, fsdp_strategy])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"network_interface": "nosuch0"}, NetworkInterfaceError, "`nosuch0` not found"),
+        ({"process_group_backend": "glo"}, BackendError, "no back-end `glo`"),
+        ({"init_method": "http://node1"}, ValueError, "no known form"),
+    ],
+)
+def test_a_constructor_refuses_what_cannot_work(make, arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(**arguments)
+
+
+def test_the_loopback_interface_is_refused_for_several_hosts_by_the_trainer():
+    with pytest.raises(NetworkInterfaceError, match="which other hosts cannot reach, and the run has 2 of them"):
+        trainer(ddp_strategy(network_interface="loopback"), num_nodes=2)
+
+
+def test_a_back_end_for_other_devices_is_refused_by_the_trainer(monkeypatch):
+    monkeypatch.setitem(backends._BUILT, "nccl", lambda: True)
+    with pytest.raises(BackendError, match="does not communicate for cpu devices"):
+        trainer(ddp_strategy(process_group_backend="nccl"))
+
+
+def test_processes_of_mpirun_without_mpi4py_are_refused_by_the_trainer(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(BackendError, match="Install `mpi4py`"):
+        trainer(ddp_strategy(), plugins=[LightningEnvironment()])
+
+
+def test_a_manual_cluster_tells_lightning_where_a_host_is():
+    environment = ManualEnvironment(num_nodes=3, node_rank=2, main_address="node1", main_port=29501)
+    strategy = trainer(ddp_strategy(), plugins=[environment], num_nodes=3).strategy
+    assert strategy.cluster_environment is environment
+    assert (environment.main_address, environment.main_port, environment.node_rank()) == ("node1", 29501, 2)
+    strategy.set_world_ranks()
+    assert (strategy.global_rank, strategy.world_size) == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_nodes": 0}, "`num_nodes` must be at least 1, got 0"),
+        ({"node_rank": 2}, "below `num_nodes=2`, got 2"),
+        ({"node_rank": -1}, "at least 0"),
+        ({"main_address": ""}, "`main_address` is empty"),
+        ({"main_port": 0}, "between 1 and 65535, got 0"),
+    ],
+)
+def test_a_manual_cluster_refuses_numbers_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ManualEnvironment(**{"num_nodes": 2, "node_rank": 0, "main_address": "node1", **arguments})
+
+
+def test_a_trainer_with_another_number_of_hosts_is_refused():
+    environment = ManualEnvironment(num_nodes=2, node_rank=0, main_address="node1")
+    with pytest.raises(ValueError, match="`num_nodes=1` of the Trainer differs from `num_nodes=2` of the cluster"):
+        environment.validate_settings(num_devices=1, num_nodes=1)

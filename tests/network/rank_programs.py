@@ -1,0 +1,207 @@
+"""What ranks do in the network tests; imported by every process, and cheap apart from torch and Lightning."""
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_ext import ManualEnvironment, RendezvousError
+from lightning_ddp_ext.integration.connecting import Connection
+from lightning_ddp_ext.network.process_group import init_process_group
+from lightning_ddp_ext.strategies.upstream import ConnectedDDPStrategy
+from tests.network import rank_server
+
+
+def join(*, delay=0.0, **settings):
+    """Make the process group with ours, add up the ranks, and say what was chosen."""
+    time.sleep(delay)
+    settings = {"backend": "gloo", "timeout": 10, **settings}
+    settings["timeout"] = timedelta(seconds=settings["timeout"])
+    network = init_process_group(**settings)
+    listening = sorted({c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN})
+    group = dist.new_group()  # reads the environment again
+    value = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(value, group=group)
+    variables = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"sum": value.item(), "network": str(network), "listening": listening, **variables}
+
+
+def join_with_torch_alone(*, rank, world_size, main_address, main_port, timeout, init_method=None, delay=0.0):
+    """The same by torch."""
+    time.sleep(delay)
+    os.environ.update(MASTER_ADDR=main_address, MASTER_PORT=str(main_port))
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    value = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return {"sum": value.item()}
+
+
+def join_and_die(program, settings):
+    """Join with one of the above, and end without tidying up."""
+    PROGRAMS[program](**settings)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def join_briefly(*, timeout=10, delay=0.0, **settings):
+    """Make the process group with ours and leave it."""
+    time.sleep(delay)
+    init_process_group(backend="gloo", timeout=timedelta(seconds=timeout), **settings)
+
+
+PROGRAMS = {function.__name__: function for function in (join_briefly, join_with_torch_alone)}
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(*, num_nodes, node_rank, main_address, main_port, **settings):
+    """Train through the Trainer, one rank per host, as `cluster=manual` does."""
+    torch.manual_seed(0)
+    environment = ManualEnvironment(
+        num_nodes=num_nodes, node_rank=node_rank, main_address=main_address, main_port=main_port
+    )
+    settings["timeout"] = timedelta(seconds=settings.get("timeout", 10))
+    trainer = Trainer(
+        strategy=ConnectedDDPStrategy(Connection(**settings)),
+        accelerator="cpu",
+        devices=1,
+        num_nodes=num_nodes,
+        plugins=[environment],
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2))
+    return {"steps": trainer.global_step, "weight": module.layer.weight.tolist(), "rank": trainer.global_rank}
+
+
+def join_twice(**settings):
+    """Ask for a process group that is there already, and for one of another size."""
+    settings = {"backend": "gloo", "network_interface": "auto", **settings, "timeout": timedelta(seconds=10)}
+    init_process_group(**settings)
+    again = init_process_group(**settings)
+    dist.barrier()
+    try:
+        init_process_group(**{**settings, "world_size": 3})
+    except RendezvousError as error:
+        return [again, str(error)]
+    return [again, ""]
+
+
+def serve_as_agent(*, port):
+    """Be torchrun's agent: own the store of all attempts."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    while store.check([]):
+        time.sleep(0.1)
+
+
+def play_scenarios(folder):
+    """Play everything that can go right or wrong on one host; returns the outcomes of ranks by name of the scenario."""
+    folder = Path(folder)
+    return {name: scenario(folder) for name, scenario in SCENARIOS.items()}
+
+
+def _ranks(function, folder, *, limit=20.0, world_size=2, only=None, late=None, **settings):
+    settings = {"world_size": world_size, "main_address": "127.0.0.1", **settings}
+    if "main_port" not in settings:
+        settings["main_port"] = free_port()
+    ranks = range(world_size) if only is None else only
+    jobs = [{"rank": rank, "arguments": {**settings, "rank": rank}} for rank in ranks]
+    if late is not None:
+        jobs[late]["arguments"]["delay"] = 0.5
+    return rank_server.run(function, jobs, limit, folder)
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _with_agent(folder, attempts):
+    """Run attempts one after the other on one store, as torchrun does when it restarts workers."""
+    port = free_port()
+    agent = os.fork()
+    if agent == 0:
+        rank_server.work(serve_as_agent, {"port": port}, folder / "agent")
+    try:
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [attempt(env=env, main_port=port) for attempt in attempts]
+    finally:
+        os.kill(agent, signal.SIGKILL)
+        os.waitpid(agent, 0)
+
+
+def _restarts(folder, function, *, late, **settings):
+    # A rank that comes early finds what the attempt before has left in the store.
+    attempts = [partial(_ranks, function, folder, late=rank, **settings) for rank in (None, *late)]
+    return [outcome for outcomes in _with_agent(folder, attempts) for outcome in outcomes]
+
+
+def _tcp_under_torchrun(folder, function, **settings):
+    attempt = partial(_ranks, function, folder, init_method=f"tcp://127.0.0.1:{free_port()}", **settings)
+    return _with_agent(folder, [attempt])[0]
+
+
+def _leftover(folder, function, **settings):
+    path = folder / f"leftover-{function.__name__}"
+    shared = {
+        "world_size": 2, "main_address": "127.0.0.1", "main_port": 0, "init_method": f"file://{path}", "timeout": 10
+    }  # fmt: skip
+    died = [
+        {"rank": rank, "arguments": {"program": function.__name__, "settings": {**shared, "rank": rank}}}
+        for rank in range(2)
+    ]
+    rank_server.run(join_and_die, died, 20.0, folder)
+    assert path.exists()
+    return _ranks(function, folder, init_method=f"file://{path}", late=1, **settings)
+
+
+def _taken_port(folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        return _ranks(join, folder, main_port=other.getsockname()[1], timeout=2)
+
+
+SCENARIOS = {
+    "auto": lambda folder: _ranks(join, folder, network_interface="auto"),
+    "loopback": lambda folder: _ranks(join, folder, network_interface="loopback"),
+    "nothing chosen": lambda folder: _ranks(join, folder),
+    "one rank": lambda folder: _ranks(join, folder, world_size=1, network_interface="auto"),
+    "three ranks": lambda folder: _ranks(join, folder, world_size=3, network_interface="auto"),
+    "tcp": lambda folder: _ranks(join, folder, init_method=f"tcp://localhost:{free_port()}"),
+    "file": lambda folder: _ranks(join, folder, init_method=f"file://{folder}/meeting", network_interface="auto"),
+    "twice": lambda folder: _ranks(join_twice, folder),
+    "tcp under torchrun": lambda folder: _tcp_under_torchrun(folder, join),
+    "tcp under torchrun, torch": lambda folder: _tcp_under_torchrun(folder, join_with_torch_alone, timeout=1, limit=5),
+    "restarts": lambda folder: _restarts(folder, join, late=[0, 1], network_interface="auto"),
+    "restarts, torch": lambda folder: _restarts(folder, join_with_torch_alone, late=[1], timeout=1, limit=3),
+    "leftover": lambda folder: _leftover(folder, join_briefly),
+    "leftover, torch": lambda folder: _leftover(folder, join_with_torch_alone, timeout=1, limit=3),
+    "missing folder": lambda folder: _ranks(join, folder, init_method=f"file://{folder}/missing/meeting"),
+    "taken port": _taken_port,
+    "rank 1 missing": lambda folder: _ranks(join, folder, only=[0], timeout=1),
+    "rank 0 missing": lambda folder: _ranks(join, folder, only=[1], timeout=1),
+}

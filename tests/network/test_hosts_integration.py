@@ -1,0 +1,190 @@
+"""Two hosts, with a network between them and two that lead nowhere; see `hosts.py`.
+
+Limits are far above what is measured, and far below the 50 s that gloo takes with a time limit of 10 s.
+"""
+
+import pytest
+
+SOON = 20.0  # seconds
+AT_ONCE = 5.0
+TIMEOUT = 10.0
+
+
+@pytest.fixture
+def run(hosts, ports):
+    """Run `join` on ranks of hosts 1 and 2; keyword arguments go to all, `by_host` to those of a host."""
+
+    def run(address="node1", *, flavour="good", places=(1, 2), by_host=None, program="join", limit=40.0, **settings):
+        shared = {"world_size": len(places), "main_address": address, "main_port": next(ports), **settings}
+        if program == "join":
+            shared = {"num_nodes": len(set(places)), "network_interface": "auto", "timeout": TIMEOUT, **shared}
+        ranks = [(host, {**shared, "rank": r, **(by_host or {}).get(host, {})}) for r, host in enumerate(places)]
+        return hosts.run(program, ranks, flavour=flavour, limit=limit)
+
+    return run
+
+
+def worked(outcomes):
+    total = sum(range(1, len(outcomes) + 1))
+    for outcome in outcomes:
+        assert not outcome.error, outcome.output
+        assert not outcome.timed_out, outcome.output
+        assert outcome.value["sum"] == total
+    return [outcome.value for outcome in outcomes]
+
+
+def failed(outcomes, kind, *parts, within):
+    for outcome in outcomes:
+        assert outcome.error.startswith(f"{kind}: "), outcome.error or outcome.output
+        assert outcome.seconds < within
+        for part in parts:
+            assert part in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("flavour", "address"),
+    [
+        ("good", "node1"),
+        ("debian", "node1"),
+        ("debian", "10.77.0.1"),
+        ("none", "10.77.0.1"),
+        ("wrong", "10.77.0.1"),
+        ("good", "fd00:77::1"),
+    ],
+)
+def test_auto_finds_the_interface_that_connects_the_hosts(run, flavour, address):
+    values = worked(run(address, flavour=flavour))
+    for value in values:
+        assert value["network"] == "gloo over node1: eth0 (10.77.0.1), rank 0; node2: eth0 (10.77.0.2), rank 1"
+        assert value["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert value["NCCL_SOCKET_IFNAME"] == "=eth0"
+
+
+@pytest.mark.parametrize("flavour", ["debian", "none", "wrong"])
+def test_torch_alone_does_not_find_it(run, flavour):
+    outcomes = run("10.77.0.1", flavour=flavour, program="join_with_torch_alone", timeout=1, limit=3)
+    assert any(outcome.error for outcome in outcomes)
+    assert any(outcome.timed_out for outcome in outcomes)
+
+
+@pytest.mark.parametrize("places", [(1, 1, 2, 2), (1, 2, 1)])
+def test_ranks_of_one_host_agree(run, places):
+    values = worked(run(flavour="debian", places=places))
+    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"eth0"}
+
+
+def test_ranks_of_one_host_use_its_loopback_interface(run):
+    values = worked(run("node2", flavour="wrong", places=(2, 2)))
+    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"lo"}
+    assert values[0]["listening"] == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("flavour", ["good", "debian"])
+def test_rank_0_listens_on_the_chosen_address_only(run, flavour):
+    rank_0, _ = worked(run(flavour=flavour))
+    assert rank_0["listening"] == ["10.77.0.1"]
+
+
+def test_a_named_interface_is_used(run):
+    values = worked(run("10.77.0.1", flavour="wrong", network_interface="eth0"))
+    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"eth0"}
+
+
+def test_the_users_own_choice_for_gloo_is_honoured_under_auto(run):
+    failed(run(env={"GLOO_SOCKET_IFNAME": "eth1"}), "NetworkInterfaceError", "`eth1`", within=SOON)
+
+
+@pytest.mark.parametrize("flavour", ["good", "wrong"])
+def test_hosts_without_ipv4_are_connected(hosts, run, flavour):
+    ours = [f"addr del 10.77.0.{n}/24 dev eth0" for n in (1, 2)]
+    for n, line in enumerate(ours, start=1):
+        hosts.configure(n, line)
+    try:
+        values = worked(run("fd00:77::1", flavour=flavour))
+    finally:
+        for n, line in enumerate(ours, start=1):
+            hosts.configure(n, line.replace("del", "add"))
+    assert values[0]["network"] == "gloo over node1: eth0 (fd00:77::1), rank 0; node2: eth0 (fd00:77::2), rank 1"
+    assert values[0]["listening"] == ["fd00:77::1"]
+
+
+def test_another_port_than_the_clusters_is_used(run, ports):
+    worked(run("198.51.100.1", flavour="wrong", init_method=f"tcp://10.77.0.1:{next(ports)}"))
+
+
+def test_ranks_meet_in_a_file(run, tmp_path):
+    values = worked(run("198.51.100.1", flavour="none", init_method=f"file://{tmp_path}/meeting"))
+    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"eth0"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_chosen_works_where_names_are_right(run):
+    values = worked(run(network_interface=None))
+    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {None}
+
+
+def test_nothing_chosen_fails_on_both_hosts_where_a_name_is_a_loopback_address(run):
+    outcomes = run(flavour="debian", network_interface=None)
+    failed(outcomes, "NetworkInterfaceError", "127.0.1.1", "Set `network.interface` to `auto`", within=SOON)
+
+
+def test_nothing_chosen_fails_on_both_hosts_where_a_name_is_wrong(run):
+    outcomes = run("10.77.0.1", flavour="wrong", network_interface=None)
+    failed(outcomes, "NetworkInterfaceError", "10.88.1.1", "10.88.2.1", "Network is unreachable", within=SOON)
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "reason"),
+    [("eth1", "10.88.1.1", "Network is unreachable"), ("eth2", "10.99.0.1", "No route to host")],
+)
+def test_an_interface_that_leads_nowhere_is_an_error_on_both_hosts(run, name, address, reason):
+    outcomes = run(network_interface=name)
+    failed(outcomes, "NetworkInterfaceError", f"`{name}`", "node1", "node2", address, reason, within=SOON)
+
+
+def test_torch_alone_waits_at_an_interface_that_leads_nowhere(run):
+    outcomes = run(program="join_with_torch_alone", env={"GLOO_SOCKET_IFNAME": "eth1"}, timeout=1, limit=3)
+    assert outcomes[0].timed_out
+
+
+def test_an_interface_that_hosts_lack_is_an_error_at_once(run):
+    outcomes = run(network_interface="nosuch0")
+    failed(outcomes, "NetworkInterfaceError", "`nosuch0` not found on host node", "eth1 (10.88.", within=AT_ONCE)
+
+
+def test_an_interface_that_one_host_lacks_is_an_error_on_both(run):
+    second = {"network_interface": "nosuch0", "delay": 1.0}  # rank 0 is there to be told
+    outcomes = run(network_interface="eth0", by_host={2: second}, timeout=60)
+    failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on host node2", within=SOON)
+
+
+@pytest.mark.parametrize("name", ["lo", "loopback"])
+def test_the_loopback_interface_is_refused_for_several_hosts(run, name):
+    failed(run(network_interface=name), "NetworkInterfaceError", f"`network.interface={name}`", within=AT_ONCE)
+
+
+def test_a_main_address_without_a_route_is_named(run):
+    outcomes = run("node1", flavour="wrong", timeout=2)
+    failed(outcomes[1:], "RendezvousError", "node1:", "Network is unreachable", "Set the main address", within=SOON)
+    failed(outcomes[:1], "RendezvousError", "rank 1 of 2 ranks did not join", within=SOON)
+
+
+def test_an_unknown_main_address_is_named(run):
+    outcomes = run("node1", flavour="none", timeout=2)
+    failed(outcomes[1:], "RendezvousError", "node1:", "instead of `node1`", within=SOON)
+
+
+def test_a_rank_0_that_never_starts_is_named(hosts, ports):
+    settings = {"world_size": 2, "main_address": "10.77.0.1", "main_port": next(ports), "num_nodes": 2, "timeout": 2}
+    outcomes = hosts.run("join", [(2, {**settings, "rank": 1})])
+    failed(outcomes, "RendezvousError", f"10.77.0.1:{settings['main_port']}", "Connection refused", within=SOON)
+
+
+def test_the_trainer_runs_over_the_chosen_interface(hosts, ports):
+    shared = {"num_nodes": 2, "main_address": "node1", "main_port": next(ports), "network_interface": "auto"}
+    outcomes = hosts.run("train", [(n, {**shared, "node_rank": n - 1}) for n in (1, 2)], flavour="debian", limit=60)
+    values = [outcome.value for outcome in outcomes]
+    assert all(values), "\n".join(outcome.output for outcome in outcomes)
+    assert [value["rank"] for value in values] == [0, 1]
+    assert [value["steps"] for value in values] == [2, 2]
+    assert values[0]["weight"] == values[1]["weight"]

@@ -1,0 +1,41 @@
+from pathlib import Path
+
+import pytest
+
+from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (None, MeetingPlace()),
+        ("env://", MeetingPlace()),
+        ("tcp://node1:29501", MeetingPlace("node1", 29501)),
+        ("tcp://10.0.0.1:29501/", MeetingPlace("10.0.0.1", 29501)),
+        ("tcp://[fd00::1]:29501", MeetingPlace("fd00::1", 29501)),
+        ("file:///shared/meeting", MeetingPlace(path=Path("/shared/meeting"))),
+    ],
+)
+def test_meeting_places_are_read(text, place):
+    assert parse_init_method(text) == place
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("node1:29501", "is of no known form. Use `env://`, `tcp://host:port` or `file:///path`"),
+        ("http://node1:29501", "is of no known form"),
+        ("env://node1", "is of no known form"),
+        ("tcp://node1", "needs a host and a port"),
+        ("tcp://:29501", "needs a host and a port"),
+        ("tcp://node1:port", "Use `env://`"),
+        ("tcp://node1:99999", "Use `env://`"),
+        ("tcp://node1:29501/path", "needs a host and a port"),
+        ("tcp://node1:29501?rank=0", r"leave out `\?rank=0`"),
+        ("file://relative/path", "needs an absolute path"),
+        ("file:///", "needs an absolute path"),
+    ],
+)
+def test_other_forms_are_refused(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse_init_method(text)

@@ -1,0 +1,84 @@
+"""Process groups of one host, made by ours and, as negative controls, by torch alone."""
+
+import pytest
+
+from lightning_ddp_ext.testing import run_processes
+from tests.network.rank_programs import play_scenarios
+
+SOON = 10.0  # seconds; time limits are 1 or 2
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """All scenarios in one launch, which imports torch once."""
+    (played,) = run_processes(play_scenarios, 1, str(tmp_path_factory.mktemp("scenarios")), timeout=200)
+    return played
+
+
+def values(rows):
+    for row in rows:
+        assert not row["error"], row["output"]
+        assert not row["timed_out"], row["output"]
+    return [row["value"] for row in rows]
+
+
+def errors(rows, kind, *parts):
+    for row in rows:
+        assert row["error"].startswith(f"{kind}: "), row["error"] or row["output"]
+        assert row["seconds"] < SOON
+        for part in parts:
+            assert part in row["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("auto", 3), ("loopback", 3), ("nothing chosen", 3), ("one rank", 1), ("three ranks", 6), ("tcp", 3),
+        ("file", 3), ("tcp under torchrun", 3), ("restarts", 3),
+    ],
+)  # fmt: skip
+def test_the_ranks_of_one_host_find_each_other(outcomes, name, total):
+    assert {value["sum"] for value in values(outcomes[name])} == {total}
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("auto", "lo"), ("loopback", "lo"), ("nothing chosen", None)])
+def test_gloo_and_nccl_are_told_in_their_own_syntax(outcomes, name, chosen):
+    for value in values(outcomes[name]):
+        assert value["GLOO_SOCKET_IFNAME"] == chosen
+        assert value["NCCL_SOCKET_IFNAME"] == (chosen and f"={chosen}")
+
+
+@pytest.mark.parametrize("name", ["auto", "nothing chosen", "tcp"])
+def test_the_store_of_one_host_listens_on_the_loopback_address(outcomes, name):
+    for value in values(outcomes[name]):
+        assert set(value["listening"]) <= {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("name", ["tcp under torchrun, torch", "restarts, torch", "leftover, torch"])
+def test_torch_alone_does_not(outcomes, name):
+    assert any(row["error"] or row["timed_out"] for row in outcomes[name])
+
+
+def test_a_process_group_is_kept_unless_its_size_is_another(outcomes):
+    for again, error in values(outcomes["twice"]):
+        assert again is None
+        assert "of 2 in a process group that was made before" in error
+
+
+def test_a_file_of_a_crashed_run_is_named(outcomes):
+    errors(outcomes["leftover"], "RendezvousError", "leftover-join_briefly` was used before", "Delete the file")
+
+
+def test_a_missing_folder_is_named(outcomes):
+    errors(outcomes["missing folder"], "RendezvousError", "no folder", "Create it")
+
+
+def test_a_port_of_another_program_is_named(outcomes):
+    rank_0, rank_1 = outcomes["taken port"]
+    errors([rank_0], "RendezvousError", "cannot be listened on", "Address already in use", "Choose another port")
+    errors([rank_1], "RendezvousError", "is not the store of rank 0", "Choose a port that nothing else uses")
+
+
+def test_missing_ranks_are_named(outcomes):
+    errors(outcomes["rank 1 missing"], "RendezvousError", "rank 1 of 2 ranks did not join in time", "Check that")
+    errors(outcomes["rank 0 missing"], "RendezvousError", "rank 1 on host", "could not connect to rank 0 at 127.0.0.1:")

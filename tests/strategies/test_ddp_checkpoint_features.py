@@ -1,0 +1,36 @@
+"""Features of Lightning under `ddp_checkpoint`: they work, and leave ranks identical. One launch for all."""
+
+import pytest
+
+from lightning_ddp_ext.testing import run_processes
+from tests.strategies import feature_ranks as ranks
+
+MISMATCHES = {
+    "different modules": "`network.2.weight` is",
+    "different arguments": "argument `bucket_cap_mb` is 5 on rank 0 but 6 on rank 1",
+}
+FEATURES = [name for name in ranks.NAMES if name not in MISMATCHES]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return run_processes(ranks.fit_features, 2, folder, timeout=200)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_works_and_leaves_ranks_identical(found, name):
+    for rank, by_name in enumerate(found):
+        assert not by_name[name][1], f"rank {rank}: {by_name[name][1]}"
+    assert found[0][name][0] == found[1][name][0] != ""
+
+
+def test_recomputed_layers_change_nothing(found):
+    assert found[0]["recomputed layers"][0] == found[0]["plain"][0]
+
+
+@pytest.mark.parametrize(("name", "message"), MISMATCHES.items())
+def test_ranks_that_are_set_up_differently_are_told_before_the_first_step(found, name, message):
+    for by_name in found:
+        assert "ReplicaMismatchError: ranks are not set up alike" in by_name[name][1]
+        assert message in by_name[name][1]

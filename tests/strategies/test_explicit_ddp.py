@@ -1,0 +1,48 @@
+"""What `ddp_checkpoint` and its base say before any process starts."""
+
+from datetime import timedelta
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_ddp_ext import DDPCheckpointStrategy, ExplicitDDPStrategy
+
+
+@pytest.mark.parametrize(
+    "name", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"]
+)
+def test_an_argument_that_torch_needs_can_be_deleted(name):
+    with pytest.raises(TypeError, match=f"`{name}` is not needed: .* Delete the argument."):
+        DDPCheckpointStrategy(**{name: True})
+
+
+def test_an_unknown_argument_is_refused():
+    with pytest.raises(
+        TypeError, match=r"`bucket_cap` is not an argument of this strategy\. Did you mean `bucket_cap_mb`"
+    ):
+        DDPCheckpointStrategy(bucket_cap=1)
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan")])
+def test_a_bucket_has_a_size(size):
+    with pytest.raises(ValueError, match="`bucket_cap_mb` must be above 0 MiB"):
+        DDPCheckpointStrategy(bucket_cap_mb=size)
+
+
+def test_weights_are_checked():
+    with pytest.raises(ValueError, match="`weight_by` must be one of"):
+        DDPCheckpointStrategy(weight_by="tokens")
+
+
+def test_the_registered_name_makes_the_strategy():
+    trainer = Trainer(strategy="ddp_checkpoint", accelerator="cpu", devices=2, logger=False)
+    assert type(trainer.strategy) is DDPCheckpointStrategy
+    assert "ddp_checkpoint" in StrategyRegistry
+
+
+def test_arguments_keep_lightnings_names():
+    strategy = DDPCheckpointStrategy(process_group_backend="gloo", timeout=timedelta(seconds=5), start_method="fork")
+    assert isinstance(strategy, ExplicitDDPStrategy)
+    assert strategy.process_group_backend == "gloo"
+    assert strategy.reducer is None
