@@ -1,4 +1,4 @@
-"""The benchmark's own reckoning; nothing here depends on how long anything takes."""
+"""The benchmarks' own reckoning; nothing here depends on how long anything takes."""
 
 import io
 import json
@@ -10,13 +10,32 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from measuring.checkpointing import (
+    SpeedResult,
+    count_passed,
+    explain_failures,
+    make_memory_table,
+    make_peers_table,
+    make_speed_table,
+)
+from measuring.command import measure, parse, start_parser
 from measuring.contender import Contender, closing_all
 from measuring.estimates import Estimate, estimate_median, floor_of_ratio
-from measuring.models import TINY
+from measuring.memory import ONE, TWO, MemoryUse
+from measuring.models import MANY, TINY, TOY
+from measuring.peers import OURS, Outcome, combine, judge
 from measuring.picture import draw_ratios
 from measuring.results import BALANCED, DDP, LockResult, OverheadResult, StepResult, name_device
 from measuring.rounds import MOST_BY_OTHERS, Burst, collect_rounds
-from measuring.tables import NOT_SOUND, explain_lock, make_lock_table, make_overhead_table, make_step_table
+from measuring.scenarios import MODES, SCENARIOS, Optimizers
+from measuring.tables import (
+    NOT_SOUND,
+    describe_stolen,
+    explain_lock,
+    make_lock_table,
+    make_overhead_table,
+    make_step_table,
+)
 from rich.console import Console
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +43,7 @@ QUIET, BUSY = MOST_BY_OTHERS / 2, MOST_BY_OTHERS * 2
 
 
 def burst(seconds, by_others=QUIET):
-    return Burst(30, seconds, seconds, seconds, by_others, {"start_up": 0.1, "first_step": 0.2})
+    return Burst(30, seconds, seconds, seconds, by_others, 0.5, {"start_up": 0.1, "first_step": 0.2})
 
 
 def collect(times, by_others=lambda round_: QUIET, **options):
@@ -103,9 +122,27 @@ def test_any_load_counts_all_rounds():
     assert (len(measurement.counted), len(measurement.rounds)) == (8, 8)
 
 
-def test_who_begins_rotates():
-    orders = [list(round_) for round_ in collect({"a": 1.0, "b": 1.0, "c": 1.0}).rounds]
-    assert orders[:4] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+def test_who_begins_rotates_and_every_other_round_runs_backwards():
+    orders = ["".join(round_) for round_ in collect({"a": 1.0, "b": 1.0, "c": 1.0}).rounds]
+    assert orders[:6] == ["abc", "acb", "cab", "cba", "bca", "bac"]
+
+
+def test_processes_stay_for_some_rounds():
+    entered = []
+
+    def enter():
+        entered.append(True)
+        return nullcontext({"a": lambda: burst(1.0)})
+
+    assert len(collect_rounds(enter, 7, 12, False, stay=3).rounds) == 7
+    assert len(entered) == 3
+
+
+def test_what_a_hypervisor_takes_is_told_and_not_held_against_a_round():
+    measurement = collect({"a": 1.0})
+    assert len(measurement.counted) == 8
+    assert measurement.stolen == 0.5
+    assert "50.0% to 50.0%" in describe_stolen([measurement])
 
 
 def test_a_load_that_meets_all_contenders_leaves_the_ratio_alone():
@@ -170,10 +207,11 @@ def test_any_load_is_said_in_every_table():
 
 def test_the_picture_is_drawn_with_and_without_quiet_rounds(tmp_path):
     pytest.importorskip("matplotlib")
-    paths = draw_ratios({"a": step_result(), "b": step_result(by_others=lambda round_: BUSY)}, {"a": 0.7}, tmp_path)
+    series = {"to one": [step_result().ratio_to_ddp, None], "to another": [None, step_result().ratio_to_device]}
+    paths = draw_ratios("ours", ["a", "b"], series, tmp_path, {"a": 0.7}, any_load=True)
     assert [path.name for path in paths] == ["ratios.png", "ratios.svg"]
     assert all(path.stat().st_size for path in paths)
-    assert draw_ratios({"a": step_result(by_others=lambda round_: BUSY)}, {}, tmp_path)
+    assert draw_ratios("ours", ["a"], {"to one": [None]}, tmp_path)
 
 
 def test_results_are_plain_numbers():
@@ -188,6 +226,73 @@ def test_a_contender_that_fails_is_an_error_with_its_last_lines():
         contender.run(steps=1)
 
 
+def test_peers_that_fail_leave_the_others(monkeypatch, tmp_path):
+    """The quickest way to fail that there is: a peer whose processes do not even find its case."""
+    monkeypatch.setattr(sys, "argv", ["command", "--quick", "--output", str(tmp_path)])
+    options = parse(start_parser("", ["MLP"], "test"), "MLP")
+    orders = {name: {"case": case, "strategy": "auto"} for name, case in (("good", TOY), ("bad", "missing"))}
+    measurement, failures = measure("toys", "measuring.fitting", orders, options, may_fail=["bad"])
+    assert failures == {"bad": "KeyError: 'missing'"}
+    assert [set(round_) for round_ in measurement.rounds] == [{"good"}] * 6
+    with pytest.raises(RuntimeError, match="KeyError: 'missing'"):
+        measure("toys", "measuring.fitting", orders, options)
+
+
+def speed_result(**options):
+    times = {OURS: 0.012, "ddp": 0.02, "static_graph": 0.01, "find_unused": 0.03}
+    return SpeedResult(collect(times, **options), {"bucket_view": "RuntimeError: boom"})
+
+
+def test_the_fastest_peer_that_survives_is_the_reference():
+    result = speed_result()
+    assert result.fastest_peer == "static_graph"
+    assert result.ratio.median == pytest.approx(1.2)
+    assert "bucket_view" not in json.loads(json.dumps(result.to_json()))["seconds"]
+    assert speed_result(by_others=lambda round_: BUSY).ratio is None
+
+
+def test_tables_of_speed_memory_and_peers_fit_into_100_columns():
+    results = {MANY: {mode: speed_result() for mode in MODES}}
+    use = {what: MemoryUse(1.5, 1.04, 0.02) for what in (ONE, TWO)}
+    outcomes = {
+        (name, scenario.name, mode, optimizer): Outcome(letter)
+        for name, letter in ((OURS, "P"), ("ddp", "E"), ("static_graph", "H"), ("find_unused", "D"))
+        for scenario in SCENARIOS
+        for mode in MODES
+        for optimizer in Optimizers
+    }
+    outcomes["ddp", SCENARIOS[0].name, "none", "SGD"] = outcomes["ddp", SCENARIOS[1].name, "none", "SGD"] = Outcome("P")
+    outcomes["ddp", SCENARIOS[1].name, "none", "Adam"] = Outcome("P")
+    file = io.StringIO()
+    tables = make_speed_table(results, any_load=False), make_memory_table({OURS: use}), make_peers_table(outcomes)
+    Console(file=file, width=100).print(*tables, *explain_failures(results))
+    text = file.getvalue()
+    assert "…" not in text
+    assert "1.20 [1.20, 1.20]" in text
+    assert f"bucket_view, {MANY}, none: RuntimeError: boom" in text
+    assert "PEE/EEE" in text
+    assert [count_passed(outcomes, name) for name in (OURS, "ddp", "find_unused")] == [36, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario", "mode", "letter"),
+    [
+        (OURS, "frozen before, then thawed", "reentrant", "P"),
+        ("ddp", "tied weights", "none", "P"),
+        ("ddp", "two backwards of one forward", "none", "E"),
+        ("ddp", "frozen before, then thawed", "none", "D"),
+    ],
+)
+def test_known_peers_are_judged_right(name, scenario, mode, letter):
+    assert judge(name, scenario, mode, "SGD").letter == letter
+
+
+def test_a_rank_that_does_not_end_is_a_hang_unless_another_has_an_error():
+    assert combine([Outcome("P"), Outcome("H")]).letter == "H"
+    assert combine([Outcome("H"), Outcome("E", "why")]) == Outcome("E", "why")
+    assert combine([Outcome("P"), Outcome("D")]).letter == "D"
+
+
 @pytest.mark.slow
 def test_a_quick_run_leaves_tables_numbers_and_pictures(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "balanced_dp.py", "--quick", "--output", tmp_path]
@@ -195,3 +300,16 @@ def test_a_quick_run_leaves_tables_numbers_and_pictures(tmp_path):
     assert "Floor: two threads" in printed
     assert {"tables.txt", "results.json"} <= {path.name for path in tmp_path.iterdir()}
     assert json.loads((tmp_path / "results.json").read_text())["steps"][TINY]["rounds counted"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_quick_run_of_ddp_checkpoint_leaves_tables_numbers_and_pictures(tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "ddp_checkpoint.py", "--quick", "--output", tmp_path]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=580, check=True, cwd=tmp_path).stdout
+    assert "right of 12" in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {one["letter"] for one in results["peers"] if one["who"] == OURS} == {"P"}
+    assert results["speed"]["MLP"]["reentrant"]["rounds counted"] == 6
+    assert results["memory"][OURS][ONE]["peak"] <= 1.05
+    assert results["memory"][OURS][ONE]["held"] <= 0.05

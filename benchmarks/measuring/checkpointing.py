@@ -59,9 +59,8 @@ class SpeedResult:
 def make_speed_table(results: Mapping[str, Mapping[Mode, SpeedResult]], any_load: bool) -> Table:
     """Show the time of a training step of each model in each mode, and the ratio to the fastest peer."""
     table = start_table("Time of a training step in milliseconds; recomputed activations, 2 ranks, 1 thread", any_load)
-    add_columns(
-        table, "model,\nrecomputed", OURS.replace("_", "_\n"), *PEERS, f"{OURS} /\nfastest peer", "rounds\ncounted"
-    )
+    names = [name.replace("_", "_\n") for name in (OURS, *PEERS)]
+    add_columns(table, "model,\nrecomputed", *names, f"{OURS} /\nfastest peer", "rounds\ncounted")
     table.caption = f"{table.caption} Bold: the fastest peer. E: it stops with an error."
     for model, by_mode in results.items():
         table.add_row(Text(model, "bold"))
