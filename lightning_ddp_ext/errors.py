@@ -7,7 +7,7 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     |-- BatchSplitError                a batch that cannot be cut into chunks, or whose size is ambiguous
     |-- ActivationCheckpointingError   a policy that finds no module, or a module that cannot be recomputed
     |-- UnsynchronizedGradientsError   an optimizer step with gradients that are this rank's own
-    |-- RanksOutOfStepError            ranks that synchronise gradients a different number of times
+    |-- RanksOutOfStepError            ranks that synchronise gradients of different backward passes
     |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
     |-- BackendError                   a communication back-end that this installation or launch cannot use
     |-- RendezvousError                processes of a run that do not find each other
@@ -45,7 +45,7 @@ class UnsynchronizedGradientsError(DDPExtError):
 
 
 class RanksOutOfStepError(DDPExtError):
-    """Ranks have synchronised their gradients a different number of times."""
+    """Ranks synchronise the gradients of different batches, or of different backward passes of a batch."""
 
 
 class ReplicaMismatchError(DDPExtError):

@@ -15,6 +15,8 @@ from lightning_ddp_ext.integration.preemption import Departure
 from lightning_ddp_ext.parallel.reducer import GradientReducer
 from lightning_ddp_ext.parallel.weighting import GradientWeights, WeightBy
 
+_PASSES = 1000  # more than there are synchronised backward passes in a batch
+
 
 class SynchronizedStep:
     """Knows what this rank's gradient counts, and synchronises it at the right time.
@@ -43,6 +45,7 @@ class SynchronizedStep:
         self._blocked = False
         self._synchronized = False
         self._last_weight = 0.0
+        self._passes = 0  # synchronised backward passes of this batch
 
     def begin(self, batch: Any, *arguments: Any) -> None:
         """Weigh a micro-batch.
@@ -55,18 +58,21 @@ class SynchronizedStep:
         if isinstance(index, int) and index % self._trainer.accumulate_grad_batches == 0:
             self._weights.restart()  # Lightning drops the gradients of an unfinished window here
         self._weights.set_batch(batch)
+        self._passes = 0
 
     def weigh(self, loss: Tensor) -> Tensor | None:
         """Weigh the loss of the micro-batch against those before it.
 
         Returns:
-            The loss to pass backward; None if the micro-batch counts nothing: its loss may be a mean over nothing, and
-            0 * nan is nan.
+            The loss to pass backward; None if the micro-batch counts nothing.
         """
         factor = self._weights.count()
         if not factor:
             return None
-        return loss if factor == 1.0 or not self._module.automatic_optimization else loss * factor
+        if not self._module.automatic_optimization:
+            factor = 1.0
+        factor *= self._weights.loss_factor
+        return loss if factor == 1.0 else loss * factor
 
     @contextmanager
     def synchronize(self) -> Generator[None, None, None]:
@@ -77,12 +83,27 @@ class SynchronizedStep:
         weight, scale = self._weights.take()
         if self._module.automatic_optimization:
             scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
-        with self.reducer.synchronize(weight, scale, stop=self._departure.wanted):
+        position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
+        self._passes += 1
+        with self.reducer.synchronize(weight, scale, self._departure.wanted, position):
             yield
         self._synchronized = True
         self._last_weight = weight
         if self.reducer.stop_agreed:
             self._departure.agree()
+
+    @contextmanager
+    def discard(self) -> Generator[None, None, None]:
+        """Forget the gradients of a micro-batch that counts nothing: its loss may be a mean over nothing, thus nan.
+
+        Its backward pass has to run nevertheless, since it may communicate.
+        """
+        kept = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
     @contextmanager
     def block(self) -> Generator[None, None, None]:

@@ -12,6 +12,7 @@ from lightning_ddp_ext.parallel.buffers import same_values
 from lightning_ddp_ext.parallel.sync_control import SyncReport
 
 _LOW = 2**32 - 1
+_FORGETTING = 20  # synchronisations without a change after which none is expected
 _LEARNING = 3  # synchronisations in which buffers are compared by value
 
 
@@ -42,7 +43,7 @@ class BufferSynchronizer:
         self._comparisons = 0
         self._group = group
         self._rank = dist.get_rank(group)
-        self._expected: list[int] = []  # buffers that have changed before, in any step
+        self._expected: dict[int, int] = {}  # buffers that are likely to change: synchronisations since they did
         self._source = 0  # the first rank that had data, the last time
         self._under_way: _Transfer | None = None
 
@@ -79,7 +80,7 @@ class BufferSynchronizer:
         Args:
             weight: What this rank's buffers count.
         """
-        self._under_way = self._send(self._expected, weight, self._source) if self._expected else None
+        self._under_way = self._send(sorted(self._expected), weight, self._source) if self._expected else None
 
     def finish(self, report: SyncReport, weight: float) -> None:
         """Set what has changed on any rank to the value of all ranks.
@@ -98,9 +99,10 @@ class BufferSynchronizer:
         if unexpected or from_another:
             sent = self._send(changed, weight, self._source)
             sent.wait()
-            self._expected = sorted({*self._expected, *changed})
         if sent is not None:
             self._receive(sent, changed, report.total_weight)
+        since = {index: number + 1 for index, number in self._expected.items()} | dict.fromkeys(changed, 0)
+        self._expected = {index: number for index, number in since.items() if number < _FORGETTING}
         self.remember()
 
     def skip(self) -> None:

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from threading import RLock
 from typing import Any
 
@@ -50,6 +51,7 @@ class GradientReducer:
         comm_hook: What reduces a bucket instead of an all-reduce, `hook(state, bucket) -> Future[Tensor]`, as for
             torch's `DistributedDataParallel.register_comm_hook`.
         comm_state: First argument of `comm_hook`.
+        timeout: Time limit of a collective in the reducer's own group; None for torch's default.
 
     Raises:
         ValueError: If `bucket_cap_mb` is not above 0.
@@ -77,12 +79,13 @@ class GradientReducer:
         bucket_cap_mb: float = 25.0,
         comm_hook: CommHook | None = None,
         comm_state: object = None,
+        timeout: timedelta | None = None,
     ) -> None:
         if not bucket_cap_mb > 0:
             raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
         self._parameters = _parameters_of(module)
         self._owns_group = process_group is None
-        self._group = _own_group() if process_group is None else _with_cpu(process_group)
+        self._group = _own_group(timeout) if process_group is None else _with_cpu(process_group)
         compare_setups(describe_module(module), self._group)
         self._transport = BucketTransport(self._group, comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
@@ -95,6 +98,7 @@ class GradientReducer:
         self._weight = self._scale = 1.0
         self._expected_total = 1.0  # of the weights: what the last synchronisation found, so the same on every rank
         self._stop = self._stop_agreed = False
+        self._position = 0
         self._next = 0  # first bucket that has not left
         self._late: set[int] = set()
         self._unsynchronized: set[int] = set()
@@ -115,7 +119,9 @@ class GradientReducer:
         return any(id(self._parameters[number]) in asked for number in self._unsynchronized)
 
     @contextmanager
-    def synchronize(self, weight: float = 1.0, scale: float | None = None, stop: bool = False) -> Iterator[None]:
+    def synchronize(
+        self, weight: float = 1.0, scale: float | None = None, stop: bool = False, position: int = 0
+    ) -> Iterator[None]:
         """Synchronise the gradients at the end of a block, overlapped with the backward passes inside.
 
         What has been accumulated before counts as well. With an empty block, a rank that has no batch takes part.
@@ -127,12 +133,13 @@ class GradientReducer:
             scale: What the gradient is multiplied by; by default the weight. Accumulated gradients that are weighted
                 already have another one.
             stop: Whether this rank asks all to stop, see `stop_agreed`.
+            position: Where in the training this is, such as the number of the batch; the same on all ranks.
 
         Raises:
             ValueError: If the weight is negative or not finite.
-            RanksOutOfStepError: If ranks have synchronised a different number of times.
+            RanksOutOfStepError: If ranks are at different positions.
         """
-        self.start(weight, scale, stop)
+        self.start(weight, scale, stop, position)
         try:
             yield
         except BaseException:
@@ -140,13 +147,13 @@ class GradientReducer:
             raise
         self.finish()
 
-    def start(self, weight: float = 1.0, scale: float | None = None, stop: bool = False) -> None:
+    def start(self, weight: float = 1.0, scale: float | None = None, stop: bool = False, position: int = 0) -> None:
         """Begin what `synchronize` does; `finish` ends it."""
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
         if self._active:
             raise RuntimeError("A synchronisation has begun already. End it with `finish`, or use `synchronize`.")
-        self._weight, self._stop = weight, stop
+        self._weight, self._stop, self._position = weight, stop, position
         self._scale = weight if scale is None else scale
         self._predictor.begin()
         self._next = 0
@@ -165,6 +172,7 @@ class GradientReducer:
         report = self._control.exchange(
             self._weight,
             self._stop,
+            self._position,
             self._late_buckets(),
             self._used_here(),
             self._buffers.changes(),
@@ -177,6 +185,8 @@ class GradientReducer:
             self._complete(report)
         else:
             self._buffers.skip()
+            for parameter in self._parameters:
+                parameter.grad = None
         for bucket in self._layout.buckets:
             bucket.release()
 
@@ -296,10 +306,11 @@ def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.is_floating_point() or parameter.is_complex()]
 
 
-def _own_group() -> dist.ProcessGroup:
+def _own_group(timeout: timedelta | None) -> dist.ProcessGroup:
     """Make a group of all ranks that has CPU tensors too, for what ranks tell each other."""
     backends = dist.get_backend_config()
-    group: dist.ProcessGroup = dist.new_group(backend=None if "cpu" in backends else f"cpu:gloo,{backends}")
+    backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
+    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
     return group
 
 

@@ -53,16 +53,23 @@ class SyncControl:
         self._group = group
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
-        self._count = 0
 
     def exchange(
-        self, weight: float, stop: bool, late: Iterable[int], used: bytearray, changed: Iterable[int], buckets: int
+        self,
+        weight: float,
+        stop: bool,
+        position: int,
+        late: Iterable[int],
+        used: bytearray,
+        changed: Iterable[int],
+        buckets: int,
     ) -> SyncReport:
         """Add up what all ranks report.
 
         Args:
             weight: What this rank's gradient counts.
             stop: Whether this rank asks to stop.
+            position: Where in the training this rank is.
             late: Buckets with late gradients on this rank.
             used: 1 for each parameter that has a gradient on this rank.
             changed: Buffers that have changed on this rank.
@@ -72,23 +79,24 @@ class SyncControl:
             The report of all ranks.
 
         Raises:
-            RanksOutOfStepError: If ranks have synchronised a different number of times.
+            RanksOutOfStepError: If ranks are at different positions.
         """
-        self._count += 1
-        ends = [self._world_size, 1, 1, buckets, self._parameters, self._buffers]
+        ends = [self._world_size, 1, 2, buckets, self._parameters, self._buffers]
         message = torch.zeros(sum(ends), dtype=torch.float64)
-        weights, stops, counts, lates, uses, changes = torch.split(message, ends)
+        weights, stops, positions, lates, uses, changes = torch.split(message, ends)
         weights[self._rank] = weight
         stops[0] = stop
-        counts[0] = self._count
+        positions[0], positions[1] = position, position**2
         lates[list(late)] = 1
         if used:
             uses.copy_(torch.frombuffer(used, dtype=torch.uint8))
         changes[list(changed)] = 1
         dist.all_reduce(message, group=self._group)
-        if counts.item() != self._count * self._world_size:
+        total, squares = positions.tolist()
+        if self._world_size * squares != total**2:  # the variance over ranks
             raise RanksOutOfStepError(
-                f"rank {self._rank} synchronises gradients for the {self._count}th time, others for another one. Run"
-                " equally many synchronised backward passes on every rank."
+                f"rank {self._rank} synchronises gradients at position {position}, others at another one (their mean"
+                f" is {total / self._world_size:g}). Run equally many batches, and in each of them equally many"
+                " synchronised backward passes, on every rank."
             )
         return SyncReport(weights.tolist(), stops.item(), lates.tolist(), uses.tolist(), changes.tolist())

@@ -1,7 +1,7 @@
 """What a part of a batch counts when losses, gradients and logged values of the parts are combined."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from lightning_ddp_ext.errors import BatchSplitError
@@ -75,7 +75,8 @@ class GradientWeights:
 
     def __init__(self, weight_by: WeightBy, world_size: int) -> None:
         self._weight_by = weight_by
-        self._world_size = world_size
+        # What every loss is multiplied by: the mean of these over the ranks is the sum of the losses.
+        self.loss_factor = float(world_size) if weight_by == "sum" else 1.0
         self._batch = 0.0
         self._first = 0.0
         self._total = 0.0
@@ -119,13 +120,11 @@ class GradientWeights:
         first, total = self._first, self._total
         self.restart()
         self._counted = False
-        if self._weight_by == "sum":
-            return 1.0, float(self._world_size)
-        return total, first
+        return (1.0, 1.0) if self._weight_by == "sum" else (total, first)
 
     def _measure(self, batch: Any) -> float:
-        if self._weight_by in ("ranks", "sum"):
-            return 1.0
+        if self._weight_by in ("ranks", "sum") or isinstance(batch, Iterator):
+            return 1.0  # a step that takes `dataloader_iter` fetches its batch itself
         if self._weight_by == "samples":
             return float(_count_samples(batch))
         weight = float(self._weight_by(batch))  # type: ignore[operator]

@@ -167,7 +167,11 @@ class ExplicitDDPStrategy(DDPStrategy):
             self._recomputing.apply(self.model)
             self._reported_recomputing = False
         reducer = GradientReducer(
-            self.model, bucket_cap_mb=self.bucket_cap_mb, comm_hook=self._comm_hook, comm_state=self._comm_state
+            self.model,
+            bucket_cap_mb=self.bucket_cap_mb,
+            comm_hook=self._comm_hook,
+            comm_state=self._comm_state,
+            timeout=self._timeout,
         )
         module = self._module
         self._step = SynchronizedStep(module.trainer, module, reducer, self.weight_by, self._forward_signal)
@@ -185,6 +189,9 @@ class ExplicitDDPStrategy(DDPStrategy):
         closure_loss = closure_loss if weighed is None else weighed
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        if weighed is None:
+            with self._step.discard():
+                self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         with self._step.synchronize():
             if weighed is not None:
                 self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)

@@ -176,6 +176,18 @@ def no_rank_with_data_leaves_no_gradient() -> list[bool]:
 
 
 @check
+def no_rank_with_data_leaves_no_gradient_of_a_backward_pass_either() -> list[bool]:
+    module = net()
+    reducer = GradientReducer(module)
+    found = []
+    for weight in (0, 1, 0):
+        with reducer.synchronize(weight):
+            module(batch(dist.get_rank())).sum().backward()
+        found.append(all(gradient is None for gradient in gradients(module)))
+    return found
+
+
+@check
 def synchronising_again_adds_to_the_mean() -> float:
     alone = net()
     together = copy.deepcopy(alone)
@@ -431,7 +443,7 @@ def buffers_without_changes_cost_nothing() -> list[int]:
     reducer = GradientReducer(module)
     with reducer.synchronize():
         module(batch(dist.get_rank())).sum().backward()
-    return reducer._buffers._expected
+    return list(reducer._buffers._expected)
 
 
 @check
@@ -571,7 +583,6 @@ def ranks_out_of_step() -> str:
     """The last check: collectives do not match after it."""
     module = net()
     reducer = GradientReducer(module)
-    reducer._control._count += dist.get_rank()
-    with reducer.synchronize():
+    with reducer.synchronize(position=3 + dist.get_rank()):
         module(batch(0)).sum().backward()
     return "nothing was raised"

@@ -16,6 +16,7 @@ EXPECTED = {
     "a_rank_without_data_gets_the_gradients_of_the_others": EXACT,
     "a_loss_that_counts_nothing_may_be_nan": True,
     "no_rank_with_data_leaves_no_gradient": [True] * 4,
+    "no_rank_with_data_leaves_no_gradient_of_a_backward_pass_either": [True, False, True],
     "synchronising_again_adds_to_the_mean": EXACT,
     "zero_grad_in_place_or_never": EXACT,
     "sparse_gradients": (EXACT, "torch.sparse_coo"),
@@ -68,7 +69,10 @@ def test_equal_weights_are_wrong_for_uneven_batches(results):
 
 def test_ranks_that_are_out_of_step_are_told(results):
     for rank, found in enumerate(results):
-        assert f"RanksOutOfStepError: rank {rank} synchronises gradients" in found["ranks_out_of_step"]
+        assert (
+            f"RanksOutOfStepError: rank {rank} synchronises gradients at position {3 + rank}"
+            in found["ranks_out_of_step"]
+        )
 
 
 def test_every_check_is_looked_at():

@@ -92,7 +92,8 @@ def test_a_sum_of_sums_is_not_divided():
     weights = GradientWeights("sum", world_size=4)
     weights.set_batch("a")
     assert weights.count() == 1.0
-    assert weights.take() == (1.0, 4.0)
+    assert weights.loss_factor == 4.0
+    assert weights.take() == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])

@@ -150,6 +150,36 @@ class Adversaries(LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=0.05) for part in parts]
 
 
+class TwoSums(SumLoss):
+    """Two backward passes of losses that are sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(2 * self.loss(batch))
+        optimizer.step()
+
+
+class UnevenPasses(SumLoss):
+    """Rank 1 has a backward pass more in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(1 + self.global_rank):
+            self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
 class RawBackward(Adversaries):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward()

@@ -24,6 +24,7 @@ EXACT = {
     "weights by ranks": Case(EVEN, ranks.Momentum, strategy={"weight_by": "ranks"}),
     "a loss that is a sum": Case(UNEVEN, ranks.SumLoss, strategy={"weight_by": "sum"}),
     "a sum, accumulated": Case(UNEVEN, ranks.SumLoss, {"accumulate_grad_batches": 2}, {"weight_by": "sum"}, windows=2),
+    "two sums": Case(UNEVEN, ranks.TwoSums, strategy={"weight_by": "sum"}),
     "weights by tokens": Case(UNEVEN, ranks.TokenLoss, strategy={"weight_by": ranks.count_tokens}),
     "weights by tokens, accumulated": Case(
         UNEVEN, ranks.TokenLoss, {"accumulate_grad_batches": 3}, {"weight_by": ranks.count_tokens}, windows=3
@@ -37,6 +38,7 @@ EXACT = {
 FAILING = {
     "raw backward": Case(EVEN, ranks.RawBackward),
     "ambiguous batches": Case(EVEN, ranks.Momentum, strategy={"weight_by": ranks.count_nothing_right}),
+    "uneven passes": Case(EVEN, ranks.UnevenPasses),
 }
 
 
@@ -70,6 +72,11 @@ def test_a_backward_pass_around_the_strategy_is_refused(outcomes):
 def test_a_weight_that_cannot_be_is_refused(outcomes):
     for found in outcomes:
         assert "ValueError: `weight_by` returned -1.0" in found["ambiguous batches"].error
+
+
+def test_ranks_with_different_numbers_of_backward_passes_are_told(outcomes):
+    for rank, found in enumerate(outcomes):
+        assert f"RanksOutOfStepError: rank {rank} synchronises gradients at position" in found["uneven passes"].error
 
 
 def test_equal_weights_are_not_exact():
