@@ -66,3 +66,49 @@ def test_the_metrics_example_prints_equal_values():
     rows = [line for line in lines if re.search(r"\de[+-]\d\d$", line)]
     assert len(rows) > 50
     assert max(float(line.split()[-1]) for line in rows) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["multi_task_checkpointing", "gan", "plain_torch_loop"])
+def test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with_one_process(name):
+    printed = run(f"examples/{name}.py")
+    between_ranks, to_one_process = re.search(r"between the ranks (\S+), to one process (\S+)", printed).groups()
+    assert float(between_ranks) == 0
+    assert float(to_one_process) < 1e-9
+
+
+def test_the_example_of_unequal_devices_prints_that_ddp_is_not_exact():
+    printed = run("examples/unequal_gpus.py")
+    rows = re.findall(r"(\w+), (\d+) and (\d+) samples: .* difference to one process (\S+)", printed)
+    assert [row[:3] for row in rows] == [
+        ("ddp_checkpoint", "16", "16"),
+        ("ddp_checkpoint", "24", "8"),
+        ("ddp", "24", "8"),
+    ]
+    assert max(float(row[3]) for row in rows[:2]) < 1e-9 < 1e-3 < float(rows[2][3])
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.mark.parametrize(
+    ("page", "number", "launcher"),
+    [("ddp_checkpoint", 1, []), ("gradient_reducer", 0, TORCHRUN), ("gradient_reducer", 1, [])],
+)
+def test_the_program_of_a_page_prints_what_it_says(page, number, launcher, tmp_path):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    code, rest = re.findall(r"```python\n(.*?)```(.*?)(?=```python|\Z)", text, re.DOTALL)[number]
+    promised = re.search(r"```text\n(.*?)```", rest, re.DOTALL)[1]
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    printed = run(*launcher, str(program)).splitlines()
+    for line in promised.splitlines():
+        assert line.startswith("$") or any(_is_the_same(line, other) for other in printed), printed
+
+
+def _is_the_same(line, other):
+    """Compare numbers as numbers."""
+    number = r"-?\d+\.\d+"
+    if re.sub(number, "", line) != re.sub(number, "", other):
+        return False
+    pairs = zip(re.findall(number, line), re.findall(number, other), strict=True)
+    return all(float(one) == pytest.approx(float(two), rel=1e-3) for one, two in pairs)

@@ -1,0 +1,135 @@
+"""Two devices, one three times as fast: it gets three quarters of every batch, and the gradient stays exact.
+
+Run it with `python examples/unequal_gpus.py`. The slower device is pretended, by sleeping, so it runs anywhere. With a
+batch size of its own on each rank nobody waits; `ddp` would then count a sample of the slower rank three times as much
+as one of the faster, which the last line shows.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+import lightning_ddp_ext  # noqa: F401  registers "ddp_checkpoint"
+
+MILLISECONDS = [1.0, 3.0]  # that each rank takes for a sample
+
+
+class Shares(Sampler[list[int]]):
+    """This rank's part of each batch. The last batch, which is smaller, is shared in the same proportions.
+
+    Args:
+        samples: Size of the data set.
+        shares: Number of samples of each rank in a batch.
+        rank: This rank.
+    """
+
+    def __init__(self, samples: int, shares: Sequence[int], rank: int) -> None:
+        self.samples = samples
+        self.batch_size = sum(shares)
+        self.begin, self.end = sum(shares[:rank]), sum(shares[: rank + 1])
+        self.generator = torch.Generator().manual_seed(0)  # the same order on every rank, another in every epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of this rank's samples, batch by batch."""
+        for batch in torch.randperm(self.samples, generator=self.generator).split(self.batch_size):
+            begin, end = (len(batch) * edge // self.batch_size for edge in (self.begin, self.end))
+            yield batch[begin:end].tolist()
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on every rank."""
+        return -(-self.samples // self.batch_size)
+
+
+class Regression(pl.LightningModule):
+    """Learns a function of four numbers.
+
+    Args:
+        shares: Number of samples of each rank in a batch.
+    """
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        super().__init__()
+        self.shares = shares
+        self.network = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return the loader of this rank."""
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(400, 4, generator=generator, dtype=torch.float64)
+        data = TensorDataset(inputs, inputs.prod(dim=1, keepdim=True))
+        return DataLoader(data, batch_sampler=Shares(len(data), self.shares, self.trainer.global_rank))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Compute the mean over this rank's samples."""
+        inputs, targets = batch
+        return functional.mse_loss(self.network(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Pretend(pl.Callback):
+    """Sleeps as long as a device of the given speed would take for a batch; measures the training."""
+
+    seconds = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self.seconds = -time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: tuple[Tensor, Tensor], batch_idx: int
+    ) -> None:
+        """Sleep."""
+        if trainer.world_size > 1:
+            time.sleep(len(batch[0]) * MILLISECONDS[trainer.global_rank] / 1000)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock."""
+        self.seconds += time.perf_counter()
+
+
+def train(strategy: str, shares: Sequence[int]) -> tuple[Tensor, pl.Trainer, float]:
+    """Train for five epochs from the same start, with a rank for each share; return parameters, Trainer and seconds."""
+    pl.seed_everything(0, verbose=False)
+    module, clock = Regression(shares), Pretend()
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=len(shares), precision="64-true", max_epochs=5,
+        callbacks=[clock], use_distributed_sampler=False, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module)
+    return nn.utils.parameters_to_vector(module.parameters()).detach(), trainer, clock.seconds
+
+
+def main() -> None:
+    """Train on two ranks; Lightning runs this file once more for the second of them."""
+    torch.set_num_threads(1)
+    runs = [("ddp_checkpoint", (16, 16)), ("ddp_checkpoint", (24, 8)), ("ddp", (24, 8))]
+    results = [train(strategy, shares) for strategy, shares in runs]
+    by_rank = [torch.empty_like(results[1][0]) for _ in range(2)]
+    dist.all_gather(by_rank, results[1][0])
+    dist.destroy_process_group()
+    if not results[0][1].is_global_zero:
+        return
+    alone, _, _ = train("auto", (32,))
+    differences = []
+    for (strategy, shares), (parameters, _, seconds) in zip(runs, results, strict=True):
+        differences.append(float((parameters - alone).abs().max()))
+        sizes = " and ".join(map(str, shares))
+        print(f"{strategy}, {sizes} samples: {seconds:.1f} s; difference to one process {differences[-1]:.1e}")
+    between_ranks = float((by_rank[0] - by_rank[1]).abs().max())
+    print(f"difference between the ranks of ddp_checkpoint: {between_ranks}")
+    if between_ranks != 0 or max(differences[:2]) > 1e-9 or differences[2] < 1e-3:
+        raise SystemExit("the runs do not compare as they should")
+
+
+if __name__ == "__main__":
+    main()
