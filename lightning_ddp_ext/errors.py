@@ -51,8 +51,6 @@ class RanksOutOfStepError(DDPExtError):
 class ReplicaMismatchError(DDPExtError):
     """Ranks were not set up alike, or their parameters, buffers or optimizer states differ."""
 
-    """The chosen network interface does not exist on a host, or does not reach the other hosts."""
-
 
 class BackendError(DDPExtError):
     """The communication back-end is not part of this torch, or does not suit the devices or the launcher."""
