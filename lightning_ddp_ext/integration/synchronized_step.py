@@ -47,15 +47,14 @@ class SynchronizedStep:
         self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
 
-    def begin(self, batch: Any, *arguments: Any) -> None:
+    def begin(self, batch: Any) -> None:
         """Weigh a micro-batch.
 
         Args:
-            batch: What `training_step` is about to be called with,
-            arguments: and the rest of it.
+            batch: What `training_step` is about to be called with.
         """
-        index = next(iter(arguments), None)
-        if isinstance(index, int) and index % self._trainer.accumulate_grad_batches == 0:
+        index = self._trainer.fit_loop.epoch_loop.batch_idx
+        if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
             self._weights.restart()  # Lightning drops the gradients of an unfinished window here
         self._weights.set_batch(batch)
         self._passes = 0
@@ -83,6 +82,8 @@ class SynchronizedStep:
         weight, scale = self._weights.take()
         if self._module.automatic_optimization:
             scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
+        else:
+            scale = weight  # the user has made a mean of what has been accumulated
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         self._passes += 1
         with self.reducer.synchronize(weight, scale, self._departure.wanted, position):

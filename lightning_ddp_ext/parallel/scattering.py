@@ -38,10 +38,15 @@ def batch_size_of(batch: Any, batch_dim: int = 0) -> int:
         BatchSplitError: If entries disagree or can be read in two ways, if one cannot be cut, or if there is nothing
             to count.
     """
-    total = _measure(batch, batch_dim).total
+    total = count_samples(batch, batch_dim)
     if total == 0:
         raise BatchSplitError("the batch has no samples. Leave empty batches out in the data loader.")
     return total
+
+
+def count_samples(batch: Any, batch_dim: int = 0) -> int:
+    """Count the samples of a batch that may have none; otherwise as `batch_size_of`."""
+    return _measure(batch, batch_dim).total
 
 
 def split_batch(batch: Any, sizes: Sequence[int], batch_dim: int = 0) -> list[Any]:

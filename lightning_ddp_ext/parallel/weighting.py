@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.parallel.scattering import batch_size_of
+from lightning_ddp_ext.parallel.scattering import count_samples
 
 WeightBy = Literal["samples", "ranks", "sum"] | Callable[[Any], float]
 
@@ -138,7 +138,7 @@ class GradientWeights:
 
 def _count_samples(batch: Any) -> int:
     try:
-        return batch_size_of(batch)
+        return count_samples(batch)
     except BatchSplitError as error:
         raise BatchSplitError(
             error.problem,

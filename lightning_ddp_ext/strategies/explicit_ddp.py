@@ -179,7 +179,7 @@ class ExplicitDDPStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._step is not None
-        self._step.begin(*args, *kwargs.values())
+        self._step.begin(next(iter((*args, *kwargs.values()))))
         return super().training_step(*args, **kwargs)
 
     @override

@@ -180,6 +180,29 @@ class UnevenPasses(SumLoss):
         optimizer.step()
 
 
+class ByHand(Classifier):
+    """Accumulates over two batches by hand, in a step that does not ask for `batch_idx`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.batches = 0
+
+    def training_step(self, batch: Any) -> None:
+        optimizer = self.optimizers()
+        self.batches += 1
+        accumulates = self.trainer.world_size > 1  # one process has both batches in one
+        if accumulates and self.batches % 2:
+            optimizer.zero_grad()
+            with optimizer.toggle_model(sync_grad=False):
+                self.manual_backward(self.loss(batch) / 2)
+            return
+        if not accumulates:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) / (2 if accumulates else 1))
+        optimizer.step()
+
+
 class RawBackward(Adversaries):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward()

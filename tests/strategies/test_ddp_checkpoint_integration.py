@@ -24,6 +24,8 @@ EXACT = {
     "weights by ranks": Case(EVEN, ranks.Momentum, strategy={"weight_by": "ranks"}),
     "a loss that is a sum": Case(UNEVEN, ranks.SumLoss, strategy={"weight_by": "sum"}),
     "a sum, accumulated": Case(UNEVEN, ranks.SumLoss, {"accumulate_grad_batches": 2}, {"weight_by": "sum"}, windows=2),
+    "accumulated by hand over batches": Case([[3, 3, 5, 5], [1, 1, 2, 2]], ranks.ByHand, windows=2),
+    "a rank with an empty batch": Case([[3, 4], [2, 0]], ranks.Momentum),
     "two sums": Case(UNEVEN, ranks.TwoSums, strategy={"weight_by": "sum"}),
     "weights by tokens": Case(UNEVEN, ranks.TokenLoss, strategy={"weight_by": ranks.count_tokens}),
     "weights by tokens, accumulated": Case(
