@@ -1,8 +1,10 @@
 import logging
+import os
 import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +19,15 @@ def _no_thread_left_behind():
     yield
     left = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("replica-")]
     assert not left, f"threads of replicas outlived the test: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_left_behind():
+    """Lightning writes ranks and addresses into the environment, which processes started later would believe."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
