@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +23,11 @@ def _no_thread_left_behind():
 
 
 @pytest.fixture(autouse=True)
-def _no_process_group_left_behind():
+def _no_rank_left_behind():
     """Lightning writes ranks and addresses into the environment, which processes started later would believe."""
     before = dict(os.environ)
     yield
+    rank_zero_only.rank = 0  # another rank says nothing
     if dist.is_initialized():
         dist.destroy_process_group()
     for name in set(os.environ) - set(before):

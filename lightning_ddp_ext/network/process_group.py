@@ -111,9 +111,8 @@ def init_process_group(
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
     )
-    if "nccl" in backend.lower():
-        # torch warns about communicators that outlive their process group.
-        atexit.register(_destroy)
+    # NCCL warns about a group that is left behind; a thread of gloo's may abort the interpreter while it ends.
+    atexit.register(_destroy)
     return network
 
 

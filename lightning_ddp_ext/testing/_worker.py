@@ -50,6 +50,14 @@ def main(call_file: Path, folder: Path, lifeline: int) -> None:
         _report_failure(folder, reason, "")
         sys.exit(1)
     _write(folder / "result", pickled)
+    _leave_process_group()
+
+
+def _leave_process_group() -> None:
+    """Spare the caller an abort: threads of gloo may still let go of tensors while the interpreter ends."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _end_with_parent(lifeline: int) -> None:
