@@ -5,16 +5,25 @@ from lightning_ddp_ext.errors import (
     BackendError,
     BatchSplitError,
     DDPExtError,
+    LoggedKeysError,
     NetworkInterfaceError,
+    OtherRankError,
+    RankJoinedError,
     RanksOutOfStepError,
     RendezvousError,
     ReplicaMismatchError,
+    UnevenInputsError,
     UnsupportedFeatureError,
     UnsynchronizedGradientsError,
 )
 from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
 from lightning_ddp_ext.parallel.reducer import GradientReducer
-from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, DDPCheckpointStrategy, ExplicitDDPStrategy
+from lightning_ddp_ext.strategies import (
+    BalancedDataParallelStrategy,
+    DDPCheckpointStrategy,
+    DDPJoinStrategy,
+    ExplicitDDPStrategy,
+)
 
 __version__ = "0.1.0"
 
@@ -25,13 +34,18 @@ __all__ = [
     "BatchSplitError",
     "DDPCheckpointStrategy",
     "DDPExtError",
+    "DDPJoinStrategy",
     "ExplicitDDPStrategy",
     "GradientReducer",
+    "LoggedKeysError",
     "ManualEnvironment",
     "NetworkInterfaceError",
+    "OtherRankError",
+    "RankJoinedError",
     "RanksOutOfStepError",
     "RendezvousError",
     "ReplicaMismatchError",
+    "UnevenInputsError",
     "UnsupportedFeatureError",
     "UnsynchronizedGradientsError",
     "__version__",

@@ -8,6 +8,10 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     |-- ActivationCheckpointingError   a policy that finds no module, or a module that cannot be recomputed
     |-- UnsynchronizedGradientsError   an optimizer step with gradients that are this rank's own
     |-- RanksOutOfStepError            ranks that synchronise gradients of different backward passes
+    |-- RankJoinedError                a collective that needs a rank which has run out of data
+    |-- UnevenInputsError              ranks with different amounts of data where that is refused
+    |-- LoggedKeysError                ranks that log different keys, or in another order
+    |-- OtherRankError                 a rank that failed, told by another one
     |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
     |-- BackendError                   a communication back-end that this installation or launch cannot use
     |-- RendezvousError                processes of a run that do not find each other
@@ -46,6 +50,22 @@ class UnsynchronizedGradientsError(DDPExtError):
 
 class RanksOutOfStepError(DDPExtError):
     """Ranks synchronise the gradients of different batches, or of different backward passes of a batch."""
+
+
+class RankJoinedError(DDPExtError):
+    """A step issues a collective that needs a rank which has run out of data."""
+
+
+class UnevenInputsError(DDPExtError):
+    """Ranks have different amounts of data where that is refused, or a loader has fewer batches than it announced."""
+
+
+class LoggedKeysError(DDPExtError):
+    """Ranks log different keys with `sync_dist=True`, which would be added up with each other."""
+
+
+class OtherRankError(DDPExtError):
+    """Another rank has failed while this one waited for it."""
 
 
 class ReplicaMismatchError(DDPExtError):

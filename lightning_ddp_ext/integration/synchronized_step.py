@@ -1,6 +1,6 @@
 """What a training step is on a rank: micro-batches that are weighed, and backward passes that are synchronised."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +40,7 @@ class SynchronizedStep:
         self.reducer = reducer
         self._trainer = trainer
         self._module = module
-        self._weights = GradientWeights(weight_by, trainer.world_size)
+        self._weights = GradientWeights(weight_by)
         self._departure = Departure(trainer, forward_signal)
         self._blocked = False
         self._synchronized = False
@@ -53,10 +53,29 @@ class SynchronizedStep:
         Args:
             batch: What `training_step` is about to be called with.
         """
+        self._begin()
+        self._weights.set_batch(batch)
+
+    def begin_without_data(self) -> None:
+        """Have no micro-batch, while other ranks have one."""
+        self._begin()
+        self._weights.set_no_batch()
+
+    @property
+    def notes(self) -> Sequence[float] | None:
+        """What ranks told each other in the last synchronisation, if this backward pass was synchronised."""
+        report = self.reducer.report
+        return None if self._blocked or report is None else report.notes
+
+    @property
+    def batch_weight(self) -> float:
+        """What the micro-batch counts."""
+        return self._weights.of_batch
+
+    def _begin(self) -> None:
         index = self._trainer.fit_loop.epoch_loop.batch_idx
         if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
             self._weights.restart()  # Lightning drops the gradients of an unfinished window here
-        self._weights.set_batch(batch)
         self._passes = 0
 
     def weigh(self, loss: Tensor) -> Tensor | None:
@@ -68,25 +87,26 @@ class SynchronizedStep:
         factor = self._weights.count()
         if not factor:
             return None
-        if not self._module.automatic_optimization:
-            factor = 1.0
-        factor *= self._weights.loss_factor
-        return loss if factor == 1.0 else loss * factor
+        return loss if factor == 1.0 or not self._module.automatic_optimization else loss * factor
 
     @contextmanager
-    def synchronize(self) -> Generator[None, None, None]:
-        """Synchronise the gradients of a backward pass, unless an accumulation window goes on."""
+    def synchronize(self, note: int = 0) -> Generator[None, None, None]:
+        """Synchronise the gradients of a backward pass, unless an accumulation window goes on.
+
+        Args:
+            note: See `GradientReducer.synchronize`.
+        """
         if self._blocked:
             yield
             return
         weight, scale = self._weights.take()
         if self._module.automatic_optimization:
             scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
-        else:
+        elif self._weights.divisor is None:
             scale = weight  # the user has made a mean of what has been accumulated
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         self._passes += 1
-        with self.reducer.synchronize(weight, scale, self._departure.wanted, position):
+        with self.reducer.synchronize(weight, scale, self._departure.wanted, position, note, self._weights.divisor):
             yield
         self._synchronized = True
         self._last_weight = weight

@@ -1,11 +1,20 @@
 """Exchanging small things between the ranks of a process group."""
 
+from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+def group_with_cpu(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Make a group of all ranks that has CPU tensors too, for what ranks tell each other."""
+    backends = dist.get_backend_config()
+    backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
+    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    return group
 
 
 def exchange_device(group: dist.ProcessGroup | None) -> torch.device:

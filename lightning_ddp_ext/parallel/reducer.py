@@ -20,6 +20,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.parallel.bucket_transport import BucketTransport, CommHook
 from lightning_ddp_ext.parallel.buckets import broadcast_all
 from lightning_ddp_ext.parallel.buffer_sync import BufferSynchronizer
+from lightning_ddp_ext.parallel.exchange import group_with_cpu
 from lightning_ddp_ext.parallel.gradient_bucket import LARGE, GradientBucket
 from lightning_ddp_ext.parallel.gradient_layout import GradientLayout
 from lightning_ddp_ext.parallel.prediction import BackwardPredictor
@@ -85,7 +86,7 @@ class GradientReducer:
             raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
         self._parameters = _parameters_of(module)
         self._owns_group = process_group is None
-        self._group = _own_group(timeout) if process_group is None else _with_cpu(process_group)
+        self._group = group_with_cpu(timeout) if process_group is None else _with_cpu(process_group)
         compare_setups(describe_module(module), self._group)
         self._transport = BucketTransport(self._group, comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
@@ -96,15 +97,27 @@ class GradientReducer:
         self._lock = RLock()  # a module that spans several devices has a backward thread for each
         self._active = False
         self._weight = self._scale = 1.0
+        self._divisor: float | None = None
         self._expected_total = 1.0  # of the weights: what the last synchronisation found, so the same on every rank
         self._stop = self._stop_agreed = False
-        self._position = 0
+        self._position = self._note = 0
+        self._report: SyncReport | None = None
         self._next = 0  # first bucket that has not left
         self._late: set[int] = set()
         self._unsynchronized: set[int] = set()
         broadcast_all([*self._parameters, *self._buffers.tensors()], self._group)
         self._buffers.remember()
         self._hooks = [self._watch(number, parameter) for number, parameter in enumerate(self._parameters)]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self._group
+
+    @property
+    def report(self) -> SyncReport | None:
+        """What ranks told each other in the last synchronisation; the same on every rank."""
+        return self._report
 
     @property
     def stop_agreed(self) -> bool:
@@ -120,7 +133,13 @@ class GradientReducer:
 
     @contextmanager
     def synchronize(
-        self, weight: float = 1.0, scale: float | None = None, stop: bool = False, position: int = 0
+        self,
+        weight: float = 1.0,
+        scale: float | None = None,
+        stop: bool = False,
+        position: int = 0,
+        note: int = 0,
+        divisor: float | None = None,
     ) -> Iterator[None]:
         """Synchronise the gradients at the end of a block, overlapped with the backward passes inside.
 
@@ -134,12 +153,14 @@ class GradientReducer:
                 already have another one.
             stop: Whether this rank asks all to stop, see `stop_agreed`.
             position: Where in the training this is, such as the number of the batch; the same on all ranks.
+            note: What this rank tells the others, below 2 ** 53; see `report`.
+            divisor: What the sum over the ranks is divided by instead of their weights, the same on all ranks.
 
         Raises:
             ValueError: If the weight is negative or not finite.
             RanksOutOfStepError: If ranks are at different positions.
         """
-        self.start(weight, scale, stop, position)
+        self.start(weight, scale, stop, position, note, divisor)
         try:
             yield
         except BaseException:
@@ -147,14 +168,23 @@ class GradientReducer:
             raise
         self.finish()
 
-    def start(self, weight: float = 1.0, scale: float | None = None, stop: bool = False, position: int = 0) -> None:
+    def start(
+        self,
+        weight: float = 1.0,
+        scale: float | None = None,
+        stop: bool = False,
+        position: int = 0,
+        note: int = 0,
+        divisor: float | None = None,
+    ) -> None:
         """Begin what `synchronize` does; `finish` ends it."""
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
         if self._active:
             raise RuntimeError("A synchronisation has begun already. End it with `finish`, or use `synchronize`.")
-        self._weight, self._stop, self._position = weight, stop, position
+        self._weight, self._stop, self._position, self._note = weight, stop, position, note
         self._scale = weight if scale is None else scale
+        self._divisor = divisor
         self._predictor.begin()
         self._next = 0
         self._late.clear()
@@ -173,11 +203,13 @@ class GradientReducer:
             self._weight,
             self._stop,
             self._position,
+            self._note,
             self._late_buckets(),
             self._used_here(),
             self._buffers.changes(),
             len(self._layout.buckets),
         )
+        self._report = report
         self._stop_agreed = bool(report.stop)
         self._unsynchronized.clear()
         self._transport.wait()
@@ -263,7 +295,7 @@ class GradientReducer:
 
     def _complete(self, report: SyncReport) -> None:
         """Add late gradients and those of new parameters, divide by the total weight, and write the result back."""
-        total = report.total_weight
+        total = self._divisor or report.total_weight
         for bucket, late in zip(self._layout.buckets, report.late, strict=True):
             if late:
                 self._add_late(bucket)
@@ -304,14 +336,6 @@ def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
                 f"parameter `{name}` has no shape yet. Run a batch through the module before its gradients are reduced."
             )
     return [parameter for parameter in module.parameters() if parameter.is_floating_point() or parameter.is_complex()]
-
-
-def _own_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a group of all ranks that has CPU tensors too, for what ranks tell each other."""
-    backends = dist.get_backend_config()
-    backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
-    return group
 
 
 def _with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -15,6 +15,7 @@ class SyncReport:
 
     Attributes:
         weights: Weight of each rank.
+        notes: What each rank tells the others.
         stop: Number of ranks that ask to stop.
         late: For each bucket, number of ranks on which gradients came after it had left.
         used: For each parameter, number of ranks on which it has a gradient.
@@ -22,6 +23,7 @@ class SyncReport:
     """
 
     weights: Sequence[float]
+    notes: Sequence[float]
     stop: float
     late: Sequence[float]
     used: Sequence[float]
@@ -59,6 +61,7 @@ class SyncControl:
         weight: float,
         stop: bool,
         position: int,
+        note: int,
         late: Iterable[int],
         used: bytearray,
         changed: Iterable[int],
@@ -70,6 +73,7 @@ class SyncControl:
             weight: What this rank's gradient counts.
             stop: Whether this rank asks to stop.
             position: Where in the training this rank is.
+            note: What this rank tells the others.
             late: Buckets with late gradients on this rank.
             used: 1 for each parameter that has a gradient on this rank.
             changed: Buffers that have changed on this rank.
@@ -81,10 +85,10 @@ class SyncControl:
         Raises:
             RanksOutOfStepError: If ranks are at different positions.
         """
-        ends = [self._world_size, 1, 2, buckets, self._parameters, self._buffers]
+        ends = [self._world_size, self._world_size, 1, 2, buckets, self._parameters, self._buffers]
         message = torch.zeros(sum(ends), dtype=torch.float64)
-        weights, stops, positions, lates, uses, changes = torch.split(message, ends)
-        weights[self._rank] = weight
+        weights, notes, stops, positions, lates, uses, changes = torch.split(message, ends)
+        weights[self._rank], notes[self._rank] = weight, note
         stops[0] = stop
         positions[0], positions[1] = position, position**2
         lates[list(late)] = 1
@@ -99,4 +103,6 @@ class SyncControl:
                 f" is {total / self._world_size:g}). Run equally many batches, and in each of them equally many"
                 " synchronised backward passes, on every rank."
             )
-        return SyncReport(weights.tolist(), stops.item(), lates.tolist(), uses.tolist(), changes.tolist())
+        return SyncReport(
+            weights.tolist(), notes.tolist(), stops.item(), lates.tolist(), uses.tolist(), changes.tolist()
+        )

@@ -70,13 +70,12 @@ class GradientWeights:
 
     Args:
         weight_by: See `combination_weights`; `"ranks"` counts every micro-batch once.
-        world_size: Number of ranks.
     """
 
-    def __init__(self, weight_by: WeightBy, world_size: int) -> None:
+    def __init__(self, weight_by: WeightBy) -> None:
         self._weight_by = weight_by
-        # What every loss is multiplied by: the mean of these over the ranks is the sum of the losses.
-        self.loss_factor = float(world_size) if weight_by == "sum" else 1.0
+        # What the sum over ranks is divided by; None for the total of their weights.
+        self.divisor = 1.0 if weight_by == "sum" else None
         self._batch = 0.0
         self._first = 0.0
         self._total = 0.0
@@ -99,6 +98,16 @@ class GradientWeights:
         self._batch = self._measure(batch)
         self._counted = False
 
+    def set_no_batch(self) -> None:
+        """Have no micro-batch, while other ranks have one."""
+        self._batch = 0.0
+        self._counted = False
+
+    @property
+    def of_batch(self) -> float:
+        """What the micro-batch counts."""
+        return self._batch
+
     def count(self) -> float:
         """Count the micro-batch, once between two synchronisations, however often it is passed backward.
 
@@ -120,7 +129,7 @@ class GradientWeights:
         first, total = self._first, self._total
         self.restart()
         self._counted = False
-        return (1.0, 1.0) if self._weight_by == "sum" else (total, first)
+        return total, first
 
     def _measure(self, batch: Any) -> float:
         if self._weight_by in ("ranks", "sum") or isinstance(batch, Iterator):
@@ -145,3 +154,11 @@ def _count_samples(batch: Any) -> int:
             'Pass a callable `weight_by`, which returns what a batch counts, or `weight_by="ranks"` if batches are'
             " equally large on all ranks.",
         ) from error
+
+
+def samples_or_one(batch: Any) -> float:
+    """Count the samples of a batch; 1 where they cannot be counted."""
+    try:
+        return float(count_samples(batch))
+    except BatchSplitError:
+        return 1.0

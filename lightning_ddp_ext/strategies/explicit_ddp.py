@@ -191,15 +191,23 @@ class ExplicitDDPStrategy(DDPStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         if weighed is None:
             with self._step.discard():
-                self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-        with self._step.synchronize():
+                self._run_backward(closure_loss, optimizer, *args, **kwargs)
+        with self._synchronize():
             if weighed is not None:
-                self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+                self._run_backward(closure_loss, optimizer, *args, **kwargs)
         # `on_after_backward` fires here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         self._report_recomputing()
         return closure_loss
+
+    def _run_backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
+        self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
+
+    def _synchronize(self) -> AbstractContextManager[None]:
+        """Synchronise the gradients of a backward pass, unless that is put off."""
+        assert self._step is not None
+        return self._step.synchronize()
 
     def _report_recomputing(self) -> None:
         if self._recomputing is not None and not self._reported_recomputing:

@@ -1,0 +1,1 @@
+"""Samplers and loaders for ranks with different amounts of data, plain torch."""

@@ -1,0 +1,210 @@
+"""The same number of steps on every rank, however much data each has."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp_ext.errors import UnevenInputsError
+from lightning_ddp_ext.parallel.exchange import gather_integer, list_ranks
+
+UnevenInputs = Literal["join", "stop", "error"]
+UNEVEN_INPUTS = ("join", "stop", "error")
+
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Which ranks have a batch in a step.
+
+    Attributes:
+        active: The ranks that have one, in ascending order.
+        is_ghost: Whether this rank has none.
+        is_tail: Whether any rank has none.
+    """
+
+    active: tuple[int, ...]
+    is_ghost: bool
+    is_tail: bool
+
+
+def gather_lengths(length: int | None, group: dist.ProcessGroup) -> list[int] | None:
+    """Return how many batches each rank has; None if any of them does not know. One collective."""
+    lengths = gather_integer(_UNKNOWN if length is None else length, group)
+    return None if _UNKNOWN in lengths else lengths
+
+
+def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> float:
+    """Return the number of steps that all ranks make.
+
+    Args:
+        lengths: Number of batches of each rank.
+        uneven_inputs: Until when steps go on: `"join"` until the last rank has run out, `"stop"` until the first has.
+
+    Raises:
+        UnevenInputsError: If the lengths differ, and `uneven_inputs` is `"error"`.
+    """
+    if uneven_inputs == "error" and min(lengths) != max(lengths):
+        shortest = lengths.index(min(lengths))
+        raise UnevenInputsError(
+            f"rank {shortest} runs out of data after batch {min(lengths):g}, while rank {lengths.index(max(lengths))}"
+            f' has {max(lengths):g} batches. Give all ranks equally many, or use `uneven_inputs="join"`.'
+        )
+    return min(lengths) if uneven_inputs == "stop" else max(lengths)
+
+
+class LockstepLoader:
+    """Iterates over a source, and goes on with batches that do not count while other ranks still have some.
+
+    Yields pairs of a batch and a `Turn`. On a ghost step the batch is the last one that the rank had, so that hooks see
+    something of the right form; a rank that never had any gets the first batch of another rank.
+
+    Where every rank knows its length, no communication is needed. Otherwise ranks vote on whether there is another
+    step, one batch ahead, so that the vote is under way while a step is computed.
+
+    Args:
+        source: Makes the batches of this rank, each time it is iterated over.
+        lengths: Number of batches of each rank, None if that is not known.
+        group: The ranks, over a back-end that has CPU tensors.
+        uneven_inputs: See `number_of_steps`.
+        limit: Number of steps after which to stop in any case.
+        skip: Steps that have been made before, in the run that this one resumes.
+
+    Attributes:
+        length: Number of steps, if it is known, before the first one.
+        left_out: How many batches of each rank `uneven_inputs="stop"` leaves out. Where lengths are not known, it is
+            known after the end, and at least that many.
+
+    Raises:
+        UnevenInputsError: While iterating, if ranks run out of data at different times and that is refused, or if the
+            source yields fewer batches than were announced.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        lengths: Sequence[int] | None,
+        group: dist.ProcessGroup,
+        uneven_inputs: UnevenInputs = "join",
+        limit: float = float("inf"),
+        skip: int = 0,
+    ) -> None:
+        self._source = source
+        self._lengths = lengths
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
+        self._uneven_inputs = uneven_inputs
+        self._limit = limit
+        self._skip = skip
+        self._present: Sequence[bool] = ()
+        self._turn: Turn | None = None
+        self._filler: Any = None
+        self._has_filler = False
+        self.length: int | None = None
+        self.left_out: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Any, Turn]]:
+        self.left_out = []
+        self._turn = None
+        yield from self._iterate_unsized() if self._lengths is None else self._iterate_sized(self._lengths)
+
+    def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[tuple[Any, Turn]]:
+        own = lengths[self._rank]
+        self.length = steps = int(min(self._limit, number_of_steps(lengths, self._uneven_inputs)))
+        if self._uneven_inputs == "stop":
+            self.left_out = [int(max(0, min(self._limit, length) - steps)) for length in lengths]
+        batches = iter(self._source)
+        self._pass_over(batches, min(self._skip, own))
+        step = self._skip
+        present = [length > step for length in lengths]
+        while step < steps:
+            if step in lengths:
+                present = [length > step for length in lengths]
+            batch = self._fetch(batches, own, step) if step < own else None
+            yield self._take_turn(present, batch)
+            step += 1
+
+    def _iterate_unsized(self) -> Iterator[tuple[Any, Turn]]:
+        batches = iter(self._source)
+        self._pass_over(batches, self._skip)
+        step = self._skip
+        has_batch, batch = _advance(batches)
+        count_votes = self._vote(has_batch)
+        while any(present := count_votes()) and step < self._limit:
+            if self._uneven_inputs != "join" and not all(present):
+                self._end_early(present, step)
+                return
+            given = self._take_turn(present, batch)
+            if has_batch:
+                has_batch, batch = _advance(batches)
+            count_votes = self._vote(has_batch)
+            yield given
+            step += 1
+
+    def _take_turn(self, present: Sequence[bool], batch: Any) -> tuple[Any, Turn]:
+        if present[self._rank]:
+            self._filler, self._has_filler = batch, True
+        if self._turn is None or present != self._present:
+            self._present = present
+            active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
+            self._turn = Turn(active, not present[self._rank], not all(present))
+            if self._turn.is_tail:
+                self._share_filler(active[0])
+        return self._filler, self._turn
+
+    def _share_filler(self, source: int) -> None:
+        """Give ranks that have never had a batch one of another rank."""
+        if all(gather_integer(self._has_filler, self._group)):
+            return
+        shared = [self._filler]
+        dist.broadcast_object_list(shared, group=self._group, group_src=source)
+        if not self._has_filler:
+            self._filler, self._has_filler = shared[0], True
+
+    def _vote(self, has_batch: bool) -> Callable[[], list[bool]]:
+        votes = torch.zeros(self._world_size, dtype=torch.int32)
+        votes[self._rank] = has_batch
+        work = dist.all_reduce(votes, group=self._group, async_op=True)
+
+        def count() -> list[bool]:
+            work.wait()
+            return votes.bool().tolist()
+
+        return count
+
+    def _end_early(self, present: Sequence[bool], step: int) -> None:
+        missing = [rank for rank, has_batch in enumerate(present) if not has_batch]
+        if self._uneven_inputs == "error":
+            raise UnevenInputsError(
+                f"{list_ranks(missing)} ran out of data after batch {step}, other ranks have more. Give all ranks"
+                ' equally many batches, or use `uneven_inputs="join"`.'
+            )
+        self.left_out = [int(has_batch) for has_batch in present]
+
+    def _fetch(self, batches: Iterator[Any], length: int, step: int) -> Any:
+        has_batch, batch = _advance(batches)
+        if not has_batch:
+            raise UnevenInputsError(
+                f"rank {self._rank}: the loader announced {length} batches and ended after {step}. Correct the"
+                " `__len__` of its dataset, or remove it, so that ranks ask each other in every step."
+            )
+        return batch
+
+    def _pass_over(self, batches: Iterator[Any], number: int) -> None:
+        """Skip batches; the last one may have to stand in for those that are missing."""
+        for _ in range(number):
+            has_batch, batch = _advance(batches)
+            if not has_batch:
+                return
+            self._filler, self._has_filler = batch, True
+
+
+def _advance(batches: Iterator[Any]) -> tuple[bool, Any]:
+    try:
+        return True, next(batches)
+    except StopIteration:
+        return False, None

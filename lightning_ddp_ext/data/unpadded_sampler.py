@@ -1,0 +1,50 @@
+"""Every sample exactly once."""
+
+from collections.abc import Iterator, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DistributedSampler
+from typing_extensions import override
+
+
+class UnpaddedDistributedSampler(DistributedSampler[Any]):
+    """Deals samples out to the ranks, without padding and without dropping any: ranks may get one sample less.
+
+    Order, seed and epoch are those of `torch.utils.data.DistributedSampler`, whose arguments it takes; ranks get the
+    same samples as from that one, but for the padding. A rank may get none.
+
+    Raises:
+        ValueError: If `drop_last` is set, or the rank is out of range.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.drop_last:
+            raise ValueError("`drop_last=True` drops samples, which this sampler never does. Leave it out.")
+        self._count()
+
+    @classmethod
+    def take_over(cls, sampler: DistributedSampler[Any], rank: int, num_replicas: int) -> None:
+        """Turn a sampler into one that neither pads nor drops, in place: loaders refer to their samplers."""
+        sampler.__class__ = cls
+        sampler.rank, sampler.num_replicas = rank, num_replicas
+        cast(UnpaddedDistributedSampler, sampler)._count()
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._indices())
+
+    def _indices(self) -> list[int]:
+        size = len(cast(Sized, self.dataset))
+        if not self.shuffle:
+            return list(range(self.rank, size, self.num_replicas))
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        order: list[int] = torch.randperm(size, generator=generator).tolist()
+        return order[self.rank :: self.num_replicas]
+
+    def _count(self) -> None:
+        size = len(cast(Sized, self.dataset))
+        self.num_samples = len(range(self.rank, size, self.num_replicas))
+        self.total_size = size

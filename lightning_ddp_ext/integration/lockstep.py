@@ -1,0 +1,178 @@
+"""Steps of all ranks together, of which some may have run out of data."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_ddp_ext._compat.lightning import (
+    active_combined_loader,
+    combination_mode,
+    is_hook_of_loop,
+    replace_loaders,
+    restore_loaders,
+)
+from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
+from lightning_ddp_ext.errors import OtherRankError
+from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
+from lightning_ddp_ext.integration.logged_values import LoggedValues
+from lightning_ddp_ext.parallel.exchange import group_with_cpu
+from lightning_ddp_ext.parallel.rank_messages import RankMessages
+from lightning_ddp_ext.parallel.tail import TailCollectives
+
+
+class Lockstep:
+    """Lets the loops of a Trainer make the same steps on every rank, ghost steps where a rank has no data.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        uneven_inputs: What to do when a rank runs out of data.
+        timeout: Time limit of a collective.
+        own: Other process groups in which every rank takes part at any time.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        uneven_inputs: UnevenInputs,
+        timeout: timedelta | None,
+        own: Iterable[dist.ProcessGroup],
+    ) -> None:
+        self.group = group_with_cpu(timeout)
+        self.turn: Turn | None = None
+        self._trainer = trainer
+        self._module = module
+        self._uneven_inputs = uneven_inputs
+        self._tail = TailCollectives([self.group, *own], timeout)
+        self._messages = RankMessages(self.group, timeout)
+        self._metrics: list[Metric] = []
+        self._outputs: dict[str, STEP_OUTPUT] = {}
+        self._is_among_active = False
+        self.logged = LoggedValues(trainer, module, self.group)
+        replace_loaders(trainer, self._combine)
+
+    def close(self) -> None:
+        """Give loops, logging and the process group back."""
+        self.logged.close()
+        restore_loaders(self._trainer)
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether this rank has no data in this step."""
+        return self.turn is not None and self.turn.is_ghost
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether any rank has no data in this step."""
+        return self.turn is not None and self.turn.is_tail
+
+    @property
+    def gathered_rows(self) -> tuple[int, ...] | None:
+        """Which rows of what is gathered have something, within a step that some ranks do not take part in."""
+        return self.turn.active if self.turn is not None and self._is_among_active else None
+
+    def take_turn(self) -> None:
+        """Take up the next batch of a loop; to be called when it is moved to the device."""
+        combined = active_combined_loader(self._trainer)
+        if not isinstance(combined, LockstepCombinedLoader) or not is_hook_of_loop(self._module, "batch_to_device"):
+            return
+        turn = combined.turns.popleft()
+        if turn is not self.turn and turn.is_tail:
+            self._tail.prepare(turn.active)
+            self._metrics = [
+                part for part in self._module.modules() if isinstance(part, Metric) and part.process_group is None
+            ]
+        self.turn = turn
+
+    def step(self, hook: str, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        """Run a step of the module, or make a ghost step.
+
+        Returns:
+            What the step returns; on a ghost step what it returned last.
+        """
+        turn = self.turn
+        if turn is None:
+            return run()
+        self.logged.begin(turn)
+        if turn.is_ghost:
+            self.logged.adopt(self._messages.wait())
+            return self._outputs.get(hook)
+        with self.among_active(), self.logged.step():
+            output = run()
+        if turn.is_tail:
+            if turn.active[0] == self._trainer.global_rank:
+                self._messages.publish(self.logged.describe())
+            else:
+                self._messages.pass_over()
+        self._outputs[hook] = _detached(output)
+        return output
+
+    @contextmanager
+    def among_active(self) -> Iterator[None]:
+        """Let collectives of a block run among the ranks that have data, if some have not; on one that has."""
+        turn = self.turn
+        if turn is None or not turn.is_tail:
+            yield
+            return
+        group = self._tail.group(turn.active)
+        self._is_among_active = True
+        for metric in self._metrics:
+            metric.process_group = group
+        try:
+            with self._tail.redirect(turn.active):
+                yield
+        except BaseException as error:
+            self._messages.fail(error)
+            raise
+        finally:
+            self._is_among_active = False
+            for metric in self._metrics:
+                metric.process_group = None
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Say what another rank has failed of, where this one only sees that the connection is gone.
+
+        Raises:
+            OtherRankError: If another rank has failed in a step that this one took no part in.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            reason = self._messages.failure() if self.is_ghost else None
+            if reason is None:
+                raise
+            raise OtherRankError(reason) from error
+
+    def end_epoch(self) -> None:
+        """Forget the last step: what follows concerns no batch."""
+        self.turn = None
+
+    def _combine(self, given: Any, mode: str) -> LockstepCombinedLoader:
+        if isinstance(given, CombinedLoader):
+            given, mode = given.iterables, combination_mode(given)
+        return LockstepCombinedLoader(given, mode, self.group, self._uneven_inputs)
+
+
+def ghost_loss(output: STEP_OUTPUT, device: torch.device) -> STEP_OUTPUT:
+    """Return what stands in for the output of a training step: a loss of zero, beside what was last returned."""
+    loss = torch.zeros((), device=device, requires_grad=True)
+    return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+
+def _detached(output: STEP_OUTPUT) -> STEP_OUTPUT:
+    if isinstance(output, dict):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+    return output.detach() if isinstance(output, Tensor) else output

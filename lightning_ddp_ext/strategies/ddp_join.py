@@ -1,0 +1,196 @@
+"""Distributed training on ranks with different amounts of data."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.integration.lockstep import Lockstep, ghost_loss
+from lightning_ddp_ext.integration.lockstep_data import InjectedRank, RankedLoader, unpad
+from lightning_ddp_ext.parallel.weighting import samples_or_one
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+
+
+class DDPJoinStrategy(ExplicitDDPStrategy):
+    """One process per device, each with any number of batches: in lockstep, nothing repeated, nothing dropped.
+
+    A rank that has run out of data goes on through Lightning's loop with ghost steps: it does not run the module's
+    step, adds nothing to the gradient, and steps its optimizer with the same gradient as all others. Global step,
+    schedulers, validation, checkpoints and callbacks therefore agree on all ranks at any time, and so do parameters,
+    buffers and the state of the optimizer. Each sample counts once, in training and in evaluation.
+
+    Collectives that a step issues while some ranks have run out of data are those of the ranks that still have some,
+    see `TailCollectives`. Lightning's sampler is replaced by one that neither pads nor drops; a sampler of your own
+    stays.
+
+    Registered as `"ddp_join"`.
+
+    Args:
+        uneven_inputs: What to do when a rank runs out of data: `"join"` goes on until the last rank has; `"stop"` ends
+            the epoch on all ranks when the first has, and says how many samples that leaves out; `"error"` raises.
+        options: Arguments of `ExplicitDDPStrategy`.
+
+    Raises:
+        ValueError: If `uneven_inputs` is none of these.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_ddp_ext import DDPJoinStrategy
+        >>> trainer = Trainer(strategy=DDPJoinStrategy(), accelerator="cpu", devices=2, logger=False)
+    """
+
+    strategy_name = "ddp_join"
+
+    def __init__(self, *args: Any, uneven_inputs: UnevenInputs = "join", **options: Any) -> None:
+        if uneven_inputs not in UNEVEN_INPUTS:
+            raise ValueError(
+                f"`uneven_inputs` must be one of {', '.join(map(repr, UNEVEN_INPUTS))}, got {uneven_inputs!r}. Use"
+                ' "join" to train on all data.'
+            )
+        super().__init__(*args, **options)
+        self.uneven_inputs = uneven_inputs
+        self._lockstep: Lockstep | None = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether this rank has run out of data, while others make a step."""
+        return self._lockstep is not None and self._lockstep.is_ghost
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        _refuse_iterators(trainer)
+        super().setup(trainer)
+        own = [] if self.reducer is None else [self.reducer.process_group]
+        self._lockstep = Lockstep(trainer, self._module, self.uneven_inputs, self._timeout, own)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self._module.trainer.predicting:
+            # Lightning's sampler for predictions refuses ranks without samples.
+            return {"num_replicas": 1, "rank": InjectedRank(self.global_rank, self.world_size, value=0)}
+        rank = InjectedRank(self.global_rank, self.world_size)
+        return {"num_replicas": self.world_size, "rank": rank}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        unpad(dataloader)
+        if self._lockstep is None or self._module.trainer.predicting:
+            return dataloader
+        return RankedLoader(dataloader, self._lockstep.group)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._lockstep is not None:
+            self._lockstep.take_turn()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        lockstep, step = self._lockstep, self._step
+        assert lockstep is not None
+        assert step is not None
+        if not self._module.automatic_optimization and lockstep.is_tail:
+            raise UnsupportedFeatureError(
+                "a rank has run out of data, and with manual optimization it cannot know which optimizers step. Use"
+                ' `uneven_inputs="stop"`, or automatic optimization.'
+            )
+        run = functools.partial(super().training_step, *args, **kwargs)
+        output = lockstep.step("training_step", run)
+        if lockstep.is_ghost:
+            step.begin_without_data()
+            return ghost_loss(output, self.root_device)
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._evaluate("validation_step", functools.partial(super().validation_step, *args, **kwargs), args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._evaluate("test_step", functools.partial(super().test_step, *args, **kwargs), args)
+
+    def _evaluate(self, hook: str, run: Callable[[], STEP_OUTPUT], args: Sequence[Any]) -> STEP_OUTPUT:
+        lockstep = self._lockstep
+        assert lockstep is not None
+        output = lockstep.step(hook, run)
+        lockstep.logged.synchronize(0.0 if lockstep.is_ghost else samples_or_one(args[0]))
+        return output
+
+    @override
+    def _run_backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
+        assert self._lockstep is not None
+        if self._lockstep.is_ghost:
+            return
+        with self._lockstep.among_active():
+            super()._run_backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    @contextmanager
+    def _synchronize(self) -> Iterator[None]:
+        lockstep, step = self._lockstep, self._step
+        assert lockstep is not None
+        assert step is not None
+        with lockstep.explaining(), step.synchronize(lockstep.logged.note):
+            yield
+        weight = 0.0 if lockstep.is_ghost else step.batch_weight
+        lockstep.logged.synchronize(weight, step.notes)
+
+    @override
+    def reduce(
+        self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        lockstep = self._lockstep
+        if isinstance(tensor, Tensor) and _is_mean(reduce_op) and not tensor.is_floating_point():
+            tensor = tensor.double()  # Lightning would cut the mean of whole numbers off
+        reduce = functools.partial(super().reduce, group=group, reduce_op=reduce_op)
+        if lockstep is None or group is not None or not isinstance(reduce_op, str):
+            return reduce(tensor)
+        return lockstep.logged.reduce(tensor, reduce_op, reduce)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        gathered = super().all_gather(tensor, group, sync_grads)
+        if self._lockstep is None or group not in (None, dist.group.WORLD):
+            return gathered
+        rows = self._lockstep.gathered_rows
+        return gathered if rows is None else gathered[list(rows)]
+
+    @override
+    def teardown(self) -> None:
+        if self._lockstep is not None:
+            self._lockstep.close()
+        self._lockstep = None
+        super().teardown()
+
+
+def _refuse_iterators(trainer: Trainer) -> None:
+    module = trainer.lightning_module
+    for step in ("training_step", "validation_step", "test_step"):
+        if takes_dataloader_iter(module, step):
+            raise UnsupportedFeatureError(
+                f"`{step}(self, dataloader_iter)` fetches batches itself, so that ranks cannot agree on who has one."
+                " Take the batch instead."
+            )
+
+
+def _is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
+    return isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
