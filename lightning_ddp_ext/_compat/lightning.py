@@ -12,6 +12,7 @@ calls to save and load its position.
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -169,25 +170,34 @@ def current_results(trainer: Trainer) -> _ResultCollection | None:
 
 
 def watch_logging(
-    trainer: Trainer, update: Callable[[str, _ResultMetric, Callable[[], None]], None], end_epoch: Callable[[], None]
+    trainer: Trainer,
+    update: Callable[[str, _ResultMetric, Callable[[], None]], None],
+    end_batch: Callable[[], None],
+    end_epoch: Callable[[], None],
 ) -> None:
     """Follow what is logged, in every loop.
 
     Args:
         trainer: The Trainer.
         update: Called instead of each update, with its key, its record and a function that updates it.
+        end_batch: Called after the last hook of a batch, before its values are passed on.
         end_epoch: Called when an epoch of training or evaluation ends, before any hook or callback sees its values.
     """
     for results in _result_collections(trainer):
         _watch(results, update)
     connector = trainer._logger_connector
-    reached = type(connector).epoch_end_reached.__get__(connector)
+    _call_before(connector, "on_batch_end", end_batch)
+    _call_before(connector, "epoch_end_reached", end_epoch)
 
-    def epoch_end_reached() -> None:
-        end_epoch()
-        reached()
 
-    connector.epoch_end_reached = epoch_end_reached  # type: ignore[method-assign]
+def _call_before(owner: Any, name: str, call: Callable[[], None]) -> None:
+    original = getattr(type(owner), name).__get__(owner)
+
+    def method() -> None:
+        call()
+        original()
+
+    setattr(owner, name, method)
 
 
 def _watch(results: _ResultCollection, update: Callable[[str, _ResultMetric, Callable[[], None]], None]) -> None:
@@ -201,7 +211,26 @@ def unwatch_logging(trainer: Trainer) -> None:
     """Undo `watch_logging`."""
     for results in _result_collections(trainer):
         results.__dict__.pop("update_metrics", None)
-    trainer._logger_connector.__dict__.pop("epoch_end_reached", None)
+    for name in ("on_batch_end", "epoch_end_reached"):
+        trainer._logger_connector.__dict__.pop(name, None)
+
+
+@contextmanager
+def without_batch_hooks(trainer: Trainer) -> Iterator[None]:
+    """Call no hook of a batch in evaluation; the loop that runs goes on nevertheless."""
+    module, owner = trainer.lightning_module, vars(trainer)
+    callbacks = owner["callbacks"]
+    names = [f"on_{stage}_batch_{end}" for stage in ("validation", "test") for end in ("start", "end")]
+    kept = {name: vars(module)[name] for name in names if name in vars(module)}
+    owner["callbacks"] = []
+    vars(module).update(dict.fromkeys(names, lambda *_: None))
+    try:
+        yield
+    finally:
+        owner["callbacks"] = callbacks
+        for name in names:
+            del vars(module)[name]
+        vars(module).update(kept)
 
 
 def is_synchronised(metric: _ResultMetric, *, on_step: bool) -> bool:

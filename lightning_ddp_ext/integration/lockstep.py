@@ -1,7 +1,7 @@
 """Steps of all ranks together, of which some may have run out of data."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_ddp_ext._compat.lightning import (
     is_hook_of_loop,
     replace_loaders,
     restore_loaders,
+    without_batch_hooks,
 )
 from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
 from lightning_ddp_ext.errors import OtherRankError
@@ -27,6 +28,7 @@ from lightning_ddp_ext.integration.logged_values import LoggedValues
 from lightning_ddp_ext.parallel.exchange import group_with_cpu
 from lightning_ddp_ext.parallel.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.tail import TailCollectives
+from lightning_ddp_ext.parallel.weighting import samples_or_one
 
 
 class Lockstep:
@@ -56,13 +58,17 @@ class Lockstep:
         self._tail = TailCollectives([self.group, *own], timeout)
         self._messages = RankMessages(self.group, timeout)
         self._metrics: list[Metric] = []
-        self._outputs: dict[str, STEP_OUTPUT] = {}
+        self._output: STEP_OUTPUT = None
+        self._samples = 1.0
+        self._last_tail: Turn | None = None
         self._is_among_active = False
-        self.logged = LoggedValues(trainer, module, self.group)
+        self._turn_stack = ExitStack()
+        self.logged = LoggedValues(trainer, module, self.group, self._end_batch)
         replace_loaders(trainer, self._combine)
 
     def close(self) -> None:
         """Give loops, logging and the process group back."""
+        self._turn_stack.close()
         self.logged.close()
         restore_loaders(self._trainer)
         if dist.is_initialized():
@@ -83,47 +89,73 @@ class Lockstep:
         """Which rows of what is gathered have something, within a step that some ranks do not take part in."""
         return self.turn.active if self.turn is not None and self._is_among_active else None
 
-    def take_turn(self) -> None:
+    def take_turn(self, batch: Any) -> None:
         """Take up the next batch of a loop; to be called when it is moved to the device."""
         combined = active_combined_loader(self._trainer)
         if not isinstance(combined, LockstepCombinedLoader) or not is_hook_of_loop(self._module, "batch_to_device"):
             return
-        turn = combined.turns.popleft()
-        if turn is not self.turn and turn.is_tail:
-            self._tail.prepare(turn.active)
+        turn = self.turn = combined.turns.popleft()
+        self.logged.begin(turn)
+        self._samples = 1.0 if self._trainer.training else samples_or_one(batch)
+        if not turn.is_tail:
+            return
+        self._tail.prepare(turn.active)
+        if turn is not self._last_tail:
+            self._last_tail = turn
             self._metrics = [
                 part for part in self._module.modules() if isinstance(part, Metric) and part.process_group is None
             ]
-        self.turn = turn
+        if not self._trainer.training:
+            # In evaluation hooks count too: they belong to a batch, not to a step of all ranks.
+            self._turn_stack.enter_context(without_batch_hooks(self._trainer) if turn.is_ghost else self.among_active())
 
-    def step(self, hook: str, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
-        """Run a step of the module, or make a ghost step.
+    def train(self, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        """Run a training step, or make a ghost step.
 
         Returns:
-            What the step returns; on a ghost step what it returned last.
+            What the step returns; on a ghost step what it returned last, with a loss of zero.
         """
-        turn = self.turn
-        if turn is None:
-            return run()
-        self.logged.begin(turn)
-        if turn.is_ghost:
-            self.logged.adopt(self._messages.wait())
-            return self._outputs.get(hook)
+        if self.is_ghost:
+            self._tell_ghosts()
+            return ghost_loss(self._output, self._module.device)
         with self.among_active(), self.logged.step():
             output = run()
-        if turn.is_tail:
-            if turn.active[0] == self._trainer.global_rank:
-                self._messages.publish(self.logged.describe())
-            else:
-                self._messages.pass_over()
-        self._outputs[hook] = _detached(output)
+        self._tell_ghosts()
+        self._output = _detached(output)
         return output
+
+    def evaluate(self, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        """Run a step of evaluation, unless this rank has no data."""
+        if self.is_ghost:
+            return None
+        with self.logged.step():
+            return run()
+
+    def _end_batch(self) -> None:
+        """End a turn: what follows concerns no batch."""
+        if not self._trainer.training and self.turn is not None:
+            self._turn_stack.close()
+            self._tell_ghosts()
+            self.logged.synchronize(0.0 if self.is_ghost else self._samples)
+        self.turn = None
+        self.logged.end()
+
+    def _tell_ghosts(self) -> None:
+        """Tell ranks that make a ghost step what has been logged; these wait for it."""
+        if self.turn is None or not self.turn.is_tail:
+            return
+        if self.turn.is_ghost:
+            self.logged.adopt(self._messages.wait())
+        elif self.turn.active[0] == self._trainer.global_rank:
+            self._messages.publish(self.logged.describe())
+        else:
+            self._messages.pass_over()
 
     @contextmanager
     def among_active(self) -> Iterator[None]:
         """Let collectives of a block run among the ranks that have data, if some have not; on one that has."""
         turn = self.turn
-        if turn is None or not turn.is_tail:
+        if turn is None or not turn.is_tail or self._is_among_active:
             yield
             return
         group = self._tail.group(turn.active)
@@ -133,32 +165,30 @@ class Lockstep:
         try:
             with self._tail.redirect(turn.active):
                 yield
-        except BaseException as error:
-            self._messages.fail(error)
-            raise
         finally:
             self._is_among_active = False
             for metric in self._metrics:
                 metric.process_group = None
+
+    def fail(self, error: BaseException) -> None:
+        """Tell other ranks that this one has failed."""
+        self._turn_stack.close()
+        self._messages.fail(error)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Say what another rank has failed of, where this one only sees that the connection is gone.
 
         Raises:
-            OtherRankError: If another rank has failed in a step that this one took no part in.
+            OtherRankError: If another rank has failed.
         """
         try:
             yield
         except RuntimeError as error:
-            reason = self._messages.failure() if self.is_ghost else None
+            reason = self._messages.failure()
             if reason is None:
                 raise
             raise OtherRankError(reason) from error
-
-    def end_epoch(self) -> None:
-        """Forget the last step: what follows concerns no batch."""
-        self.turn = None
 
     def _combine(self, given: Any, mode: str) -> LockstepCombinedLoader:
         if isinstance(given, CombinedLoader):

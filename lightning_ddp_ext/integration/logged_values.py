@@ -43,9 +43,12 @@ class LoggedValues:
         trainer: The Trainer.
         module: Its module.
         group: The ranks, over a back-end for the module's device and for CPU tensors.
+        end_batch: Called after the last hook of a batch.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup, end_batch: Callable[[], None]
+    ) -> None:
         self._trainer = trainer
         self._module = module
         self._group = group
@@ -55,7 +58,7 @@ class LoggedValues:
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # in this step, by key
         self._pending: dict[str, Any] = {}
-        watch_logging(trainer, self._update, self._end_epoch)
+        watch_logging(trainer, self._update, end_batch, self._end_epoch)
 
     def close(self) -> None:
         """Stop following what is logged."""
@@ -66,6 +69,10 @@ class LoggedValues:
         self._turn = turn
         self._logged.clear()
         self._pending.clear()
+
+    def end(self) -> None:
+        """End a step: what follows concerns no batch."""
+        self._turn = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -91,8 +98,8 @@ class LoggedValues:
         """
         if self._is_logging and self._in_step:
             return tensor
-        if self._is_logging and self._turn is not None and self._turn.is_tail:
-            return self._reduce_all([tensor], [operation], 0.0 if self._turn.is_ghost else 1.0)[0]
+        if self._is_logging and self._turn is not None and self._turn.is_tail and self._trainer.training:
+            return self._reduce_all([tensor], [operation], 0.0 if self._is_ghost else 1.0)[0]
         return reduce(tensor)
 
     def synchronize(self, weight: float, notes: Sequence[float] | None = None) -> None:
@@ -159,22 +166,21 @@ class LoggedValues:
         return self._turn is not None and self._turn.is_ghost
 
     def _update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
-        if self._is_ghost and not self._in_step:
+        if self._is_ghost and metric.is_tensor:
             self._take_part(metric)
+            metric.has_reset = False
             return
         self._is_logging = True
         try:
             proceed()
         finally:
             self._is_logging = False
-        if self._in_step:
-            self._logged[key] = metric
-            if is_synchronised(metric, on_step=True):
-                self._pending[key] = metric
+        self._logged[key] = metric
+        if self._in_step and is_synchronised(metric, on_step=True):
+            self._pending[key] = metric
 
     def _take_part(self, metric: Any) -> None:
         """Let a hook's value on a ghost step count nothing, where other ranks wait for it."""
-        metric.has_reset = False
         if is_synchronised(metric, on_step=True):
             set_latest(metric, self._reduce_all([self._neutral(metric)], [metric.meta.sync.op], 0.0)[0])
 

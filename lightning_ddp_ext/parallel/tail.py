@@ -37,7 +37,7 @@ class TailCollectives:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def prepare(self, active: tuple[int, ...]) -> None:
-        """Make the group of active ranks; to be called on every rank at the same point.
+        """Make the group of active ranks, if there is none; to be called on every rank at the same point.
 
         Args:
             active: Global ranks in ascending order.

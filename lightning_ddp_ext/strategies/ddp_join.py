@@ -1,7 +1,7 @@
 """Distributed training on ranks with different amounts of data."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,9 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.lockstep import Lockstep, ghost_loss
+from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
+from lightning_ddp_ext.integration.lockstep import Lockstep
 from lightning_ddp_ext.integration.lockstep_data import InjectedRank, RankedLoader, unpad
-from lightning_ddp_ext.parallel.weighting import samples_or_one
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
@@ -61,6 +60,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         super().__init__(*args, **options)
         self.uneven_inputs = uneven_inputs
         self._lockstep: Lockstep | None = None
+        self._allowed_no_batch = False
 
     @classmethod
     @override
@@ -78,6 +78,9 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         _refuse_iterators(trainer)
         super().setup(trainer)
         own = [] if self.reducer is None else [self.reducer.process_group]
+        # A rank may have no samples at all.
+        self._allowed_no_batch = self._module.allow_zero_length_dataloader_with_multiple_devices
+        self._module.allow_zero_length_dataloader_with_multiple_devices = True
         self._lockstep = Lockstep(trainer, self._module, self.uneven_inputs, self._timeout, own)
 
     @property
@@ -100,7 +103,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._lockstep is not None:
-            self._lockstep.take_turn()
+            self._lockstep.take_turn(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -113,27 +116,19 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
                 "a rank has run out of data, and with manual optimization it cannot know which optimizers step. Use"
                 ' `uneven_inputs="stop"`, or automatic optimization.'
             )
-        run = functools.partial(super().training_step, *args, **kwargs)
-        output = lockstep.step("training_step", run)
         if lockstep.is_ghost:
             step.begin_without_data()
-            return ghost_loss(output, self.root_device)
-        return output
+        return lockstep.train(functools.partial(super().training_step, *args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("validation_step", functools.partial(super().validation_step, *args, **kwargs), args)
+        assert self._lockstep is not None
+        return self._lockstep.evaluate(functools.partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("test_step", functools.partial(super().test_step, *args, **kwargs), args)
-
-    def _evaluate(self, hook: str, run: Callable[[], STEP_OUTPUT], args: Sequence[Any]) -> STEP_OUTPUT:
-        lockstep = self._lockstep
-        assert lockstep is not None
-        output = lockstep.step(hook, run)
-        lockstep.logged.synchronize(0.0 if lockstep.is_ghost else samples_or_one(args[0]))
-        return output
+        assert self._lockstep is not None
+        return self._lockstep.evaluate(functools.partial(super().test_step, *args, **kwargs))
 
     @override
     def _run_backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
@@ -175,9 +170,16 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         return gathered if rows is None else gathered[list(rows)]
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._lockstep is not None and not isinstance(exception, OtherRankError):
+            self._lockstep.fail(exception)
+
+    @override
     def teardown(self) -> None:
         if self._lockstep is not None:
             self._lockstep.close()
+            self._module.allow_zero_length_dataloader_with_multiple_devices = self._allowed_no_batch
         self._lockstep = None
         super().teardown()
 
