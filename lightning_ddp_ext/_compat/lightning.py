@@ -106,6 +106,11 @@ def restore_sigterm_handling(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
+def manual_step_progress(trainer: Trainer) -> Any:
+    """Return what counts optimizer steps under manual optimization; `trainer.global_step` reads it."""
+    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+
+
 def combination_mode(combined: CombinedLoader) -> str:
     """Return the mode of a combined loader; there is no public way to read it."""
     mode: str = combined._mode

@@ -30,6 +30,8 @@ from lightning_ddp_ext.parallel.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.tail import TailCollectives
 from lightning_ddp_ext.parallel.weighting import samples_or_one
 
+_BACKWARD = "backward"
+
 
 class Lockstep:
     """Lets the loops of a Trainer make the same steps on every rank, ghost steps where a rank has no data.
@@ -109,20 +111,30 @@ class Lockstep:
             # In evaluation hooks count too: they belong to a batch, not to a step of all ranks.
             self._turn_stack.enter_context(without_batch_hooks(self._trainer) if turn.is_ghost else self.among_active())
 
-    def train(self, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+    def train(self, run: Callable[[], STEP_OUTPUT], synchronize: Callable[[], None]) -> STEP_OUTPUT:
         """Run a training step, or make a ghost step.
+
+        Args:
+            run: Runs the step.
+            synchronize: On a ghost step, synchronises the gradients of a backward pass that the step contains.
 
         Returns:
             What the step returns; on a ghost step what it returned last, with a loss of zero.
         """
         if self.is_ghost:
+            while (message := self._messages.wait()) == _BACKWARD:
+                synchronize()
+            self.logged.adopt(message)
+        else:
+            with self.among_active(), self.logged.step():
+                output = run()
             self._tell_ghosts()
-            return ghost_loss(self._output, self._module.device)
-        with self.among_active(), self.logged.step():
-            output = run()
-        self._tell_ghosts()
-        self._output = _detached(output)
-        return output
+            self._output = _detached(output)
+        return ghost_loss(self._output, self._module.device) if self.is_ghost else output
+
+    def announce_backward(self) -> None:
+        """Tell ranks that make a ghost step of a backward pass within a training step, which they cannot know of."""
+        self._tell(lambda: _BACKWARD)
 
     def evaluate(self, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         """Run a step of evaluation, unless this rank has no data."""
@@ -142,12 +154,16 @@ class Lockstep:
 
     def _tell_ghosts(self) -> None:
         """Tell ranks that make a ghost step what has been logged; these wait for it."""
+        if self.is_ghost:
+            self.logged.adopt(self._messages.wait())
+        else:
+            self._tell(self.logged.describe)
+
+    def _tell(self, describe: Callable[[], str]) -> None:
         if self.turn is None or not self.turn.is_tail:
             return
-        if self.turn.is_ghost:
-            self.logged.adopt(self._messages.wait())
-        elif self.turn.active[0] == self._trainer.global_rank:
-            self._messages.publish(self.logged.describe())
+        if self.turn.active[0] == self._trainer.global_rank:
+            self._messages.publish(describe())
         else:
             self._messages.pass_over()
 

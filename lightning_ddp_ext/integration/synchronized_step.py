@@ -62,6 +62,11 @@ class SynchronizedStep:
         self._weights.set_no_batch()
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether synchronisation is put off."""
+        return self._blocked
+
+    @property
     def notes(self) -> Sequence[float] | None:
         """What ranks told each other in the last synchronisation, if this backward pass was synchronised."""
         report = self.reducer.report

@@ -33,18 +33,19 @@ def send_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 @torch.no_grad()
-def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Give tensors the values that they have on the first rank, in flat buckets: few messages instead of many.
+def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Give tensors the values that they have on one rank, in flat buckets: few messages instead of many.
 
     Args:
         tensors: Dense tensors of any shape and type, alike on every rank; others are left as they are.
         group: The ranks.
+        source: The rank that has the values.
     """
     for bucket in _buckets(tensors):
         members = [tensors[position] for position in bucket]
         flat = torch.cat([member.reshape(-1) for member in members])
         # As bytes: not every back-end has every type.
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
         for member, part in zip(members, torch.split(flat, [member.numel() for member in members]), strict=True):
             member.copy_(part.view(member.shape))
 

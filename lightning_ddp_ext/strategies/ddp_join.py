@@ -18,6 +18,7 @@ from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep import Lockstep
 from lightning_ddp_ext.integration.lockstep_data import InjectedRank, RankedLoader, unpad
+from lightning_ddp_ext.integration.mirroring import mirror_training
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
@@ -111,14 +112,25 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         lockstep, step = self._lockstep, self._step
         assert lockstep is not None
         assert step is not None
-        if not self._module.automatic_optimization and lockstep.is_tail:
-            raise UnsupportedFeatureError(
-                "a rank has run out of data, and with manual optimization it cannot know which optimizers step. Use"
-                ' `uneven_inputs="stop"`, or automatic optimization.'
-            )
         if lockstep.is_ghost:
             step.begin_without_data()
-        return lockstep.train(functools.partial(super().training_step, *args, **kwargs))
+        output = lockstep.train(functools.partial(super().training_step, *args, **kwargs), self._synchronize_nothing)
+        if not self._module.automatic_optimization:
+            lockstep.logged.synchronize(0.0 if lockstep.is_ghost else step.batch_weight)
+            self._mirror_manual_step()
+        return output
+
+    def _synchronize_nothing(self) -> None:
+        with self._synchronize():
+            pass
+
+    def _mirror_manual_step(self) -> None:
+        lockstep, reducer = self._lockstep, self.reducer
+        assert lockstep is not None
+        assert reducer is not None
+        if lockstep.turn is not None and lockstep.is_tail:
+            source = lockstep.turn.active[0]
+            mirror_training(self._module.trainer, self._module, reducer, lockstep.group, source, take=lockstep.is_ghost)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -144,6 +156,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         lockstep, step = self._lockstep, self._step
         assert lockstep is not None
         assert step is not None
+        if not self._module.automatic_optimization and not step.is_blocked and not lockstep.is_ghost:
+            lockstep.announce_backward()
         with lockstep.explaining(), step.synchronize(lockstep.logged.note):
             yield
         weight = 0.0 if lockstep.is_ghost else step.batch_weight
