@@ -42,6 +42,21 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def ignored_by_ddp(module: nn.Module) -> list[str]:
+    """Return what `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` was told for a module.
+
+    It is the only way to tell torch's own data parallelism to leave something out, and people's models use it; names
+    are relative to the module, those of the module itself with a leading dot or without.
+    """
+    return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one type in a row, all in one call from Python; a single one is not copied."""
+    flat: Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
 def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """View consecutive parts of a flat tensor in the shapes of others, all in one call from Python."""
     views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]

@@ -5,8 +5,10 @@ import copy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.parallel.reducer import GradientReducer
+from lightning_ddp_ext.parallel.training_state import name_training_state
 from tests.parallel.reducer_checks.checking import batch, check, net, spread
 
 
@@ -92,3 +94,211 @@ def parameters_and_buffers_start_as_the_first_ranks() -> float:
     module[1].running_mean.normal_()
     GradientReducer(module)
     return max(spread(tensor.double()) for tensor in module.state_dict().values())
+
+
+def step(reducer: GradientReducer, module: nn.Module, weight: float = 1.0) -> None:
+    with reducer.synchronize(weight):
+        module[0](batch(dist.get_rank())).pow(2).mean().backward()
+
+
+@check
+def buffers_of_many_kinds() -> list[str]:
+    module = net()
+    kinds = [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "int64",
+        "uint8",
+        "bool",
+        "int8",
+        "float8_e4m3fn",
+    ]
+    for kind in kinds:
+        module.register_buffer(f"of_{kind}", torch.zeros(3).to(getattr(torch, kind)))
+    module.register_buffer("scalar", torch.tensor(0.0))
+    module.register_buffer("empty", torch.zeros(0, 4))
+    module.register_buffer("transposed", torch.zeros(3, 4).t())
+    reducer = GradientReducer(module)
+    for number in range(3):
+        for buffer in module.buffers():
+            buffer.copy_((torch.arange(buffer.numel()) % 3 + dist.get_rank() + number).view(buffer.shape))
+        step(reducer, module)
+    assert module.of_float32.tolist() == [2.5, 3.5, 4.5]
+    assert module.of_int8.tolist() == [2, 3, 4]
+    assert module.transposed.stride() == (1, 4)
+    return [name for name, buffer in module.named_buffers() if buffer.numel() and spread(buffer.to(torch.complex128))]
+
+
+@check
+def values_that_all_ranks_have_stay_what_they_are() -> bool:
+    module = net()
+    module.register_buffer("table", torch.rand(1000) / 3)
+    reducer = GradientReducer(module)
+    for _ in range(3):
+        module.table.mul_(1.1)
+        before = module.table.clone()
+        step(reducer, module, 3.0 + 4 * dist.get_rank())
+        if not torch.equal(module.table, before):
+            return False
+    return True
+
+
+@check
+def large_buffers_travel_only_if_they_differ() -> tuple[float, float, int]:
+    module = net()
+    module.register_buffer("queue", torch.zeros(2**19, 5))
+    reducer = GradientReducer(module)
+    sent = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: object, **kwargs: object) -> object:
+        sent.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        for number in range(4):
+            module.queue[:4] += number
+            step(reducer, module)
+        largest = max(sent)
+        module.queue += dist.get_rank()
+        step(reducer, module, 1.0 + 2 * dist.get_rank())
+    finally:
+        dist.all_reduce = all_reduce
+    return float((module.queue[4:] - 0.75).abs().max()), spread(module.queue), int(largest > 2**20 or max(sent) > 2**20)
+
+
+@check
+def buffers_that_change_their_shape_on_all_ranks() -> float:
+    module = net()
+    module.register_buffer("seen", torch.zeros(2))
+    module.register_buffer("count", torch.tensor(0))
+    reducer = GradientReducer(module)
+    difference = 0.0
+    for number in range(5):
+        module.count += 1
+        module.seen = torch.full((2 + number // 2,), float(dist.get_rank()))
+        step(reducer, module)
+        difference = max(
+            difference, spread(module.seen), spread(module.count), abs(float(module.seen.sum()) - len(module.seen) / 2)
+        )
+    return difference
+
+
+@check
+def a_buffer_that_becomes_none_and_comes_back() -> list[float]:
+    module = net()
+    module.register_buffer("seen", torch.zeros(2))
+    module.register_buffer("last", torch.zeros(2))
+    reducer = GradientReducer(module)
+    found = []
+    for number in range(5):
+        module.seen = None if number in (1, 2) else torch.full((2,), float(dist.get_rank()))
+        module.last.fill_(dist.get_rank())
+        step(reducer, module)
+        found += [-1.0 if module.seen is None else float(module.seen[0]), float(module.last[0])]
+    return found
+
+
+@check
+def buffers_that_are_registered_late() -> float:
+    module = net()
+    reducer = GradientReducer(module)
+    step(reducer, module)
+    module.register_buffer("late", torch.zeros(2))
+    for number in range(3):
+        if number == 1:
+            module.append(nn.BatchNorm1d(2, affine=False).double())
+            module.append(nn.BatchNorm1d(2, affine=False).double())
+        module.late += 1 + dist.get_rank()
+        module(batch(10 + dist.get_rank()))
+        step(reducer, module)
+    del module.late
+    step(reducer, module)
+    return max(spread(buffer) for buffer in module.buffers())
+
+
+@check
+def a_buffer_replaced_several_times_between_two_steps() -> float:
+    module = net()
+    module.register_buffer("codes", torch.zeros(2))
+    reducer = GradientReducer(module)
+    difference = 0.0
+    for _ in range(6):
+        for _ in range(4):
+            module.codes = module.codes + dist.get_rank()
+        step(reducer, module)
+        difference = max(difference, spread(module.codes))
+    return difference
+
+
+@check
+def buffers_that_share_memory_among_elements() -> tuple[float, list[int]]:
+    module = net()
+    rank = float(dist.get_rank())
+    module.register_buffer("wide", torch.full((1, 3), rank).expand(4, 3))
+    reducer = GradientReducer(module)
+    difference = spread(module.wide)
+    for _ in range(3):
+        module.wide[0] += rank
+        step(reducer, module)
+        difference = max(difference, spread(module.wide))
+    return difference + abs(float(module.wide[3, 2]) - 1.5), module.wide.stride()[0]
+
+
+@check
+def a_buffer_that_is_not_dense() -> float:
+    module = net()
+    module.register_buffer("edges", torch.eye(3).to_sparse())
+    reducer = GradientReducer(module)
+    for _ in range(2):
+        step(reducer, module)
+    return spread(module.edges.to_dense())
+
+
+@check
+def what_torch_is_told_to_ignore() -> list[object]:
+    rank = dist.get_rank()
+    module = net()
+    module[2].register_buffer("queue", torch.full((2 + rank,), float(rank)))
+    module.register_buffer("own", torch.tensor(float(rank)))
+    module.register_buffer("common", torch.tensor(float(rank)))
+    module[0].bias.data.fill_(rank)
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, ["own"])
+    ignore(module[2], [".queue"])
+    ignore(module[0], {"bias"})
+    reducer = GradientReducer(module)
+    kept = [module.own.item() == rank, len(module[2].queue) == 2 + rank, bool((module[0].bias == rank).all())]
+    for _ in range(2):
+        module.zero_grad()
+        module.own += rank
+        module[2].queue += rank
+        module.common += rank
+        step(reducer, module)
+    own, difference = module[0].bias.grad.clone(), spread(module[0].weight.grad) + spread(module.common)
+    module.zero_grad()
+    module[0](batch(rank)).pow(2).mean().backward()
+    kept += [
+        module.own.item() == 3 * rank,
+        bool((module[2].queue == 3 * rank).all()),
+        torch.equal(module[0].bias.grad, own),
+    ]
+    compared = [name for name in name_training_state(module) if "0.bias" in name or "own" in name or "queue" in name]
+    return [*kept, compared, difference]
+
+
+@check
+def buffers_that_differ_in_shape() -> str:
+    module = net()
+    module.register_buffer("seen", torch.zeros(2))
+    module.register_buffer("count", torch.tensor(0))
+    reducer = GradientReducer(module)
+    for number in range(3):
+        module.count += 1
+        module.seen = torch.ones(2 + number * dist.get_rank())
+        step(reducer, module)
+    return "nothing was raised"

@@ -4,12 +4,13 @@ import copy
 
 import torch.distributed as dist
 
+from lightning_ddp_ext.errors import RanksOutOfStepError
 from lightning_ddp_ext.parallel.reducer import GradientReducer
 from tests.parallel.reducer_checks.checking import batch, check, combined, largest_error, net
 
 
 @check
-def training_goes_on_after_a_backward_pass_that_failed_everywhere() -> float:
+def training_goes_on_after_a_forward_pass_that_failed() -> float:
     alone = net()
     together = copy.deepcopy(alone)
     reducer = GradientReducer(together)
@@ -19,12 +20,30 @@ def training_goes_on_after_a_backward_pass_that_failed_everywhere() -> float:
         alone(combined()).pow(2).mean().backward()
         try:
             with reducer.synchronize():
-                together(batch(dist.get_rank())).pow(2).mean().backward()
+                loss = together(batch(dist.get_rank())).pow(2).mean()
                 if fails:
                     raise ArithmeticError
+                loss.backward()
         except ArithmeticError:
             continue
     return largest_error(together, alone)
+
+
+@check
+def training_does_not_go_on_after_gradients_have_left() -> list[str]:
+    module = net()
+    reducer = GradientReducer(module)
+    found = []
+    for number in range(4):
+        module.zero_grad()
+        try:
+            with reducer.synchronize():
+                module(batch(dist.get_rank())).pow(2).mean().backward()
+                if number == 2:
+                    raise ArithmeticError
+        except (ArithmeticError, RanksOutOfStepError) as error:
+            found.append(str(error))
+    return found
 
 
 @check

@@ -58,6 +58,34 @@ def a_sparse_embedding_tied_to_a_dense_layer() -> float:
 
 
 @check
+def sparse_gradients_of_functions() -> float:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Parameter(torch.randn(20, 3, dtype=torch.float64))
+            self.large = nn.Parameter(torch.randn(20, 1000, dtype=torch.float64))
+
+        def forward(self, index: Tensor) -> Tensor:
+            tables = (nn.functional.embedding(index, table, sparse=True) for table in (self.small, self.large))
+            return sum(values.pow(2).sum(1) for values in tables)
+
+    alone = Table()
+    together = copy.deepcopy(alone)
+    reducer = GradientReducer(together)
+    rows = [torch.tensor([1, 5, 5]), torch.tensor([5, 7, 1, 19])]
+    error = 0.0
+    for _ in range(3):
+        alone.zero_grad()
+        together.zero_grad()
+        alone(torch.cat(rows)).mean().backward()
+        mine = rows[dist.get_rank()]
+        with reducer.synchronize(len(mine)):
+            together(mine).mean().backward()
+        error = max(error, largest_error(together, alone))
+    return error
+
+
+@check
 def several_types_in_one_module() -> list[str]:
     module = nn.ModuleList([nn.Linear(6, 6, dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.float32)])
     module.scale = nn.Parameter(torch.ones(6, dtype=torch.complex64))
