@@ -162,6 +162,83 @@ class ByHand(Classifier):
         optimizer.step()
 
 
+class ByTorch(Adversaries):
+    """Steps optimizers that Lightning does not wrap; one backward pass is in a closure."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, discriminator = self.optimizers()
+        scores = self.discriminator(self.generator(batch[0][:, :2]))
+        generator.zero_grad()
+        self.manual_backward(scores.sigmoid().log().mean().neg())
+        generator.step()
+
+        def closure() -> Tensor:
+            discriminator.zero_grad()
+            loss = self.discriminator(batch[0]).pow(2).mean()
+            self.manual_backward(loss)
+            return loss
+
+        discriminator.step(closure)
+
+
+class ByTorchWithoutSynchronisation(ByTorch):
+    """Calls `loss.backward()` before a step that Lightning does not see."""
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class ByTorchInClosure(ByTorchWithoutSynchronisation):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()[1]
+
+        def closure() -> Tensor:
+            loss = self.discriminator(batch[0]).pow(2).mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class GrownHead(Classifier):
+    """Gets a parameter after training was set up, and an optimizer for it."""
+
+    def on_train_start(self) -> None:
+        self.head = nn.Linear(CLASSES, CLASSES).double()
+        self.optimizers().add_param_group({"params": list(self.head.parameters())})
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.head(self.network(batch[0])), batch[1])
+
+
+class OwnTensor(Classifier):
+    """Optimizes a tensor that is not part of the module; does not use it on the first batches."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.bias = [torch.zeros(CLASSES, dtype=torch.float64, requires_grad=True)]
+        return self.make_optimizer([*self.parameters(), *self.bias])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.network(batch[0])
+        return functional.cross_entropy(logits + self.bias[0] if batch_idx == 2 else logits, batch[1])
+
+
+class WithProbe(Classifier):
+    """A probe with an optimizer of its own is nobody's concern, also when it learns between micro-batches."""
+
+    def on_train_start(self) -> None:
+        self.probe = [torch.zeros(CLASSES, dtype=torch.float64, requires_grad=True)]
+        self.probe_optimizer = torch.optim.SGD(self.probe, lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.probe[0].square().sum().add(self.probe[0].sum()).backward()
+        self.probe_optimizer.step()
+        return super().training_step(batch, batch_idx)
+
+
 class RawBackward(Adversaries):
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward()

@@ -11,13 +11,19 @@ from tests.strategies.ddp_modules import (
     Adam,
     Adversaries,
     ByHand,
+    ByTorch,
+    ByTorchInClosure,
+    ByTorchWithoutSynchronisation,
+    GrownHead,
     LimitedMemory,
     Momentum,
+    OwnTensor,
     RawBackward,
     SumLoss,
     TokenLoss,
     TwoSums,
     UnevenPasses,
+    WithProbe,
     count_nothing_right,
     count_tokens,
 )
@@ -48,11 +54,17 @@ EXACT = {
     "two optimizers": Case(UNEVEN, Adversaries),
     "two optimizers without toggling": Case(UNEVEN, partial(Adversaries, toggle=False)),
     "manual accumulation": Case(UNEVEN, partial(Adversaries, toggle=False, accumulate=True)),
+    "optimizers of torch": Case(UNEVEN, ByTorch),
+    "a probe, accumulated": Case(UNEVEN, WithProbe, {"accumulate_grad_batches": 2}, windows=2),
     "L-BFGS": Case(UNEVEN, LimitedMemory),
 }
 
 FAILING = {
     "raw backward": Case(EVEN, RawBackward),
+    "raw backward, torch's step": Case(EVEN, ByTorchWithoutSynchronisation),
+    "raw backward in a closure": Case(EVEN, ByTorchInClosure),
+    "a parameter that came later": Case(EVEN, GrownHead),
+    "a parameter of nobody": Case(EVEN, OwnTensor),
     "ambiguous batches": Case(EVEN, Momentum, strategy={"weight_by": count_nothing_right}),
     "uneven passes": Case(EVEN, UnevenPasses),
 }
@@ -82,7 +94,18 @@ def test_ranks_are_bit_identical(outcomes, name):
 
 def test_a_backward_pass_around_the_strategy_is_refused(outcomes):
     for rank, found in enumerate(outcomes):
-        assert f"UnsynchronizedGradientsError: rank {rank}: `Adam` is about to step" in found["raw backward"].error
+        for name in ("raw backward", "raw backward, torch's step", "raw backward in a closure"):
+            assert f"UnsynchronizedGradientsError: rank {rank}: `Adam` is about to step" in found[name].error
+
+
+@pytest.mark.parametrize(
+    ("case", "parameter"),
+    [("a parameter that came later", "`head.weight`"), ("a parameter of nobody", "a parameter of shape [3]")],
+)
+def test_a_parameter_that_no_other_rank_knows_of_is_refused(outcomes, case, parameter):
+    for rank, found in enumerate(outcomes):
+        message = f"rank {rank}: `SGD` is about to step with the gradient of {parameter}, which was not part of"
+        assert message in found[case].error
 
 
 def test_a_weight_that_cannot_be_is_refused(outcomes):
