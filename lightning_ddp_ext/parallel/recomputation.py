@@ -24,10 +24,10 @@ class Segment:
     pass; a pickled module is an ordinary one again.
 
     Recomputation draws the same random numbers and runs under the same autocast as the forward pass, and with the same
-    buffers: running statistics and the like are seen as they were, and change once. Other state that a forward pass
-    changes, such as a counter in an attribute, changes twice. Nothing is recomputed without gradients. Buffers may begin
-    to change at any time, except in code that was compiled around the segment: there, what calls have shown before
-    counts.
+    buffers: running statistics and the like are seen as they were, and change once. They may begin to change at any
+    time, except in code that is compiled around the segment: there, what calls have shown before counts. Other state
+    that a forward pass changes, such as a counter in an attribute, changes twice. Nothing is recomputed without
+    gradients.
 
     Args:
         module: The module.
