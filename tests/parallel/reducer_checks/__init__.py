@@ -5,10 +5,20 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from tests.parallel.reducer_checks import buffers, graphs, hooks, synchronisation, tensors, weights
+from tests.parallel.reducer_checks import buffer_structure, buffers, graphs, hooks, synchronisation, tensors, weights
 from tests.parallel.reducer_checks.checking import CHECKS
 
-__all__ = ["CHECKS", "buffers", "graphs", "hooks", "run_checks", "synchronisation", "tensors", "weights"]
+__all__ = [
+    "CHECKS",
+    "buffer_structure",
+    "buffers",
+    "graphs",
+    "hooks",
+    "run_checks",
+    "synchronisation",
+    "tensors",
+    "weights",
+]
 
 
 def run_checks() -> dict[str, object]:

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ddp_ext.parallel.reducer import GradientReducer
+
 CHECKS: dict[str, Callable[[], object]] = {}
 
 
@@ -44,3 +46,8 @@ def spread(tensor: Tensor) -> float:
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def step(reducer: GradientReducer, module: nn.Module, weight: float = 1.0) -> None:
+    with reducer.synchronize(weight):
+        module[0](batch(dist.get_rank())).pow(2).mean().backward()
