@@ -69,9 +69,9 @@ class SilentStatistics(nn.Module):
 def buffers_that_change_silently() -> float:
     module = SilentStatistics()
     reducer = GradientReducer(module)
-    for step in range(8):
+    for number in range(8):
         with reducer.synchronize():
-            module(batch(step + dist.get_rank())).pow(2).sum().backward()
+            module(batch(number + dist.get_rank())).pow(2).sum().backward()
     return spread(module.mean) + spread(module.var)
 
 
