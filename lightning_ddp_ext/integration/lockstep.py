@@ -25,7 +25,7 @@ from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
 from lightning_ddp_ext.errors import OtherRankError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
 from lightning_ddp_ext.integration.logged_values import LoggedValues
-from lightning_ddp_ext.parallel.exchange import group_with_cpu
+from lightning_ddp_ext.parallel.exchange import own_group
 from lightning_ddp_ext.parallel.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.tail import TailCollectives
 from lightning_ddp_ext.parallel.weighting import samples_or_one
@@ -52,7 +52,7 @@ class Lockstep:
         timeout: timedelta | None,
         own: Iterable[dist.ProcessGroup],
     ) -> None:
-        self.group = group_with_cpu(timeout)
+        self.group = own_group(timeout)
         self.turn: Turn | None = None
         self._trainer = trainer
         self._module = module

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ddp_ext._compat.lightning import (
+from lightning_ddp_ext._compat.lightning_logging import (
     adopt_logged,
     current_results,
     describe_logged,
@@ -22,6 +22,7 @@ from lightning_ddp_ext._compat.lightning import (
     unwatch_logging,
     watch_logging,
 )
+from lightning_ddp_ext._compat.torchmetrics import list_states
 from lightning_ddp_ext.data.lockstep_loader import Turn
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.parallel.exchange import gather_integer, gather_objects
@@ -131,8 +132,8 @@ class LoggedValues:
         metrics = {
             name: {
                 state: (list(values[0].shape[1:]), str(values[0].dtype).removeprefix("torch."))
-                for state in metric._defaults
-                if isinstance(values := getattr(metric, state), list) and values
+                for state, values in list_states(metric).items()
+                if values
             }
             for name, metric in self._module.named_modules()
             if isinstance(metric, Metric)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_ext._compat.lightning import restore_sigterm_handling
-from lightning_ddp_ext.errors import UnsynchronizedGradientsError
 from lightning_ddp_ext.integration.preemption import Departure
+from lightning_ddp_ext.integration.step_guard import StepGuard
 from lightning_ddp_ext.parallel.reducer import GradientReducer
 from lightning_ddp_ext.parallel.weighting import GradientWeights, WeightBy
 
@@ -41,6 +41,7 @@ class SynchronizedStep:
         self._trainer = trainer
         self._module = module
         self._weights = GradientWeights(weight_by)
+        self._guard = StepGuard(trainer, module, reducer)
         self._departure = Departure(trainer, forward_signal)
         self._blocked = False
         self._synchronized = False
@@ -144,7 +145,7 @@ class SynchronizedStep:
         """Run an optimizer's closure, and see to it that gradients and buffers have been synchronised.
 
         Raises:
-            UnsynchronizedGradientsError: If gradients of the optimizer's parameters have not.
+            UnsynchronizedGradientsError: If gradients of the optimizer's parameters have not, see `StepGuard`.
         """
         self._synchronized = False
         loss = closure()
@@ -153,12 +154,7 @@ class SynchronizedStep:
             self._weights.count()
             with self.synchronize():
                 pass
-        if self.reducer.unsynchronized(parameter for group in optimizer.param_groups for parameter in group["params"]):
-            raise UnsynchronizedGradientsError(
-                f"rank {self._trainer.global_rank}: `{type(optimizer).__name__}` is about to step with gradients that"
-                " have not been synchronised with the other ranks. Call `self.manual_backward(loss)` instead of"
-                " `loss.backward()`, and leave the last one before a step out of `toggle_model(sync_grad=False)`."
-            )
+        self._guard.check(optimizer)  # not every optimizer of Lightning is one of torch, whose steps are all seen
         return loss
 
     def mean(self, loss: Tensor) -> Tensor:
@@ -169,6 +165,7 @@ class SynchronizedStep:
         return total[0] / total[1]
 
     def close(self) -> None:
-        """Stop watching the module and signals."""
+        """Stop watching the module, optimizers and signals."""
+        self._guard.close()
         self.reducer.close()
         restore_sigterm_handling(self._trainer)

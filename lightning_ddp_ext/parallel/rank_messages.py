@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_ddp_ext._compat.torch import cloned_store
+from lightning_ddp_ext._compat.collectives import cloned_store
 from lightning_ddp_ext.errors import OtherRankError
 
 _FAILED = "failed"

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext._compat.torch import copy_all_, replaced_collectives
+from lightning_ddp_ext._compat.collectives import replaced_collectives
+from lightning_ddp_ext._compat.torch import copy_all_
 from lightning_ddp_ext.errors import RankJoinedError
 from lightning_ddp_ext.parallel.exchange import list_ranks
 
