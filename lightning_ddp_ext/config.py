@@ -22,10 +22,10 @@ class BalancedDataParallelConfig:
 
 
 @dataclass(kw_only=True)
-class DDPCheckpointConfig:
-    """Arguments of `DDPCheckpointStrategy`."""
+class ExplicitDDPConfig:
+    """Arguments of `ExplicitDDPStrategy`, the base of those below."""
 
-    _target_: str = "lightning_ddp_ext.DDPCheckpointStrategy"
+    _target_: str = "lightning_ddp_ext.ExplicitDDPStrategy"
     process_group_backend: Optional[str] = None
     timeout: Any = None
     init_method: Optional[str] = None
@@ -34,6 +34,21 @@ class DDPCheckpointConfig:
     bucket_cap_mb: float = 25.0
     weight_by: Any = "samples"
     activation_checkpointing: Any = None
+
+
+@dataclass(kw_only=True)
+class DDPCheckpointConfig(ExplicitDDPConfig):
+    """Arguments of `DDPCheckpointStrategy`."""
+
+    _target_: str = "lightning_ddp_ext.DDPCheckpointStrategy"
+
+
+@dataclass(kw_only=True)
+class DDPJoinConfig(ExplicitDDPConfig):
+    """Arguments of `DDPJoinStrategy`."""
+
+    _target_: str = "lightning_ddp_ext.DDPJoinStrategy"
+    uneven_inputs: str = "join"
 
 
 @dataclass(kw_only=True)
@@ -170,12 +185,15 @@ class TrainConfig:
         test: Whether to test after training.
         picture: Whether to draw the curves of the run.
         ckpt_path: A checkpoint to resume from.
+        reference: Whether to train once more in one process, on the same batches, and print both results. None does so
+            where `data.train_fractions` is set.
     """
 
     seed: int = 1
     test: bool = True
     picture: bool = True
     ckpt_path: Optional[str] = None
+    reference: Optional[bool] = None
     strategy: Any = MISSING
     process_group: Any = None
     network: Any = None
@@ -195,6 +213,7 @@ def register_schemas() -> None:
             "balanced_dp": BalancedDataParallelConfig,
             "ddp": DDPConfig,
             "ddp_checkpoint": DDPCheckpointConfig,
+            "ddp_join": DDPJoinConfig,
             "fsdp": FSDPConfig,
             "single": SingleDeviceConfig,
         },

@@ -68,7 +68,9 @@ def test_the_metrics_example_prints_equal_values():
     assert max(float(line.split()[-1]) for line in rows) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["multi_task_checkpointing", "gan", "plain_torch_loop"])
+@pytest.mark.parametrize(
+    "name", ["multi_task_checkpointing", "gan", "plain_torch_loop", "uneven_streams", "exact_evaluation"]
+)
 def test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with_one_process(name):
     printed = run(f"examples/{name}.py")
     between_ranks, to_one_process = re.search(r"between the ranks (\S+), to one process (\S+)", printed).groups()

@@ -23,18 +23,23 @@ def test_public_names_are_these():
         "BatchSplitError",
         "DDPCheckpointStrategy",
         "DDPExtError",
+        "DDPJoinStrategy",
         "ExplicitDDPStrategy",
         "GradientReducer",
+        "LoggedKeysError",
         "ManualEnvironment",
         "NetworkInterfaceError",
+        "OtherRankError",
+        "RankJoinedError",
         "RanksOutOfStepError",
         "RendezvousError",
         "ReplicaMismatchError",
+        "UnevenInputsError",
         "UnsupportedFeatureError",
         "UnsynchronizedGradientsError",
         "__version__",
     ]
-    assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport", "ReplicaConsistency"]
+    assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport", "JoinReport", "ReplicaConsistency"]
     assert sorted(lightning_ddp_ext.testing.__all__) == ["RankError", "RankTimeoutError", "run_processes"]
     for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks, lightning_ddp_ext.testing):
         assert all(hasattr(module, name) for name in module.__all__)
@@ -42,6 +47,8 @@ def test_public_names_are_these():
 
 def test_importing_registers_the_strategies():
     assert StrategyRegistry["balanced_dp"]["strategy"] is lightning_ddp_ext.BalancedDataParallelStrategy
+    assert StrategyRegistry["ddp_checkpoint"]["strategy"] is lightning_ddp_ext.DDPCheckpointStrategy
+    assert StrategyRegistry["ddp_join"]["strategy"] is lightning_ddp_ext.DDPJoinStrategy
     assert issubclass(lightning_ddp_ext.BalancedDataParallelStrategy, Strategy)
 
 

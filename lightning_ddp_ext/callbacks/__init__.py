@@ -1,6 +1,7 @@
 """Callbacks that show what the strategies do."""
 
 from lightning_ddp_ext.callbacks.balance_report import BalanceReport
+from lightning_ddp_ext.callbacks.join_report import JoinReport
 from lightning_ddp_ext.callbacks.replica_consistency import ReplicaConsistency
 
-__all__ = ["BalanceReport", "ReplicaConsistency"]
+__all__ = ["BalanceReport", "JoinReport", "ReplicaConsistency"]

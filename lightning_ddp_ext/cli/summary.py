@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_ddp_ext.cli.reference import Reference
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
 
@@ -62,6 +63,9 @@ def _add_steps(table: Table, trainer: Trainer) -> None:
         return
     steps = math.ceil(batches / trainer.accumulate_grad_batches)
     table.add_row("steps per epoch", f"{steps} ({batches} batches)")
+    of_ranks = getattr(trainer.train_dataloader, "lengths", None)
+    if of_ranks is not None and len(set(of_ranks)) > 1:
+        table.add_row("batches per epoch of each rank", ", ".join(map(str, of_ranks)))
 
 
 def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) -> None:
@@ -79,6 +83,23 @@ def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) 
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     files = [name for name in files if not name.startswith(".")]
     table.add_row(f"in {_relative(folder)}", "\n".join(files))
+    Console().print(table)
+
+
+def print_comparison(results: Mapping[str, float], reference: Reference) -> None:
+    """Print the test results beside those of one process.
+
+    Args:
+        results: Test metrics of the run by name.
+        reference: What came of the same training in one process.
+    """
+    table = Table(title="The same batches in one process", title_justify="left")
+    for column in ("", "this run", "one process", "difference"):
+        table.add_column(column, justify="right" if column else "left", style="" if column else "bold")
+    for name in sorted(results.keys() & reference.results.keys()):
+        ours, theirs = results[name], reference.results[name]
+        table.add_row(name, f"{ours:.4f}", f"{theirs:.4f}", f"{abs(ours - theirs):.1e}")
+    table.add_row("parameters, at most", "", "", f"{reference.difference:.1e}")
     Console().print(table)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,8 +19,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.cli.picture import draw_run
 from lightning_ddp_ext.cli.problems import LaunchError
-from lightning_ddp_ext.cli.summary import LaunchSummary, print_results
+from lightning_ddp_ext.cli.reference import BatchRecorder, train_alone
+from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print_results
+from lightning_ddp_ext.data.fraction_sampler import check_fractions
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, UnsupportedFeatureError
+from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _SINGLE = "single"
 
@@ -37,6 +41,7 @@ class _Run:
     model: LightningModule
     data: LightningDataModule
     folder: Path
+    recorder: BatchRecorder | None
 
 
 def train(config: DictConfig) -> None:
@@ -55,11 +60,21 @@ def train(config: DictConfig) -> None:
     except _BEFORE_TRAINING as error:
         raise LaunchError(str(error)) from error
     results = _test(run) if config.test else {}
-    if not run.trainer.is_global_zero:
-        return
-    if config.picture:
-        draw_run(run.folder, _records(run.trainer))
-    print_results(results, run.trainer, run.folder)
+    if run.trainer.is_global_zero:
+        if config.picture:
+            draw_run(run.folder, _records(run.trainer))
+        print_results(results, run.trainer, run.folder)
+    if run.recorder is not None:
+        _compare(config, run, run.recorder, results)
+
+
+def _compare(config: DictConfig, run: _Run, recorder: BatchRecorder, results: Mapping[str, float]) -> None:
+    """Train once more in one process, on rank 0, and print both."""
+    if dist.is_initialized():
+        dist.destroy_process_group()  # metrics would synchronise through it
+    if run.trainer.is_global_zero:
+        rank_zero_info("Training once more in one process, on the same batches.")
+        print_comparison(results, train_alone(config, run.trainer, recorder))
 
 
 def _test(run: _Run) -> Mapping[str, float]:
@@ -82,18 +97,56 @@ def _build(config: DictConfig) -> _Run:
         callbacks = _wanted([instantiate(node) for node in (config.callbacks or {}).values()], config.trainer)
         loggers = [instantiate(node) for node in (config.logger or {}).values()]
         folder = Path(HydraConfig.get().runtime.output_dir)
+        recorder = BatchRecorder() if _wants_reference(config, model, data) else None
         trainer = instantiate(
             config.trainer,
             plugins=_plugins(config),
             strategy=strategy,
-            callbacks=[LaunchSummary(folder, str(choices.strategy)), *callbacks],
+            callbacks=[LaunchSummary(folder, str(choices.strategy)), *callbacks, *([recorder] if recorder else [])],
             logger=loggers or False,
             default_root_dir=config.trainer.default_root_dir or str(folder),
         )
+        _check_fractions(config, choices, trainer)
     except Exception as error:
         # Whatever a constructor raises, the run has not started: the command prints it as one message.
         raise LaunchError(str(error)) from error
-    return _Run(trainer, model, data, folder)
+    return _Run(trainer, model, data, folder, recorder)
+
+
+def _wants_reference(config: DictConfig, model: LightningModule, data: LightningDataModule) -> bool:
+    """Tell whether to train once more in one process; refuse what that cannot repeat."""
+    wanted = config.data.get("train_fractions") is not None if config.reference is None else config.reference
+    if not wanted:
+        return False
+    reason = None
+    if not config.test:
+        reason = "compares the results of the test, and `test=false` is set"
+    elif config.ckpt_path is not None:
+        reason = "trains from the beginning, and `ckpt_path` resumes"
+    elif config.strategy.get("start_method", "popen") != "popen":
+        reason = f"needs processes that outlive training, and `start_method={config.strategy.start_method}` ends them"
+    elif _changes_batches(model, data):
+        reason = "would change batches twice: `on_before_batch_transfer` or `on_after_batch_transfer` is overridden"
+    if reason is not None and config.reference:
+        raise LaunchError(f"`reference=true` {reason}. Set `reference=false`.")
+    return reason is None
+
+
+def _changes_batches(model: LightningModule, data: LightningDataModule) -> bool:
+    hooks = ("on_before_batch_transfer", "on_after_batch_transfer")
+    return any(is_overridden(hook, source) for hook in hooks for source in (model, data))
+
+
+def _check_fractions(config: DictConfig, choices: Any, trainer: Trainer) -> None:
+    fractions = config.data.get("train_fractions")
+    if fractions is None:
+        return
+    check_fractions(fractions, trainer.world_size)
+    if len(set(fractions)) > 1 and not isinstance(trainer.strategy, DDPJoinStrategy):
+        raise LaunchError(
+            f"`data.train_fractions={list(fractions)}` gives processes different numbers of batches, and"
+            f" `strategy={choices.strategy}` needs equally many. Use `strategy=ddp_join`."
+        )
 
 
 def _plugins(config: DictConfig) -> list[Any] | None:

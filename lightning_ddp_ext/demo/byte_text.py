@@ -104,7 +104,7 @@ class ByteTransformer(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class _Windows(Dataset[dict[str, Tensor]]):
+class ByteWindows(Dataset[dict[str, Tensor]]):
     """Consecutive windows of a text, each with the next byte as target."""
 
     def __init__(self, text: Tensor, block_size: int) -> None:
@@ -149,9 +149,9 @@ class StdlibText(LightningDataModule):
         source = b"".join(files[index].read_bytes() for index in order)[: self.max_bytes]
         text = torch.frombuffer(bytearray(source), dtype=torch.uint8)
         train, val, test = text.tensor_split([int(0.9 * len(text)), int(0.95 * len(text))])
-        self.train_data = _Windows(train, self.block_size)
-        self.val_data = _Windows(val, self.block_size)
-        self.test_data = _Windows(test, self.block_size)
+        self.train_data = ByteWindows(train, self.block_size)
+        self.val_data = ByteWindows(val, self.block_size)
+        self.test_data = ByteWindows(test, self.block_size)
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return the shuffled training batches."""

@@ -1,5 +1,7 @@
 """Handwritten digits: 1,797 real 8x8 images from scikit-learn, and a small convolutional network."""
 
+from collections.abc import Sequence
+
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -7,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_ddp_ext.data.fraction_sampler import FractionSampler, check_fractions
 
 _CLASSES = 10
 _TRAIN, _VAL = 1257, 180  # of 1797; the rest is for testing
@@ -80,17 +84,23 @@ class DigitsData(LightningDataModule):
     Args:
         batch_size: Samples per batch, over all devices of a process.
         seed: Seed of the split.
+        train_fractions: The share of the training images that each process gets; None shares them evenly. With
+            different shares, processes have different numbers of batches.
 
     Raises:
-        ValueError: If `batch_size` is below 1.
+        ValueError: If `batch_size` is below 1, or `train_fractions` do not add up to 1. When training begins: if there
+            is not one fraction per process.
     """
 
-    def __init__(self, batch_size: int = 32, seed: int = 1) -> None:
+    def __init__(self, batch_size: int = 32, seed: int = 1, train_fractions: Sequence[float] | None = None) -> None:
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}. The default is 32.")
+        if train_fractions is not None:
+            check_fractions(train_fractions)
         self.batch_size = batch_size
         self.seed = seed
+        self.train_fractions = train_fractions
 
     def setup(self, stage: str) -> None:
         """Load the images, scaled to [0, 1], and split them."""
@@ -106,8 +116,13 @@ class DigitsData(LightningDataModule):
         self.test_data = Subset(data, order[_TRAIN + _VAL :])
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return the shuffled training batches."""
-        return DataLoader(self.train_data, self.batch_size, shuffle=True)
+        """Return the shuffled training batches of this process."""
+        if self.train_fractions is None:
+            return DataLoader(self.train_data, self.batch_size, shuffle=True)
+        trainer = self.trainer
+        ranks = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
+        sampler = FractionSampler(self.train_data, self.train_fractions, *ranks, seed=self.seed)
+        return DataLoader(self.train_data, self.batch_size, sampler=sampler)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return the validation batches."""

@@ -78,11 +78,20 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         _refuse_iterators(trainer)
         super().setup(trainer)
-        own = [] if self.reducer is None else [self.reducer.process_group]
-        # A rank may have no samples at all.
-        self._allowed_no_batch = self._module.allow_zero_length_dataloader_with_multiple_devices
-        self._module.allow_zero_length_dataloader_with_multiple_devices = True
-        self._lockstep = Lockstep(trainer, self._module, self.uneven_inputs, self._timeout, own)
+        self._begin_lockstep(trainer)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._begin_lockstep(trainer)  # `configure_optimizers` may ask for the number of steps, which loads the data
+        super().setup_optimizers(trainer)
+
+    def _begin_lockstep(self, trainer: Trainer) -> None:
+        if self._lockstep is None:
+            own = [] if self.reducer is None else [self.reducer.process_group]
+            # A rank may have no samples at all.
+            self._allowed_no_batch = self._module.allow_zero_length_dataloader_with_multiple_devices
+            self._module.allow_zero_length_dataloader_with_multiple_devices = True
+            self._lockstep = Lockstep(trainer, self._module, self.uneven_inputs, self._timeout, own)
 
     @property
     @override

@@ -97,6 +97,53 @@ def test_lightnings_ddp_runs_with_two_processes_on_the_loopback_interface(tmp_pa
     run_folder(tmp_path)  # both processes wrote to one folder
 
 
+def compared(printed):
+    """The rows of the comparison with one process."""
+    rows = printed.partition("The same batches in one process")[2].splitlines()
+    cells = [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows if row.startswith("│")]
+    return {name: [float(cell) for cell in others if cell] for name, *others in cells}
+
+
+def test_ranks_with_different_shares_of_the_data_train_as_one_process_does(tmp_path):
+    done = command(
+        tmp_path, "strategy=ddp_join", "trainer.devices=2", "data.train_fractions=[0.7,0.3]", "trainer.max_epochs=1",
+        "trainer.precision=64-true", "trainer.limit_train_batches=16", "callbacks=join_report",
+        OMP_NUM_THREADS="1", limit=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "16, 12" in done.stdout
+    rows = compared(done.stdout)
+    assert set(rows) == {"test_accuracy", "test_loss", "parameters, at most"}
+    assert max(values[-1] for values in rows.values()) < 1e-9
+    assert rows["test_loss"][0] == rows["test_loss"][1]
+    assert done.stdout.count("ghost steps") == 1
+
+
+def test_streams_of_different_length_are_read_to_their_end(tmp_path):
+    done = command(
+        tmp_path, "strategy=ddp_join", "experiment=stdlib_stream", "trainer.devices=2", "data.files=3",
+        "data.batch_size=32", "model.width=32", "model.depth=1", "trainer.limit_val_batches=1",
+        "trainer.limit_test_batches=1", "reference=true", "trainer.precision=64-true", OMP_NUM_THREADS="1", limit=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "steps per epoch │ unknown" in " ".join(done.stdout.split())
+    table = done.stdout.partition("Ranks")[2].partition("Result")[0]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+    (first, second) = ({"batches": int(row[2]), "ghosts": int(row[4])} for row in rows)
+    assert first["batches"] + first["ghosts"] == second["batches"] + second["ghosts"]
+    assert first["ghosts"] + second["ghosts"] > 0
+    assert compared(done.stdout)["parameters, at most"][-1] < 1e-9
+
+
+def test_a_reference_can_be_asked_for_with_every_strategy(tmp_path):
+    done = command(
+        tmp_path, "strategy.split=[1,3]", "reference=true", "trainer.accumulate_grad_batches=3",
+        "trainer.max_epochs=2", "trainer.limit_train_batches=8", "trainer.precision=64-true",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert compared(done.stdout)["parameters, at most"][-1] < 1e-9
+
+
 OWN = """
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -157,6 +204,14 @@ def test_a_persons_own_classes_and_configuration_are_found_in_the_working_direct
         (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
         (["seed=${foo}"], "foo"),
         (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),
+        (["strategy=ddp_join", "strategy.uneven_inputs=stopp"], "`uneven_inputs` must be one of 'join', 'stop'"),
+        (["strategy=ddp_join", "strategy.uneven_input=stop"], "Did you mean `uneven_inputs`?"),
+        (["data.train_fractions=[0.7,0.2]"], "in `data`: `train_fractions` must add up to 1, got [0.7, 0.2]"),
+        (["data.train_fractions=[0.7,0.3]"], "must have one number per process, got [0.7, 0.3] for 1 process."),
+        (["strategy=ddp_join", "data.train_fractions=[1.0]"], "got [1.0] for 2 processes"),
+        (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "`strategy=ddp` needs equally many"),
+        (["reference=true", "test=false"], "`reference=true` compares the results of the test"),
+        (["strategy=ddp_join", "strategy.start_method=spawn", "reference=true"], "`start_method=spawn` ends them"),
         (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
     ],
 )

@@ -33,7 +33,7 @@ def problem(*overrides, build="strategy"):
         ("strategy.gpu0_batch_size=two", ["`strategy.gpu0_batch_size`", "'two'", "Integer"]),
         (
             "strategy=balanced",
-            ["`strategy=balanced` does not exist", "`balanced_dp`", "ddp_checkpoint, fsdp"],
+            ["`strategy=balanced` does not exist", "`balanced_dp`", "ddp_checkpoint, ddp_join, fsdp"],
         ),
         ("strategy.gpu0_batch_size=-1", ["in `strategy`: `gpu0_batch_size` must be at least 0, got -1"]),
         ("strategy.split=[1,x]", ["`strategy.split[1]`", "'x'", "Float"]),

@@ -1,0 +1,153 @@
+"""What each rank of `ddp_join` trained on, and how long it had to wait for those with more data."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_ddp_ext.parallel.weighting import samples_or_one
+from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+
+_MUCH = 0.2  # of an epoch
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """One rank's part in one epoch.
+
+    Attributes:
+        epoch: The epoch.
+        rank: The rank.
+        batches: Batches it had.
+        samples: Samples in these; batches whose samples cannot be counted count once.
+        ghost_steps: Steps that it made without data.
+        ghost_seconds: Time it spent in these.
+        seconds: Time it spent in all steps.
+    """
+
+    epoch: int
+    rank: int
+    batches: int
+    samples: int
+    ghost_steps: int
+    ghost_seconds: float
+    seconds: float
+
+    @property
+    def idle_share(self) -> float:
+        """Part of the time of all steps that it spent in ghost steps."""
+        return self.ghost_seconds / self.seconds if self.seconds else 0.0
+
+
+class JoinReport(Callback):
+    """Counts for every epoch what each rank had: batches, samples, and ghost steps with the time they took.
+
+    Rank 0 prints a table when training ends. A warning says so when a rank had no data for more than a fifth of an
+    epoch. It costs one collective of five numbers per epoch. Under other strategies than `ddp_join` it does nothing.
+
+    Args:
+        log: Whether to give the loggers the values of every epoch, as `rank_0/batches`, `rank_0/samples`,
+            `rank_0/ghost_steps`, `rank_0/ghost_seconds` and so on.
+        table: Whether to print the table.
+
+    Attributes:
+        records: What was recorded since training was started, the same on every rank.
+    """
+
+    def __init__(self, log: bool = False, table: bool = True) -> None:
+        self.records: list[RankRecord] = []
+        self._log = log
+        self._table = table
+        self._warned = False
+        self._started = 0.0
+        self._counts = [0.0] * 5  # batches, samples, ghost steps, seconds in these, seconds in all steps
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.records.clear()
+        self._warned = False
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._counts = [0.0] * 5
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._started = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not isinstance(trainer.strategy, DDPJoinStrategy):
+            return
+        seconds = time.perf_counter() - self._started
+        is_ghost = trainer.strategy.is_ghost
+        step = [0, 0, 1, seconds, seconds] if is_ghost else [1, samples_or_one(batch), 0, 0, seconds]
+        self._counts = [sum(pair) for pair in zip(self._counts, step, strict=True)]
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not isinstance(trainer.strategy, DDPJoinStrategy):
+            return
+        own = torch.tensor(self._counts, dtype=torch.float64, device=pl_module.device)
+        by_rank = [torch.empty_like(own) for _ in range(trainer.world_size)]
+        dist.all_gather(by_rank, own)
+        newest = [
+            RankRecord(trainer.current_epoch, rank, int(batches), int(samples), int(ghost_steps), in_ghosts, in_all)
+            for rank, (batches, samples, ghost_steps, in_ghosts, in_all) in enumerate(
+                counts.tolist() for counts in by_rank
+            )
+        ]
+        self.records.extend(newest)
+        self._warn(newest)
+        if self._log:
+            for logger in trainer.loggers:
+                logger.log_metrics(_as_metrics(newest), step=trainer.global_step)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._table and self.records and trainer.is_global_zero:
+            Console().print(self.table())
+
+    def table(self) -> Table:
+        """Return what was recorded as a table to print."""
+        table = Table(title="Ranks", title_justify="left")
+        for column in ("epoch", "rank", "batches", "samples", "ghost steps", "seconds in these", "idle"):
+            table.add_column(column, justify="right")
+        for record in self.records:
+            table.add_row(
+                str(record.epoch) if record.rank == 0 else "",
+                str(record.rank),
+                str(record.batches),
+                str(record.samples),
+                str(record.ghost_steps),
+                f"{record.ghost_seconds:.2f}",
+                f"{record.idle_share:.0%}",
+            )
+        return table
+
+    def _warn(self, newest: list[RankRecord]) -> None:
+        idlest = max(newest, key=lambda record: record.idle_share)
+        if self._warned or idlest.idle_share <= _MUCH:
+            return
+        self._warned = True
+        rank_zero_warn(
+            f"rank {idlest.rank} had no data for {idlest.idle_share:.0%} of epoch {idlest.epoch}. Give it more of the"
+            ' data, or smaller batches, if time matters; `uneven_inputs="stop"` leaves out what others have more.'
+        )
+
+
+def _as_metrics(records: list[RankRecord]) -> dict[str, float]:
+    return {
+        f"rank_{record.rank}/{name}": float(getattr(record, name))
+        for record in records
+        for name in ("batches", "samples", "ghost_steps", "ghost_seconds")
+    }

@@ -1,0 +1,160 @@
+"""The same training once more in one process, to compare a run with."""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from omegaconf import DictConfig
+from typing_extensions import override
+
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.parallel.containers import to_device
+from lightning_ddp_ext.parallel.gathering import gather
+from lightning_ddp_ext.parallel.scattering import count_samples
+
+_CPU = torch.device("cpu")
+
+# (epoch, number of the optimizer step in it)
+_Place = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What came of the training in one process.
+
+    Attributes:
+        results: Test metrics by name.
+        difference: Largest difference of a parameter between the run and this one.
+    """
+
+    results: Mapping[str, float]
+    difference: float
+
+
+class BatchRecorder(Callback):
+    """Keeps every training batch of every rank, in memory.
+
+    Attributes:
+        batches: The batches of each optimizer step, those of one rank after those of another; complete on rank 0 when
+            training has ended.
+        length: Optimizer steps of an epoch, None if that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.batches: dict[_Place, list[Any]] = defaultdict(list)
+        self.length: int | None = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not getattr(trainer.strategy, "is_ghost", False):
+            place = trainer.current_epoch, batch_idx // trainer.accumulate_grad_batches
+            self.batches[place].append(copy.deepcopy(to_device(batch, _CPU)))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        batches = trainer.num_training_batches
+        self.length = None if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches)
+        if trainer.world_size == 1:
+            return
+        by_rank: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
+        dist.gather_object(dict(self.batches), by_rank)
+        self.batches.clear()
+        for own in by_rank or []:
+            for place, some in own.items():
+                self.batches[place].extend(some)
+
+
+def train_alone(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> Reference:
+    """Repeat a training in one process: from the same start, it steps on the concatenation of the ranks' batches.
+
+    Args:
+        config: The composed configuration of the run.
+        run: Its Trainer; the process group has to be gone.
+        recorder: What it was trained on.
+
+    Raises:
+        UnsupportedFeatureError: If batches cannot be concatenated.
+    """
+    seed_everything(config.seed, workers=True, verbose=False)
+    model: LightningModule = instantiate(config.model)
+    data: LightningDataModule = instantiate(config.data)
+    device = run.strategy.root_device
+    trainer: Trainer = instantiate(
+        config.trainer,
+        strategy="auto",
+        devices=1 if device.index is None else [device.index],
+        num_nodes=1,
+        plugins=config.trainer.plugins or [LightningEnvironment()],
+        callbacks=[_StopAfter(run.global_step)],
+        # The recorded batches are what is left after these.
+        accumulate_grad_batches=1,
+        limit_train_batches=None,
+        overfit_batches=0.0,
+        val_check_interval=None,
+        min_epochs=None,
+        min_steps=None,
+        logger=False,
+        profiler=None,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    concatenate = getattr(data, "concatenate_batches", _concatenate)
+    loader = _Replay(recorder, trainer, concatenate)
+    setattr(data, "train_dataloader", lambda: loader)  # noqa: B010  a method of this instance
+    trainer.fit(model, datamodule=data)
+    results = trainer.test(model, datamodule=data, verbose=False)[0]
+    assert run.lightning_module is not None
+    return Reference(results, _difference(run.lightning_module, model))
+
+
+class _Replay:
+    """A loader of recorded batches."""
+
+    def __init__(self, recorder: BatchRecorder, trainer: Trainer, concatenate: Callable[[Sequence[Any]], Any]) -> None:
+        self._recorder = recorder
+        self._trainer = trainer
+        self._concatenate = concatenate
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self._trainer.current_epoch
+        for place in sorted(place for place in self._recorder.batches if place[0] == epoch):
+            batches = self._recorder.batches[place]
+            yield batches[0] if len(batches) == 1 else self._concatenate(batches)
+
+    def __len__(self) -> int:
+        if self._recorder.length is None:
+            raise TypeError("the number of batches was not known")
+        return self._recorder.length
+
+
+class _StopAfter(Callback):
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step >= self._steps
+
+
+def _concatenate(batches: Sequence[Any]) -> Any:
+    try:
+        return gather(batches, [count_samples(batch) for batch in batches], _CPU)
+    except RuntimeError as error:
+        raise UnsupportedFeatureError(
+            f"the batches of the ranks cannot be concatenated ({error}), which the reference of one process needs. Give"
+            " the data module a method `concatenate_batches(self, batches)`, or set `reference=false`."
+        ) from error
+
+
+def _difference(one: LightningModule, other: LightningModule) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((float((a.detach().cpu() - b.detach().cpu()).abs().max()) for a, b in pairs), default=0.0)

@@ -1,0 +1,84 @@
+"""A share of the samples for each rank, which may differ in size."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DistributedSampler
+from typing_extensions import override
+
+_TOLERANCE = 1e-6
+
+
+def check_fractions(fractions: Sequence[float], num_replicas: int | None = None) -> None:
+    """Check the value of a `train_fractions` argument.
+
+    Args:
+        fractions: The share of each rank.
+        num_replicas: Number of ranks, if it is known.
+
+    Raises:
+        ValueError: If a fraction is not between 0 and 1, if they do not add up to 1, or if there is not one per rank.
+    """
+    given = list(fractions)
+    if any(not 0 <= fraction <= 1 for fraction in given):
+        raise ValueError(f"`train_fractions` must be between 0 and 1, got {given}. Use for example [0.7, 0.3].")
+    if not math.isclose(sum(given), 1.0, abs_tol=_TOLERANCE):
+        raise ValueError(
+            f"`train_fractions` must add up to 1, got {given}, which adds up to {sum(given):g}. Use for example"
+            " [0.7, 0.3]."
+        )
+    if num_replicas is not None and len(given) != num_replicas:
+        processes = f"{num_replicas} process{'es' if num_replicas > 1 else ''}"
+        raise ValueError(
+            f"`train_fractions` must have one number per process, got {given} for {processes}. Leave it out to share"
+            " evenly, or start as many processes with `ddp_join`."
+        )
+
+
+class FractionSampler(DistributedSampler[Any]):
+    """Deals a consecutive part of the data out to each rank; every sample belongs to exactly one rank.
+
+    Being a `DistributedSampler`, it is left alone by Lightning, which also tells it the epoch.
+
+    Args:
+        dataset: The data of all ranks.
+        fractions: The share of each rank; parts end at the nearest whole sample.
+        num_replicas: Number of ranks; by default that of the process group.
+        rank: This rank; by default that of the process group.
+        shuffle: Whether each rank draws its samples in a new order in every epoch.
+        seed: Seed of the order.
+
+    Attributes:
+        part: The indices of this rank.
+
+    Raises:
+        ValueError: See `check_fractions`.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        fractions: Sequence[float],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(cast(Any, dataset), num_replicas, rank, shuffle, seed)
+        check_fractions(fractions, self.num_replicas)
+        edges = [round(len(dataset) * edge) for edge in itertools.accumulate(fractions, initial=0.0)]
+        edges[-1] = len(dataset)
+        self.part = range(edges[self.rank], edges[self.rank + 1])
+        self.num_samples = len(self.part)
+        self.total_size = len(dataset)
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(self.part)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.part), generator=generator).tolist()
+        return iter([self.part[index] for index in order])

@@ -1,0 +1,53 @@
+import io
+
+import pytest
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext.callbacks import JoinReport
+from lightning_ddp_ext.callbacks.join_report import RankRecord
+from lightning_ddp_ext.testing import run_processes
+from tests.callbacks import join_ranks as ranks
+from tests.parity import Classifier, dataset, quiet_trainer
+
+
+def test_every_rank_knows_what_each_rank_did(tmp_path, capsys):
+    found = run_processes(ranks.report, 2, str(tmp_path), timeout=120)
+    counted = [
+        {name: record[name] for name in ("epoch", "rank", "batches", "samples", "ghost_steps")}
+        for record in found[0]["records"]
+    ]
+    assert counted == [
+        {"epoch": epoch, "rank": rank, "batches": batches, "samples": ranks.SAMPLES[rank], "ghost_steps": ghosts}
+        for epoch in range(2)
+        for rank, (batches, ghosts) in enumerate([(6, 0), (2, 4)])
+    ]
+    assert found[0]["records"] == found[1]["records"]
+    for record, idle in zip(found[0]["records"], found[0]["idle"], strict=True):
+        assert (record["ghost_seconds"] > 0) == (record["rank"] == 1)
+        assert record["ghost_seconds"] <= record["seconds"]
+        assert idle == pytest.approx(record["ghost_seconds"] / record["seconds"])
+    (warning,) = found[0]["warnings"]
+    assert warning.startswith("rank 1 had no data for")
+    assert found[1]["warnings"] == []
+    assert [float(row["rank_1/ghost_steps"]) for row in found[0]["rows"]] == [4, 4]
+    printed = capsys.readouterr().out
+    assert printed.count("ghost steps") == 1
+
+
+def test_the_table_has_a_row_per_epoch_and_rank():
+    report = JoinReport()
+    report.records += [RankRecord(0, 0, 9, 72, 0, 0.0, 2.0), RankRecord(0, 1, 4, 30, 5, 0.5, 2.0)]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report.table())
+    rows = [line.replace("│", " ").split() for line in console.file.getvalue().splitlines() if "%" in line]
+    assert rows == [["0", "0", "9", "72", "0", "0.00", "0%"], ["1", "4", "30", "5", "0.50", "25%"]]
+
+
+def test_nothing_is_recorded_under_other_strategies(capsys):
+    report = JoinReport()
+    quiet_trainer("auto", 1, max_epochs=1, callbacks=[report], precision="64-true").fit(
+        Classifier(), DataLoader(dataset(8), batch_size=4)
+    )
+    assert report.records == []
+    assert "ghost" not in capsys.readouterr().out
