@@ -114,20 +114,20 @@ def is_sampler_wrapper(sampler: object) -> bool:
     return isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper)
 
 
-def replace_loaders(trainer: Trainer, replace: Callable[[Any, str], Any]) -> None:
+def replace_loaders(trainer: Trainer, replace: Callable[[Any, bool], Any]) -> None:
     """Replace what the loops that train and evaluate get when they ask for their loaders.
 
     Lightning makes a `CombinedLoader` of anything that is none, so this is where another one can be given to it.
 
     Args:
         trainer: The Trainer.
-        replace: Maps what was asked for, and the default mode of combination there, to a `CombinedLoader`.
+        replace: Maps what was asked for, and whether it is for training, to a `CombinedLoader`.
     """
-    for source, mode in _loader_sources(trainer):
+    for source, is_training in _loader_sources(trainer):
         original = type(source).dataloader.__get__(source)
 
-        def dataloader(original: Callable[[], Any] = original, mode: str = mode) -> Any:
-            return replace(original(), mode)
+        def dataloader(original: Callable[[], Any] = original, is_training: bool = is_training) -> Any:
+            return replace(original(), is_training)
 
         source.dataloader = dataloader
 
@@ -138,10 +138,10 @@ def restore_loaders(trainer: Trainer) -> None:
         source.__dict__.pop("dataloader", None)
 
 
-def _loader_sources(trainer: Trainer) -> Iterator[tuple[Any, str]]:
-    yield trainer.fit_loop._data_source, "max_size_cycle"
+def _loader_sources(trainer: Trainer) -> Iterator[tuple[Any, bool]]:
+    yield trainer.fit_loop._data_source, True
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        yield loop._data_source, "sequential"
+        yield loop._data_source, False
 
 
 def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:

@@ -25,6 +25,7 @@ def watch_logging(
     update: Callable[[str, _ResultMetric, Callable[[], None]], None],
     end_batch: Callable[[], None],
     end_epoch: Callable[[], None],
+    reduced: Callable[[], None],
 ) -> None:
     """Follow what is logged, in every loop.
 
@@ -33,20 +34,25 @@ def watch_logging(
         update: Called instead of each update, with its key, its record and a function that updates it.
         end_batch: Called after the last hook of a batch, before its values are passed on.
         end_epoch: Called when an epoch of training or evaluation ends, before any hook or callback sees its values.
+        reduced: Called when all hooks have run and all values of the epoch have been reduced.
     """
     for results in _result_collections(trainer):
         _watch(results, update)
     connector = trainer._logger_connector
-    _call_before(connector, "on_batch_end", end_batch)
-    _call_before(connector, "epoch_end_reached", end_epoch)
+    _surround(connector, "on_batch_end", before=end_batch)
+    _surround(connector, "epoch_end_reached", before=end_epoch)
+    _surround(connector, "on_epoch_end", after=reduced)
 
 
-def _call_before(owner: Any, name: str, call: Callable[[], None]) -> None:
+def _surround(
+    owner: Any, name: str, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+) -> None:
     original = getattr(type(owner), name).__get__(owner)
 
     def method() -> None:
-        call()
+        before()
         original()
+        after()
 
     setattr(owner, name, method)
 
@@ -62,7 +68,7 @@ def unwatch_logging(trainer: Trainer) -> None:
     """Undo `watch_logging`."""
     for results in _result_collections(trainer):
         results.__dict__.pop("update_metrics", None)
-    for name in ("on_batch_end", "epoch_end_reached"):
+    for name in ("on_batch_end", "epoch_end_reached", "on_epoch_end"):
         trainer._logger_connector.__dict__.pop(name, None)
 
 
@@ -129,6 +135,7 @@ def adopt_logged(
         metric.value = metric.value.to(getattr(torch, described["dtype"]))
     elif metric.meta.metric_attribute is not None:
         metric.value = module.get_submodule(metric.meta.metric_attribute)
+    metric._computed = None  # only an update forgets it, and who remembers it takes no part in reducing it
     if metric._forward_cache is None and described["latest"] is not None:
         metric._forward_cache = torch.tensor(described["latest"], device=module.device)
     metric.has_reset = False

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ddp_ext._compat.lightning import (
@@ -22,7 +22,7 @@ from lightning_ddp_ext._compat.lightning import (
     without_batch_hooks,
 )
 from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
-from lightning_ddp_ext.errors import OtherRankError
+from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
 from lightning_ddp_ext.integration.logged_values import LoggedValues
 from lightning_ddp_ext.parallel.exchange import own_group
@@ -60,17 +60,18 @@ class Lockstep:
         self._tail = TailCollectives([self.group, *own], timeout)
         self._messages = RankMessages(self.group, timeout)
         self._metrics: list[Metric] = []
-        self._output: STEP_OUTPUT = None
+        self._output: dict[str, Any] | None = None
         self._samples = 1.0
         self._last_tail: Turn | None = None
         self._is_among_active = False
         self._turn_stack = ExitStack()
-        self.logged = LoggedValues(trainer, module, self.group, self._end_batch)
+        self.logged = LoggedValues(trainer, module, self.group, self._end_batch, self._messages.forget)
         replace_loaders(trainer, self._combine)
 
     def close(self) -> None:
-        """Give loops, logging and the process group back."""
+        """Give loops, logging and process groups back."""
         self._turn_stack.close()
+        self._tail.close()
         self.logged.close()
         restore_loaders(self._trainer)
         if dist.is_initialized():
@@ -87,6 +88,11 @@ class Lockstep:
         return self.turn is not None and self.turn.is_tail
 
     @property
+    def active_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have data, within a step that some do not take part in."""
+        return self._tail.group(self.turn.active) if self.turn is not None and self._is_among_active else None
+
+    @property
     def gathered_rows(self) -> tuple[int, ...] | None:
         """Which rows of what is gathered have something, within a step that some ranks do not take part in."""
         return self.turn.active if self.turn is not None and self._is_among_active else None
@@ -96,6 +102,11 @@ class Lockstep:
         combined = active_combined_loader(self._trainer)
         if not isinstance(combined, LockstepCombinedLoader) or not is_hook_of_loop(self._module, "batch_to_device"):
             return
+        if batch is None:
+            raise UnsupportedFeatureError(
+                f"rank {self._trainer.global_rank}: the loader gave None instead of a batch. Lightning would leave the"
+                " step out on this rank, and the others would wait. Let the loader go on to the next batch instead."
+            )
         turn = self.turn = combined.turns.popleft()
         self.logged.begin(turn)
         self._samples = 1.0 if self._trainer.training else samples_or_one(batch)
@@ -129,8 +140,8 @@ class Lockstep:
             with self.among_active(), self.logged.step():
                 output = run()
             self._tell_ghosts()
-            self._output = _detached(output)
-        return ghost_loss(self._output, self._module.device) if self.is_ghost else output
+            self._output = recursive_detach(output) if isinstance(output, dict) else None
+        return self._ghost_output() if self.is_ghost else output
 
     def announce_backward(self) -> None:
         """Tell ranks that make a ghost step of a backward pass within a training step, which they cannot know of."""
@@ -206,19 +217,14 @@ class Lockstep:
                 raise
             raise OtherRankError(reason) from error
 
-    def _combine(self, given: Any, mode: str) -> LockstepCombinedLoader:
+    def _ghost_output(self) -> STEP_OUTPUT:
+        dtype = cast(torch.dtype, self._module.dtype)
+        loss = torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
+        return loss if self._output is None else {**self._output, "loss": loss}
+
+    def _combine(self, given: Any, is_training: bool) -> LockstepCombinedLoader:
+        mode = "max_size_cycle" if is_training else "sequential"  # as in Lightning
         if isinstance(given, CombinedLoader):
             given, mode = given.iterables, combination_mode(given)
-        return LockstepCombinedLoader(given, mode, self.group, self._uneven_inputs)
-
-
-def ghost_loss(output: STEP_OUTPUT, device: torch.device) -> STEP_OUTPUT:
-    """Return what stands in for the output of a training step: a loss of zero, beside what was last returned."""
-    loss = torch.zeros((), device=device, requires_grad=True)
-    return {**output, "loss": loss} if isinstance(output, dict) else loss
-
-
-def _detached(output: STEP_OUTPUT) -> STEP_OUTPUT:
-    if isinstance(output, dict):
-        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
-    return output.detach() if isinstance(output, Tensor) else output
+        # Evaluation counts every sample in any case.
+        return LockstepCombinedLoader(given, mode, self.group, self._uneven_inputs if is_training else "join")

@@ -27,6 +27,9 @@ class SynchronizedStep:
         reducer: Synchronises the gradients of the module.
         weight_by: What a batch counts.
         forward_signal: Passes a signal on to the processes that this one has started.
+
+    Attributes:
+        ranks_with_data: Number of ranks that have a batch now.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class SynchronizedStep:
         self._synchronized = False
         self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
+        self.ranks_with_data = trainer.world_size
 
     def begin(self, batch: Any) -> None:
         """Weigh a micro-batch.
@@ -93,7 +97,10 @@ class SynchronizedStep:
         factor = self._weights.count()
         if not factor:
             return None
-        return loss if factor == 1.0 or not self._module.automatic_optimization else loss * factor
+        if not self._module.automatic_optimization:
+            # Gradients may hold the sum over ranks from a pass before; they are averaged, so that it stays what it is.
+            factor = float(self.ranks_with_data) if self._weights.adds_up else 1.0
+        return loss if factor == 1.0 else loss * factor
 
     @contextmanager
     def synchronize(self, note: int = 0) -> Generator[None, None, None]:
@@ -106,13 +113,16 @@ class SynchronizedStep:
             yield
             return
         weight, scale = self._weights.take()
+        divisor = None
         if self._module.automatic_optimization:
             scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
-        elif self._weights.divisor is None:
+            divisor = 1.0 if self._weights.adds_up else None
+        else:
+            weight = min(weight, 1.0) if self._weights.adds_up else weight
             scale = weight  # the user has made a mean of what has been accumulated
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         self._passes += 1
-        with self.reducer.synchronize(weight, scale, self._departure.wanted, position, note, self._weights.divisor):
+        with self.reducer.synchronize(weight, scale, self._departure.wanted, position, note, divisor):
             yield
         self._synchronized = True
         self._last_weight = weight
@@ -159,10 +169,10 @@ class SynchronizedStep:
 
     def mean(self, loss: Tensor) -> Tensor:
         """Return the mean of the last loss over the ranks, by weight."""
-        weight = torch.tensor(self._last_weight, dtype=loss.dtype, device=loss.device)
-        weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(loss)
+        weight = torch.tensor(self._last_weight, dtype=torch.float64, device=loss.device)
+        weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(weight)
         total = self._trainer.strategy.reduce(torch.stack([weighted, weight]), reduce_op="sum")
-        return total[0] / total[1]
+        return (total[0] / total[1]).to(loss.dtype)
 
     def close(self) -> None:
         """Stop watching the module, optimizers and signals."""

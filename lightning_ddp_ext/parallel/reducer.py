@@ -102,7 +102,9 @@ class GradientReducer:
         self._unfinished = False  # whether something was sent that does not belong to a finished synchronisation
         self._weight = self._scale = 1.0
         self._divisor: float | None = None
-        self._expected_total = 1.0  # of the weights: what the last synchronisation found, so the same on every rank
+        # A power of two near the total of the weights that the last synchronisation found, so the same on every rank.
+        # Dividing by it keeps sums small and rounds nothing: gradients do not depend on what was before.
+        self._expected_total = 1.0
         self._stop = self._stop_agreed = False
         self._position = self._note = 0
         self._report: SyncReport | None = None
@@ -321,14 +323,14 @@ class GradientReducer:
         for bucket, late in zip(self._layout.buckets, report.late, strict=True):
             if late:
                 self._add_late(bucket)
-            if total != self._expected_total:
-                bucket.buffer().mul_(self._expected_total / total)
-        self._expected_total = total
         new = self._layout.grow(report.used, self._predictor.order)
         self._launch(new)
         self._transport.wait()
         for bucket in self._layout.buckets:
+            if total != self._expected_total:
+                bucket.buffer().mul_(self._expected_total / total)
             bucket.write_back(report.used)
+        self._expected_total = 2.0 ** math.frexp(total)[1]
         self._sparse.reduce(report.used, self._scale / total if self._weight else 0.0)
         before = self._layout.buckets
         if not self._transport.is_hook:  # a hook may keep state for each bucket

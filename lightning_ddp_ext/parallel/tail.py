@@ -51,6 +51,13 @@ class TailCollectives:
         """Return the group that `prepare` has made; on an active rank."""
         return self._groups[active]
 
+    def close(self) -> None:
+        """Give the groups up."""
+        for active, group in self._groups.items():
+            if dist.is_initialized() and dist.get_rank() in active:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
     @contextmanager
     def redirect(self, active: tuple[int, ...]) -> Iterator[None]:
         """Redirect the collectives of a block, in every thread; on an active rank.

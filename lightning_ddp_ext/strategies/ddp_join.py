@@ -121,11 +121,14 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         lockstep, step = self._lockstep, self._step
         assert lockstep is not None
         assert step is not None
+        if lockstep.turn is not None:
+            step.ranks_with_data = len(lockstep.turn.active)
         if lockstep.is_ghost:
             step.begin_without_data()
         output = lockstep.train(functools.partial(super().training_step, *args, **kwargs), self._synchronize_nothing)
         if not self._module.automatic_optimization:
-            lockstep.logged.synchronize(0.0 if lockstep.is_ghost else step.batch_weight)
+            if lockstep.logged.note:
+                lockstep.logged.synchronize(0.0 if lockstep.is_ghost else step.batch_weight)
             self._mirror_manual_step()
         return output
 
@@ -179,10 +182,18 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         lockstep = self._lockstep
         if isinstance(tensor, Tensor) and _is_mean(reduce_op) and not tensor.is_floating_point():
             tensor = tensor.double()  # Lightning would cut the mean of whole numbers off
-        reduce = functools.partial(super().reduce, group=group, reduce_op=reduce_op)
-        if lockstep is None or group is not None or not isinstance(reduce_op, str):
-            return reduce(tensor)
-        return lockstep.logged.reduce(tensor, reduce_op, reduce)
+        if lockstep is None or group is not None:
+            return super().reduce(tensor, group, reduce_op)
+        reduce = functools.partial(super().reduce, group=lockstep.active_group, reduce_op=reduce_op)
+        return lockstep.logged.reduce(tensor, reduce_op, reduce) if isinstance(reduce_op, str) else reduce(tensor)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        group = None if self._lockstep is None else self._lockstep.active_group
+        if group is None:
+            return super().reduce_boolean_decision(decision, all)
+        agreeing = int(self.reduce(torch.tensor(int(decision), device=self.root_device), group, "sum"))
+        return agreeing == group.size() if all else agreeing > 0
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

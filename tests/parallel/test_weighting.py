@@ -93,7 +93,7 @@ def test_a_sum_of_sums_is_not_divided():
     for batch in "ab":
         weights.set_batch(batch)
         assert weights.count() == 1.0
-    assert weights.divisor == 1.0
+    assert weights.adds_up
     assert weights.take() == (2.0, 1.0)
 
 
