@@ -1,0 +1,172 @@
+"""Fails when a private name that `ddp_join` relies on moves. What the names are used for is tested on several ranks."""
+
+import inspect
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DistributedSampler, SequentialSampler
+from torchmetrics import CatMetric
+
+from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, torchmetrics
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_every_method_of_a_process_group_that_communicates_is_known():
+    queries = {
+        "abort", "bound_device_id", "boxed", "get_group_store", "group_desc", "group_name", "name", "rank",
+        "recv_anysource", "set_timeout", "shutdown", "size", "unbox", "use_pg_for_symm_mem_rendezvous",
+    }  # fmt: skip
+    kinds = {"BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"}
+    public = {name for name in vars(dist.ProcessGroup) if not name.startswith("_")}
+    assert public - queries - kinds <= set(collectives.COLLECTIVES)
+
+
+def test_collectives_are_replaced_within_a_block_only(group):
+    seen = []
+
+    def find(found, name):
+        seen.append((found is group, name))
+        return lambda original, *args, **kwargs: original(*args, **kwargs)
+
+    value = torch.ones(2)
+    with collectives.replaced_collectives(find, lambda found: found, lambda: seen.append("group")):
+        dist.all_reduce(value)
+        dist.broadcast(value, 0)
+        dist.new_group()
+    assert seen == [(True, "allreduce"), (True, "broadcast"), "group"]
+    dist.all_reduce(value)
+    assert len(seen) == 3
+
+
+def test_a_store_is_cloned(group):
+    store = collectives.cloned_store(group)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+
+
+def test_loops_ask_a_source_for_their_loaders():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, fast_dev_run=2, enable_progress_bar=False)
+    asked = []
+
+    def replace(given, is_training):
+        asked.append(is_training)
+        return CombinedLoader(given, "max_size_cycle" if is_training else "sequential")
+
+    lightning.replace_loaders(trainer, replace)
+    trainer.fit(BoringModel())
+    assert asked == [True, False] or asked == [False, True]
+    lightning.restore_loaders(trainer)
+    trainer.test(BoringModel(), verbose=False)
+    assert len(asked) == 2
+
+
+def test_the_loader_of_the_loop_and_its_mode_are_found():
+    found = []
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, fast_dev_run=1, enable_progress_bar=False)
+    original = trainer.strategy.batch_to_device
+
+    def batch_to_device(*args, **kwargs):
+        found.append((lightning.is_hook_of_loop(module, "batch_to_device"), lightning.active_combined_loader(trainer)))
+        return original(*args, **kwargs)
+
+    trainer.strategy.batch_to_device = batch_to_device
+    trainer.fit(module := BoringModel())
+    assert [is_hook for is_hook, _ in found] == [True, True]
+    assert [lightning.combination_mode(loader) for _, loader in found] == ["max_size_cycle", "sequential"]
+    assert not lightning.is_hook_of_loop(module, "batch_to_device")
+
+
+def test_combined_loaders_save_their_state_where_it_is_overridden():
+    source = inspect.getsource(type(Trainer(accelerator="cpu", logger=False).fit_loop))
+    assert "_combined_loader._state_dicts()" in source
+    assert "_combined_loader._load_state_dicts(" in source
+
+
+def test_a_sampler_that_lightning_has_wrapped_is_recognised():
+    wrapped = DistributedSamplerWrapper(SequentialSampler(range(4)), num_replicas=2, rank=0)
+    assert lightning.is_sampler_wrapper(wrapped)
+    wrapped.dataset.reset()
+    assert wrapped.dataset[2] == 2
+    assert not lightning.is_sampler_wrapper(DistributedSampler(range(4), 2, 0))
+
+
+def test_batch_hooks_of_evaluation_are_silenced():
+    called = []
+
+    class Calling(BoringModel):
+        def on_validation_batch_start(self, *_):
+            called.append("hook")
+
+    module = Calling()
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, fast_dev_run=1, enable_progress_bar=False)
+    trainer.strategy.connect(module)
+    with lightning.without_batch_hooks(trainer):
+        module.on_validation_batch_start(None, 0)
+        assert trainer.callbacks == []
+    module.on_validation_batch_start(None, 0)
+    assert called == ["hook"]
+    assert trainer.callbacks
+
+
+def test_manual_steps_are_counted_where_expected():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    trainer.strategy.connect(module := BoringModel())
+    module.automatic_optimization = False
+    progress = lightning.manual_step_progress(trainer)
+    progress.increment_ready()
+    progress.increment_completed()
+    assert trainer.global_step == 1
+
+
+class Logging(BoringModel):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", torch.tensor(2.0 + batch_idx), on_step=True, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_logging_is_followed_and_described():
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, max_epochs=1, limit_train_batches=2, limit_val_batches=0,
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    events, described = [], []
+
+    def update(key, metric, proceed):
+        proceed()
+        events.append(key)
+        described.append(json.dumps(lightning_logging.describe_logged(key, metric)))
+
+    lightning_logging.watch_logging(
+        trainer, update, lambda: events.append("batch"), lambda: events.append("epoch"), lambda: events.append("end")
+    )
+    trainer.fit(module := Logging())
+    key = "training_step.loss"
+    assert events == [key, "batch", key, "batch", "epoch", "end"]
+    results = trainer.fit_loop.epoch_loop._results
+    assert lightning_logging.is_synchronised(results[key], on_step=True) is False  # with one device
+    results.clear()
+    lightning_logging.adopt_logged(results, json.loads(described[-1]), module, sum)
+    assert lightning_logging.latest(results[key]) == 3
+    lightning_logging.set_latest(results[key], torch.tensor(5.0))
+    assert lightning_logging.latest(results[key]) == 5
+    lightning_logging.unwatch_logging(trainer)
+    assert "update_metrics" not in vars(results)
+    assert not {"on_batch_end", "epoch_end_reached", "on_epoch_end"} & set(vars(trainer._logger_connector))
+
+
+def test_list_states_are_found():
+    metric = CatMetric()
+    metric.update(torch.ones(2))
+    assert [len(values) for values in torchmetrics.list_states(metric).values()] == [1]
