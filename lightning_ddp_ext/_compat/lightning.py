@@ -10,25 +10,18 @@ Private methods of `CombinedLoader` that are overridden: `_state_dicts` and `_lo
 calls to save and load its position.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
 from torch import device as Device
+from torch import nn
 
 PRIVATE_STRATEGY_NAMES = frozenset({"_configure_launcher", "_layer_sync"})
 
@@ -105,6 +98,11 @@ def restore_sigterm_handling(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
+def manual_step_progress(trainer: Trainer) -> Any:
+    """Return what counts optimizer steps under manual optimization; `trainer.global_step` reads it."""
+    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+
+
 def combination_mode(combined: CombinedLoader) -> str:
     """Return the mode of a combined loader; there is no public way to read it."""
     mode: str = combined._mode
@@ -116,20 +114,20 @@ def is_sampler_wrapper(sampler: object) -> bool:
     return isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper)
 
 
-def replace_loaders(trainer: Trainer, replace: Callable[[Any, str], Any]) -> None:
+def replace_loaders(trainer: Trainer, replace: Callable[[Any, bool], Any]) -> None:
     """Replace what the loops that train and evaluate get when they ask for their loaders.
 
     Lightning makes a `CombinedLoader` of anything that is none, so this is where another one can be given to it.
 
     Args:
         trainer: The Trainer.
-        replace: Maps what was asked for, and the default mode of combination there, to a `CombinedLoader`.
+        replace: Maps what was asked for, and whether it is for training, to a `CombinedLoader`.
     """
-    for source, mode in _loader_sources(trainer):
+    for source, is_training in _loader_sources(trainer):
         original = type(source).dataloader.__get__(source)
 
-        def dataloader(original: Callable[[], Any] = original, mode: str = mode) -> Any:
-            return replace(original(), mode)
+        def dataloader(original: Callable[[], Any] = original, is_training: bool = is_training) -> Any:
+            return replace(original(), is_training)
 
         source.dataloader = dataloader
 
@@ -140,10 +138,10 @@ def restore_loaders(trainer: Trainer) -> None:
         source.__dict__.pop("dataloader", None)
 
 
-def _loader_sources(trainer: Trainer) -> Iterator[tuple[Any, str]]:
-    yield trainer.fit_loop._data_source, "max_size_cycle"
+def _loader_sources(trainer: Trainer) -> Iterator[tuple[Any, bool]]:
+    yield trainer.fit_loop._data_source, True
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        yield loop._data_source, "sequential"
+        yield loop._data_source, False
 
 
 def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:
@@ -157,116 +155,19 @@ def is_hook_of_loop(module: LightningModule, hook: str) -> bool:
     return module._current_fx_name == hook
 
 
-def _result_collections(trainer: Trainer) -> Iterator[_ResultCollection]:
-    yield trainer.fit_loop.epoch_loop._results
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        yield loop._results
-
-
-def current_results(trainer: Trainer) -> _ResultCollection | None:
-    """Return where `self.log` puts its values now."""
-    return trainer._results
-
-
-def watch_logging(
-    trainer: Trainer, update: Callable[[str, _ResultMetric, Callable[[], None]], None], end_epoch: Callable[[], None]
-) -> None:
-    """Follow what is logged, in every loop.
-
-    Args:
-        trainer: The Trainer.
-        update: Called instead of each update, with its key, its record and a function that updates it.
-        end_epoch: Called when an epoch of training or evaluation ends, before any hook or callback sees its values.
-    """
-    for results in _result_collections(trainer):
-        _watch(results, update)
-    connector = trainer._logger_connector
-    reached = type(connector).epoch_end_reached.__get__(connector)
-
-    def epoch_end_reached() -> None:
-        end_epoch()
-        reached()
-
-    connector.epoch_end_reached = epoch_end_reached  # type: ignore[method-assign]
-
-
-def _watch(results: _ResultCollection, update: Callable[[str, _ResultMetric, Callable[[], None]], None]) -> None:
-    def update_metrics(key: str, value: Any, batch_size: int) -> None:
-        update(key, results[key], lambda: _ResultCollection.update_metrics(results, key, value, batch_size))
-
-    results.update_metrics = update_metrics
-
-
-def unwatch_logging(trainer: Trainer) -> None:
-    """Undo `watch_logging`."""
-    for results in _result_collections(trainer):
-        results.__dict__.pop("update_metrics", None)
-    trainer._logger_connector.__dict__.pop("epoch_end_reached", None)
-
-
-def is_synchronised(metric: _ResultMetric, *, on_step: bool) -> bool:
-    """Tell whether a logged value is reduced over all ranks by itself, when it is logged or at the end of an epoch."""
-    sync = metric.meta.sync
-    wanted = metric.meta.on_step if on_step else metric.meta.on_epoch
-    return bool(metric.is_tensor and wanted and sync.should and not sync.rank_zero_only and sync.group is None)
-
-
-def set_latest(metric: _ResultMetric, value: Tensor) -> None:
-    """Set what a logged value was in the last step."""
-    metric._forward_cache = value
-    if not metric.meta.on_epoch:
-        metric.value = value
-
-
-def latest(metric: _ResultMetric) -> Tensor:
-    """Return what a logged value was in the last step."""
-    value = metric._forward_cache
-    assert isinstance(value, Tensor)
-    return value
-
-
-def describe_logged(key: str, metric: _ResultMetric) -> dict[str, Any]:
-    """Describe a logged value so that another rank can have it too; what is returned can be written as JSON."""
-    meta = {
-        field.name: getattr(metric.meta, field.name)
-        for field in dataclasses.fields(_Metadata)
-        if field.name not in ("_sync", "reduce_fx")
-    }
-    cache = metric._forward_cache
-    return {
-        "key": key,
-        "meta": meta,
-        "reduce_fx": metric.meta.reduce_fx.__name__,
-        "sync": [metric.meta.sync.should, metric.meta.sync.rank_zero_only],
-        "is_tensor": metric.is_tensor,
-        "dtype": str(metric.value.dtype).removeprefix("torch.") if metric.is_tensor else None,
-        "latest": cache.item() if isinstance(cache, Tensor) and cache.numel() == 1 else None,
-    }
-
-
-def adopt_logged(
-    results: _ResultCollection, described: dict[str, Any], module: LightningModule, sync: Callable[..., Any]
-) -> None:
-    """Have what another rank has logged, without a value of this rank's own.
-
-    Args:
-        results: Of this rank.
-        described: By `describe_logged` of another rank.
-        module: Which holds the metric, if a metric was logged.
-        sync: What `self.log` would reduce the value with.
-    """
-    key = described["key"]
-    metric = results.get(key)
-    if metric is None:
-        should, rank_zero_only = described["sync"]
-        meta = _Metadata(**described["meta"], reduce_fx=getattr(torch, described["reduce_fx"]))
-        meta.sync = _Sync(fn=sync, _should=should, rank_zero_only=rank_zero_only)
-        metric = results[key] = _ResultMetric(meta, described["is_tensor"])
-        metric.to(module.device)
-    if metric.is_tensor:
-        metric.value = metric.value.to(getattr(torch, described["dtype"]))
-    elif metric.meta.metric_attribute is not None:
-        metric.value = module.get_submodule(metric.meta.metric_attribute)
-    if metric._forward_cache is None and described["latest"] is not None:
-        metric._forward_cache = torch.tensor(described["latest"], device=module.device)
-    metric.has_reset = False
+@contextmanager
+def without_batch_hooks(trainer: Trainer) -> Iterator[None]:
+    """Call no hook of a batch in evaluation; the loop that runs goes on nevertheless."""
+    module, owner = trainer.lightning_module, vars(trainer)
+    callbacks = owner["callbacks"]
+    names = [f"on_{stage}_batch_{end}" for stage in ("validation", "test") for end in ("start", "end")]
+    kept = {name: vars(module)[name] for name in names if name in vars(module)}
+    owner["callbacks"] = []
+    vars(module).update(dict.fromkeys(names, lambda *_: None))
+    try:
+        yield
+    finally:
+        owner["callbacks"] = callbacks
+        for name in names:
+            del vars(module)[name]
+        vars(module).update(kept)

@@ -18,6 +18,11 @@ State = dict[str, Tensor | list[Tensor]]
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 
 
+def list_states(metric: Metric) -> dict[str, list[Tensor]]:
+    """Return the states that are lists, by name; only the defaults tell which are states."""
+    return {name: getattr(metric, name) for name in metric._defaults if isinstance(getattr(metric, name), list)}
+
+
 def has_mergeable_state(metric: Metric) -> bool:
     """Tell whether the state over a batch follows from the states over its chunks."""
     wraps_metrics = any(isinstance(child, Metric | MetricCollection) for child in metric.children())

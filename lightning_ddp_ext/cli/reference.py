@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 from typing_extensions import override

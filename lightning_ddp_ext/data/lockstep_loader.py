@@ -1,5 +1,8 @@
 """The same number of steps on every rank, however much data each has."""
 
+import copy
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,8 +62,8 @@ def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> fl
 class LockstepLoader:
     """Iterates over a source, and goes on with batches that do not count while other ranks still have some.
 
-    Yields pairs of a batch and a `Turn`. On a ghost step the batch is the last one that the rank had, so that hooks see
-    something of the right form; a rank that never had any gets the first batch of another rank.
+    Yields pairs of a batch and a `Turn`. On a ghost step the batch is a copy of the last one that the rank had, so that
+    hooks see something of the right form; a rank that never had any gets the first batch of another rank.
 
     Where every rank knows its length, no communication is needed. Otherwise ranks vote on whether there is another
     step, one batch ahead, so that the vote is under way while a step is computed.
@@ -125,6 +128,8 @@ class LockstepLoader:
             if step in lengths:
                 present = [length > step for length in lengths]
             batch = self._fetch(batches, own, step) if step < own else None
+            if step == own - 1 < steps - 1:
+                self._keep(batch)
             yield self._take_turn(present, batch)
             step += 1
 
@@ -138,32 +143,38 @@ class LockstepLoader:
             if self._uneven_inputs != "join" and not all(present):
                 self._end_early(present, step)
                 return
-            given = self._take_turn(present, batch)
+            given = batch
             if has_batch:
                 has_batch, batch = _advance(batches)
+                if not has_batch:
+                    self._keep(given)
             count_votes = self._vote(has_batch)
-            yield given
+            yield self._take_turn(present, given)
             step += 1
 
     def _take_turn(self, present: Sequence[bool], batch: Any) -> tuple[Any, Turn]:
-        if present[self._rank]:
-            self._filler, self._has_filler = batch, True
         if self._turn is None or present != self._present:
             self._present = present
             active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
             self._turn = Turn(active, not present[self._rank], not all(present))
             if self._turn.is_tail:
-                self._share_filler(active[0])
-        return self._filler, self._turn
+                self._share_filler(active[0], batch)
+        # Each time another copy: hooks may change it.
+        return (copy.deepcopy(self._filler) if self._turn.is_ghost else batch), self._turn
 
-    def _share_filler(self, source: int) -> None:
+    def _share_filler(self, source: int, batch: Any) -> None:
         """Give ranks that have never had a batch one of another rank."""
-        if all(gather_integer(self._has_filler, self._group)):
+        needed = gather_integer(not self._has_filler and not self._present[self._rank], self._group)
+        if not any(needed):
             return
-        shared = [self._filler]
+        shared = [batch]
         dist.broadcast_object_list(shared, group=self._group, group_src=source)
-        if not self._has_filler:
-            self._filler, self._has_filler = shared[0], True
+        if needed[self._rank]:
+            self._keep(shared[0])
+
+    def _keep(self, batch: Any) -> None:
+        """Keep a copy of the last batch, to stand in for those that are missing."""
+        self._filler, self._has_filler = copy.deepcopy(batch), True
 
     def _vote(self, has_batch: bool) -> Callable[[], list[bool]]:
         votes = torch.zeros(self._world_size, dtype=torch.int32)
@@ -196,11 +207,9 @@ class LockstepLoader:
 
     def _pass_over(self, batches: Iterator[Any], number: int) -> None:
         """Skip batches; the last one may have to stand in for those that are missing."""
-        for _ in range(number):
-            has_batch, batch = _advance(batches)
-            if not has_batch:
-                return
-            self._filler, self._has_filler = batch, True
+        passed = deque(itertools.islice(batches, number), maxlen=1)
+        if passed:
+            self._keep(passed[0])
 
 
 def _advance(batches: Iterator[Any]) -> tuple[bool, Any]:

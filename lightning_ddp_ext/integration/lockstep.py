@@ -1,16 +1,16 @@
 """Steps of all ranks together, of which some may have run out of data."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ddp_ext._compat.lightning import (
@@ -19,14 +19,18 @@ from lightning_ddp_ext._compat.lightning import (
     is_hook_of_loop,
     replace_loaders,
     restore_loaders,
+    without_batch_hooks,
 )
 from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
-from lightning_ddp_ext.errors import OtherRankError
+from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
 from lightning_ddp_ext.integration.logged_values import LoggedValues
-from lightning_ddp_ext.parallel.exchange import group_with_cpu
+from lightning_ddp_ext.parallel.exchange import own_group
 from lightning_ddp_ext.parallel.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.tail import TailCollectives
+from lightning_ddp_ext.parallel.weighting import samples_or_one
+
+_BACKWARD = "backward"
 
 
 class Lockstep:
@@ -48,7 +52,7 @@ class Lockstep:
         timeout: timedelta | None,
         own: Iterable[dist.ProcessGroup],
     ) -> None:
-        self.group = group_with_cpu(timeout)
+        self.group = own_group(timeout)
         self.turn: Turn | None = None
         self._trainer = trainer
         self._module = module
@@ -56,13 +60,18 @@ class Lockstep:
         self._tail = TailCollectives([self.group, *own], timeout)
         self._messages = RankMessages(self.group, timeout)
         self._metrics: list[Metric] = []
-        self._outputs: dict[str, STEP_OUTPUT] = {}
+        self._output: dict[str, Any] | None = None
+        self._samples = 1.0
+        self._last_tail: Turn | None = None
         self._is_among_active = False
-        self.logged = LoggedValues(trainer, module, self.group)
+        self._turn_stack = ExitStack()
+        self.logged = LoggedValues(trainer, module, self.group, self._end_batch, self._messages.forget)
         replace_loaders(trainer, self._combine)
 
     def close(self) -> None:
-        """Give loops, logging and the process group back."""
+        """Give loops, logging and process groups back."""
+        self._turn_stack.close()
+        self._tail.close()
         self.logged.close()
         restore_loaders(self._trainer)
         if dist.is_initialized():
@@ -79,51 +88,101 @@ class Lockstep:
         return self.turn is not None and self.turn.is_tail
 
     @property
+    def active_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have data, within a step that some do not take part in."""
+        return self._tail.group(self.turn.active) if self.turn is not None and self._is_among_active else None
+
+    @property
     def gathered_rows(self) -> tuple[int, ...] | None:
         """Which rows of what is gathered have something, within a step that some ranks do not take part in."""
         return self.turn.active if self.turn is not None and self._is_among_active else None
 
-    def take_turn(self) -> None:
+    def take_turn(self, batch: Any) -> None:
         """Take up the next batch of a loop; to be called when it is moved to the device."""
         combined = active_combined_loader(self._trainer)
         if not isinstance(combined, LockstepCombinedLoader) or not is_hook_of_loop(self._module, "batch_to_device"):
             return
-        turn = combined.turns.popleft()
-        if turn is not self.turn and turn.is_tail:
-            self._tail.prepare(turn.active)
+        if batch is None:
+            raise UnsupportedFeatureError(
+                f"rank {self._trainer.global_rank}: the loader gave None instead of a batch. Lightning would leave the"
+                " step out on this rank, and the others would wait. Let the loader go on to the next batch instead."
+            )
+        turn = self.turn = combined.turns.popleft()
+        self.logged.begin(turn)
+        self._samples = 1.0 if self._trainer.training else samples_or_one(batch)
+        if not turn.is_tail:
+            return
+        self._tail.prepare(turn.active)
+        if turn is not self._last_tail:
+            self._last_tail = turn
             self._metrics = [
                 part for part in self._module.modules() if isinstance(part, Metric) and part.process_group is None
             ]
-        self.turn = turn
+        if not self._trainer.training:
+            # In evaluation hooks count too: they belong to a batch, not to a step of all ranks.
+            self._turn_stack.enter_context(without_batch_hooks(self._trainer) if turn.is_ghost else self.among_active())
 
-    def step(self, hook: str, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
-        """Run a step of the module, or make a ghost step.
+    def train(self, run: Callable[[], STEP_OUTPUT], synchronize: Callable[[], None]) -> STEP_OUTPUT:
+        """Run a training step, or make a ghost step.
+
+        Args:
+            run: Runs the step.
+            synchronize: On a ghost step, synchronises the gradients of a backward pass that the step contains.
 
         Returns:
-            What the step returns; on a ghost step what it returned last.
+            What the step returns; on a ghost step what it returned last, with a loss of zero.
         """
-        turn = self.turn
-        if turn is None:
+        if self.is_ghost:
+            while (message := self._messages.wait()) == _BACKWARD:
+                synchronize()
+            self.logged.adopt(message)
+        else:
+            with self.among_active(), self.logged.step():
+                output = run()
+            self._tell_ghosts()
+            self._output = recursive_detach(output) if isinstance(output, dict) else None
+        return self._ghost_output() if self.is_ghost else output
+
+    def announce_backward(self) -> None:
+        """Tell ranks that make a ghost step of a backward pass within a training step, which they cannot know of."""
+        self._tell(lambda: _BACKWARD)
+
+    def evaluate(self, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        """Run a step of evaluation, unless this rank has no data."""
+        if self.is_ghost:
+            return None
+        with self.logged.step():
             return run()
-        self.logged.begin(turn)
-        if turn.is_ghost:
+
+    def _end_batch(self) -> None:
+        """End a turn: what follows concerns no batch."""
+        if not self._trainer.training and self.turn is not None:
+            self._turn_stack.close()
+            self._tell_ghosts()
+            self.logged.synchronize(0.0 if self.is_ghost else self._samples)
+        self.turn = None
+        self.logged.end()
+
+    def _tell_ghosts(self) -> None:
+        """Tell ranks that make a ghost step what has been logged; these wait for it."""
+        if self.is_ghost:
             self.logged.adopt(self._messages.wait())
-            return self._outputs.get(hook)
-        with self.among_active(), self.logged.step():
-            output = run()
-        if turn.is_tail:
-            if turn.active[0] == self._trainer.global_rank:
-                self._messages.publish(self.logged.describe())
-            else:
-                self._messages.pass_over()
-        self._outputs[hook] = _detached(output)
-        return output
+        else:
+            self._tell(self.logged.describe)
+
+    def _tell(self, describe: Callable[[], str]) -> None:
+        if self.turn is None or not self.turn.is_tail:
+            return
+        if self.turn.active[0] == self._trainer.global_rank:
+            self._messages.publish(describe())
+        else:
+            self._messages.pass_over()
 
     @contextmanager
     def among_active(self) -> Iterator[None]:
         """Let collectives of a block run among the ranks that have data, if some have not; on one that has."""
         turn = self.turn
-        if turn is None or not turn.is_tail:
+        if turn is None or not turn.is_tail or self._is_among_active:
             yield
             return
         group = self._tail.group(turn.active)
@@ -133,46 +192,39 @@ class Lockstep:
         try:
             with self._tail.redirect(turn.active):
                 yield
-        except BaseException as error:
-            self._messages.fail(error)
-            raise
         finally:
             self._is_among_active = False
             for metric in self._metrics:
                 metric.process_group = None
+
+    def fail(self, error: BaseException) -> None:
+        """Tell other ranks that this one has failed."""
+        self._turn_stack.close()
+        self._messages.fail(error)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Say what another rank has failed of, where this one only sees that the connection is gone.
 
         Raises:
-            OtherRankError: If another rank has failed in a step that this one took no part in.
+            OtherRankError: If another rank has failed.
         """
         try:
             yield
         except RuntimeError as error:
-            reason = self._messages.failure() if self.is_ghost else None
+            reason = self._messages.failure()
             if reason is None:
                 raise
             raise OtherRankError(reason) from error
 
-    def end_epoch(self) -> None:
-        """Forget the last step: what follows concerns no batch."""
-        self.turn = None
+    def _ghost_output(self) -> STEP_OUTPUT:
+        dtype = cast(torch.dtype, self._module.dtype)
+        loss = torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
+        return loss if self._output is None else {**self._output, "loss": loss}
 
-    def _combine(self, given: Any, mode: str) -> LockstepCombinedLoader:
+    def _combine(self, given: Any, is_training: bool) -> LockstepCombinedLoader:
+        mode = "max_size_cycle" if is_training else "sequential"  # as in Lightning
         if isinstance(given, CombinedLoader):
             given, mode = given.iterables, combination_mode(given)
-        return LockstepCombinedLoader(given, mode, self.group, self._uneven_inputs)
-
-
-def ghost_loss(output: STEP_OUTPUT, device: torch.device) -> STEP_OUTPUT:
-    """Return what stands in for the output of a training step: a loss of zero, beside what was last returned."""
-    loss = torch.zeros((), device=device, requires_grad=True)
-    return {**output, "loss": loss} if isinstance(output, dict) else loss
-
-
-def _detached(output: STEP_OUTPUT) -> STEP_OUTPUT:
-    if isinstance(output, dict):
-        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
-    return output.detach() if isinstance(output, Tensor) else output
+        # Evaluation counts every sample in any case.
+        return LockstepCombinedLoader(given, mode, self.group, self._uneven_inputs if is_training else "join")

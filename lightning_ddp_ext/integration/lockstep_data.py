@@ -1,12 +1,16 @@
 """Lightning's loaders in lockstep: any number of them, in every mode of `CombinedLoader`."""
 
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
@@ -43,11 +47,20 @@ class InjectedRank(int):
 
 
 class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
-    """Deals out what a user's sampler draws, as Lightning's own wrapper does with padding."""
+    """Deals out what a user's sampler draws, as Lightning's own wrapper does with padding.
+
+    It draws from random numbers that are the same on every rank: those of ranks themselves part when one runs out of
+    data.
+    """
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        cast(Any, self.dataset).reset()  # draws anew
+        with isolate_rng():
+            seed = (self.seed + self.epoch) % 2**32
+            random.seed(seed)
+            numpy.random.seed(seed)
+            torch.manual_seed(seed)
+            cast(Any, self.dataset).reset()  # draws anew
         return (self.dataset[index] for index in self._indices())
 
 
@@ -87,6 +100,8 @@ class RankedLoader:
         return int(max(self.lengths))
 
     def __getattr__(self, name: str) -> Any:
+        if "loader" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
         return getattr(self.__dict__["loader"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

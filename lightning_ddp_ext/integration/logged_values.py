@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ddp_ext._compat.lightning import (
+from lightning_ddp_ext._compat.lightning_logging import (
     adopt_logged,
     current_results,
     describe_logged,
@@ -22,11 +22,13 @@ from lightning_ddp_ext._compat.lightning import (
     unwatch_logging,
     watch_logging,
 )
+from lightning_ddp_ext._compat.torchmetrics import list_states
 from lightning_ddp_ext.data.lockstep_loader import Turn
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.parallel.exchange import gather_integer, gather_objects
 
 _HASH_BITS = 31
+_REDUCING = -1  # noted where a value is reduced outside of a step, by Lightning or by the user
 
 
 class LoggedValues:
@@ -43,9 +45,18 @@ class LoggedValues:
         trainer: The Trainer.
         module: Its module.
         group: The ranks, over a back-end for the module's device and for CPU tensors.
+        end_batch: Called after the last hook of a batch.
+        end_epoch: Called at the end of an epoch, when every rank has got there.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        group: dist.ProcessGroup,
+        end_batch: Callable[[], None],
+        end_epoch: Callable[[], None],
+    ) -> None:
         self._trainer = trainer
         self._module = module
         self._group = group
@@ -55,7 +66,8 @@ class LoggedValues:
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # in this step, by key
         self._pending: dict[str, Any] = {}
-        watch_logging(trainer, self._update, self._end_epoch)
+        self._end_of_epoch = end_epoch
+        watch_logging(trainer, self._update, end_batch, self._end_epoch, self._check_epoch)
 
     def close(self) -> None:
         """Stop following what is logged."""
@@ -66,6 +78,10 @@ class LoggedValues:
         self._turn = turn
         self._logged.clear()
         self._pending.clear()
+
+    def end(self) -> None:
+        """End a step: what follows concerns no batch."""
+        self._turn = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -91,8 +107,10 @@ class LoggedValues:
         """
         if self._is_logging and self._in_step:
             return tensor
-        if self._is_logging and self._turn is not None and self._turn.is_tail:
-            return self._reduce_all([tensor], [operation], 0.0 if self._turn.is_ghost else 1.0)[0]
+        if self._is_logging and self._turn is not None and self._turn.is_tail and self._trainer.training:
+            return self._reduce_all([tensor], [operation], 0.0 if self._is_ghost else 1.0)[0]
+        if not self._in_step and (self._turn is None or not self._turn.is_tail):
+            self._agree(_REDUCING)
         return reduce(tensor)
 
     def synchronize(self, weight: float, notes: Sequence[float] | None = None) -> None:
@@ -105,10 +123,11 @@ class LoggedValues:
         Raises:
             LoggedKeysError: If ranks have logged different keys.
         """
-        if notes is None and self._pending:
+        if notes is None and (self._pending or self._trainer.training):
             notes = gather_integer(self.note, self._group)
         if notes is not None:
-            self._compare(self._pending, notes)
+            active = range(len(notes)) if self._turn is None else self._turn.active
+            self._compare([notes[rank] for rank in active])
         if not self._pending:
             return
         metrics = list(self._pending.values())
@@ -124,8 +143,8 @@ class LoggedValues:
         metrics = {
             name: {
                 state: (list(values[0].shape[1:]), str(values[0].dtype).removeprefix("torch."))
-                for state in metric._defaults
-                if isinstance(values := getattr(metric, state), list) and values
+                for state, values in list_states(metric).items()
+                if values
             }
             for name, metric in self._module.named_modules()
             if isinstance(metric, Metric)
@@ -159,22 +178,21 @@ class LoggedValues:
         return self._turn is not None and self._turn.is_ghost
 
     def _update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
-        if self._is_ghost and not self._in_step:
+        if self._is_ghost and metric.is_tensor:
             self._take_part(metric)
+            metric.has_reset = False
             return
         self._is_logging = True
         try:
             proceed()
         finally:
             self._is_logging = False
-        if self._in_step:
-            self._logged[key] = metric
-            if is_synchronised(metric, on_step=True):
-                self._pending[key] = metric
+        self._logged[key] = metric
+        if self._in_step and is_synchronised(metric, on_step=True):
+            self._pending[key] = metric
 
     def _take_part(self, metric: Any) -> None:
         """Let a hook's value on a ghost step count nothing, where other ranks wait for it."""
-        metric.has_reset = False
         if is_synchronised(metric, on_step=True):
             set_latest(metric, self._reduce_all([self._neutral(metric)], [metric.meta.sync.op], 0.0)[0])
 
@@ -206,23 +224,36 @@ class LoggedValues:
             reduced.append(result.to(value.dtype))
         return reduced
 
-    def _compare(self, keys: Iterable[str], notes: Sequence[float]) -> None:
-        active = range(len(notes)) if self._turn is None else self._turn.active
-        if len({notes[rank] for rank in active}) > 1:
-            _raise_difference(gather_objects(sorted(keys), self._group), active)
+    def _compare(self, notes: Sequence[float]) -> None:
+        """Refuse to go on if ranks have noted different things: they are about to reduce different values."""
+        if len(set(notes)) > 1:
+            _raise_difference(gather_objects(self._synchronised_keys(), self._group))
+
+    def _agree(self, note: int) -> None:
+        self._compare(gather_integer(note, self._group))
+
+    def _synchronised_keys(self) -> list[str]:
+        results: Mapping[str, Any] = current_results(self._trainer) or {}
+        return [
+            key
+            for key, metric in results.items()
+            if not metric.has_reset
+            and (is_synchronised(metric, on_step=False) or is_synchronised(metric, on_step=True))
+        ]
+
+    def _check_epoch(self) -> None:
+        """See to it that no rank goes on while another waits with a value that a hook has logged there alone."""
+        self._agree(_hash(sorted(self._synchronised_keys())))
 
     def _end_epoch(self) -> None:
         """See to it that all ranks reduce the same values of an epoch in the same order."""
         results = current_results(self._trainer)
         if results is None:
             return
-        keys = [
-            key for key, metric in results.items() if not metric.has_reset and is_synchronised(metric, on_step=False)
-        ]
-        note = _hash(sorted(keys)) << 32 | _hash(keys)
-        notes = gather_integer(note, self._group)
-        if len({other >> 32 for other in notes}) > 1:
-            _raise_difference(gather_objects(sorted(keys), self._group), range(len(notes)))
+        keys = self._synchronised_keys()
+        notes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self._group)
+        self._compare([note >> 32 for note in notes])
+        self._end_of_epoch()
         if len(set(notes)) > 1:
             ordered = {key: results[key] for key in sorted(results)}
             results.clear()
@@ -234,19 +265,21 @@ def _hash(keys: Iterable[str]) -> int:
     return zlib.crc32(joined.encode()) >> (32 - _HASH_BITS) if joined else 0
 
 
-def _raise_difference(keys: Sequence[Sequence[str]], ranks: Iterable[int]) -> None:
+def _raise_difference(keys: Sequence[Sequence[str]]) -> None:
     """Name a key that some ranks have and others have not."""
     having: dict[str, list[int]] = {}
-    for rank in ranks:
-        for key in keys[rank]:
+    for rank, own in enumerate(keys):
+        for key in own:
             having.setdefault(key, []).append(rank)
-    everyone = list(ranks)
     for key, owners in having.items():
-        if owners != everyone:
-            missing = next(rank for rank in everyone if rank not in owners)
+        if len(owners) < len(keys):
+            missing = next(rank for rank in range(len(keys)) if rank not in owners)
             hook, _, name = key.partition(".")
             raise LoggedKeysError(
                 f"rank {owners[0]} logs `{name}` with `sync_dist=True` in `{hook}`, rank {missing} does not. Log the"
                 " same keys on every rank, or leave `sync_dist` out."
             )
-    raise LoggedKeysError("ranks log the same keys in different orders. Log them in the same order on every rank.")
+    raise LoggedKeysError(
+        "ranks log with `sync_dist=True` at different times or in different orders. Log the same keys in the same order"
+        " on every rank."
+    )

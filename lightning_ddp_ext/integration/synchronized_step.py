@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_ext._compat.lightning import restore_sigterm_handling
-from lightning_ddp_ext.errors import UnsynchronizedGradientsError
 from lightning_ddp_ext.integration.preemption import Departure
+from lightning_ddp_ext.integration.step_guard import StepGuard
 from lightning_ddp_ext.parallel.reducer import GradientReducer
 from lightning_ddp_ext.parallel.weighting import GradientWeights, WeightBy
 
@@ -27,6 +27,9 @@ class SynchronizedStep:
         reducer: Synchronises the gradients of the module.
         weight_by: What a batch counts.
         forward_signal: Passes a signal on to the processes that this one has started.
+
+    Attributes:
+        ranks_with_data: Number of ranks that have a batch now.
     """
 
     def __init__(
@@ -41,11 +44,13 @@ class SynchronizedStep:
         self._trainer = trainer
         self._module = module
         self._weights = GradientWeights(weight_by)
+        self._guard = StepGuard(trainer, module, reducer)
         self._departure = Departure(trainer, forward_signal)
         self._blocked = False
         self._synchronized = False
         self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
+        self.ranks_with_data = trainer.world_size
 
     def begin(self, batch: Any) -> None:
         """Weigh a micro-batch.
@@ -60,6 +65,11 @@ class SynchronizedStep:
         """Have no micro-batch, while other ranks have one."""
         self._begin()
         self._weights.set_no_batch()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether synchronisation is put off."""
+        return self._blocked
 
     @property
     def notes(self) -> Sequence[float] | None:
@@ -87,7 +97,10 @@ class SynchronizedStep:
         factor = self._weights.count()
         if not factor:
             return None
-        return loss if factor == 1.0 or not self._module.automatic_optimization else loss * factor
+        if not self._module.automatic_optimization:
+            # Gradients may hold the sum over ranks from a pass before; they are averaged, so that it stays what it is.
+            factor = float(self.ranks_with_data) if self._weights.adds_up else 1.0
+        return loss if factor == 1.0 else loss * factor
 
     @contextmanager
     def synchronize(self, note: int = 0) -> Generator[None, None, None]:
@@ -100,13 +113,16 @@ class SynchronizedStep:
             yield
             return
         weight, scale = self._weights.take()
+        divisor = None
         if self._module.automatic_optimization:
             scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
-        elif self._weights.divisor is None:
+            divisor = 1.0 if self._weights.adds_up else None
+        else:
+            weight = min(weight, 1.0) if self._weights.adds_up else weight
             scale = weight  # the user has made a mean of what has been accumulated
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         self._passes += 1
-        with self.reducer.synchronize(weight, scale, self._departure.wanted, position, note, self._weights.divisor):
+        with self.reducer.synchronize(weight, scale, self._departure.wanted, position, note, divisor):
             yield
         self._synchronized = True
         self._last_weight = weight
@@ -139,7 +155,7 @@ class SynchronizedStep:
         """Run an optimizer's closure, and see to it that gradients and buffers have been synchronised.
 
         Raises:
-            UnsynchronizedGradientsError: If gradients of the optimizer's parameters have not.
+            UnsynchronizedGradientsError: If gradients of the optimizer's parameters have not, see `StepGuard`.
         """
         self._synchronized = False
         loss = closure()
@@ -148,22 +164,18 @@ class SynchronizedStep:
             self._weights.count()
             with self.synchronize():
                 pass
-        if self.reducer.unsynchronized(parameter for group in optimizer.param_groups for parameter in group["params"]):
-            raise UnsynchronizedGradientsError(
-                f"rank {self._trainer.global_rank}: `{type(optimizer).__name__}` is about to step with gradients that"
-                " have not been synchronised with the other ranks. Call `self.manual_backward(loss)` instead of"
-                " `loss.backward()`, and leave the last one before a step out of `toggle_model(sync_grad=False)`."
-            )
+        self._guard.check(optimizer)  # not every optimizer of Lightning is one of torch, whose steps are all seen
         return loss
 
     def mean(self, loss: Tensor) -> Tensor:
         """Return the mean of the last loss over the ranks, by weight."""
-        weight = torch.tensor(self._last_weight, dtype=loss.dtype, device=loss.device)
-        weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(loss)
+        weight = torch.tensor(self._last_weight, dtype=torch.float64, device=loss.device)
+        weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(weight)
         total = self._trainer.strategy.reduce(torch.stack([weighted, weight]), reduce_op="sum")
-        return total[0] / total[1]
+        return (total[0] / total[1]).to(loss.dtype)
 
     def close(self) -> None:
-        """Stop watching the module and signals."""
+        """Stop watching the module, optimizers and signals."""
+        self._guard.close()
         self.reducer.close()
         restore_sigterm_handling(self._trainer)

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_ext._compat.torch import copy_all_, flatten, views_of
+
 _BUCKET_BYTES = 25 * 2**20  # what torch's own DistributedDataParallel uses
 
 
@@ -33,20 +35,42 @@ def send_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 @torch.no_grad()
-def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Give tensors the values that they have on the first rank, in flat buckets: few messages instead of many.
+def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Give tensors the values that they have on one rank, in flat buckets: few messages instead of many.
 
     Args:
         tensors: Dense tensors of any shape and type, alike on every rank; others are left as they are.
         group: The ranks.
+        source: The rank that has the values.
     """
     for bucket in _buckets(tensors):
         members = [tensors[position] for position in bucket]
-        flat = torch.cat([member.reshape(-1) for member in members])
+        flat = flatten(members)
         # As bytes: not every back-end has every type.
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-        for member, part in zip(members, torch.split(flat, [member.numel() for member in members]), strict=True):
-            member.copy_(part.view(member.shape))
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+        overwrite(members, flat, [True] * len(members))
+
+
+@torch.no_grad()
+def overwrite(targets: Sequence[Tensor], flat: Tensor, wanted: Sequence[bool]) -> None:
+    """Write values into tensors in few kernel launches; where elements share memory, as after `expand`, once.
+
+    Args:
+        targets: Tensors of one type and device, none of them empty.
+        flat: The elements of all, in a row.
+        wanted: Which tensors are to be written.
+    """
+    are_rows = all(target.dim() == 1 for target in targets)
+    parts = torch.split(flat, list(map(torch.numel, targets))) if are_rows else views_of(flat, targets)
+    pairs = [pair[:2] for pair in zip(targets, parts, wanted, strict=True) if pair[2]]
+    pairs = [_distinct(*pair) if 0 in pair[0].stride() else pair for pair in pairs]
+    if pairs:
+        copy_all_(*zip(*pairs, strict=True))
+
+
+def _distinct(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    one = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
+    return target[one], source[one]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -54,7 +78,7 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
     buckets: list[list[int]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for position, tensor in enumerate(tensors):
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or not tensor.numel():
             continue
         members, size = open_buckets.get((tensor.dtype, tensor.device), ([], _BUCKET_BYTES))
         if size + tensor.nbytes > _BUCKET_BYTES:

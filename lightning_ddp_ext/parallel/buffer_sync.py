@@ -1,19 +1,26 @@
 """Making the buffers of ranks equal after a step."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import Normalisation, version_of
+from lightning_ddp_ext.parallel.buffer_table import BufferTable
+from lightning_ddp_ext.parallel.buffer_transfer import BufferTransfer, cut, is_mean
 from lightning_ddp_ext.parallel.buffers import same_values
+from lightning_ddp_ext.parallel.exchange import gather_integers
+from lightning_ddp_ext.parallel.fingerprints import fingerprint
+from lightning_ddp_ext.parallel.setups import compare_setups
 from lightning_ddp_ext.parallel.sync_control import SyncReport
 
-_LOW = 2**32 - 1
 _FORGETTING = 20  # synchronisations without a change after which none is expected
 _LEARNING = 3  # synchronisations in which buffers are compared by value
+_LARGE = 2**20  # bytes
+
+_Seen = tuple["weakref.ref[Tensor]", int]
 
 
 class BufferSynchronizer:
@@ -21,166 +28,153 @@ class BufferSynchronizer:
 
     Floating-point and complex buffers become the mean by weight, others come from the first rank that had data. What
     has changed before travels ahead of what ranks agree on; the first change of a buffer costs a message of its own.
+    Large buffers that have changed are compared first, by fingerprints, for which the host waits; they travel only if
+    they differ, in pieces.
 
     A change is known from the tensor's version. torch's batch normalisation does not count its own: such buffers, and
     those that are found to change in the same silent way in the first steps, count as changed in training mode.
 
+    Buffers may get another shape, become None or be registered later, if they do so on all ranks in the same step.
+    Those that are not dense, and those of `find_ignored`, stay as they are.
+
     Args:
-        module: The same module on every rank. Buffers that are registered later are not seen.
+        module: The same module on every rank.
         group: The ranks.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        found: dict[int, tuple[nn.Module, str]] = {}
-        for part in module.modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    found.setdefault(id(buffer), (part, name))
-        self._places = list(found.values())
-        self._silent = {index for index, place in enumerate(self._places) if _is_running_statistic(*place)}
-        self._seen: list[tuple[int, int]] = []
-        self._values: list[Tensor] = []
-        self._comparisons = 0
+        self._table = BufferTable(module)
         self._group = group
         self._rank = dist.get_rank(group)
-        self._expected: dict[int, int] = {}  # buffers that are likely to change: synchronisations since they did
         self._source = 0  # the first rank that had data, the last time
-        self._under_way: _Transfer | None = None
+        self._ahead: BufferTransfer | None = None
+        self._expected: dict[int, int] = {}  # buffers that are likely to change: synchronisations since they did
+        self._seen: list[_Seen | None] = []
+        self._values: list[Tensor | None] = []
+        self._accept()
 
-    def __len__(self) -> int:
-        """Return the number of buffers."""
-        return len(self._places)
+    @property
+    def structure(self) -> int:
+        """A number for the names, types and shapes of the buffers of this rank."""
+        return self._table.structure
 
     def tensors(self) -> list[Tensor]:
         """Return the buffers."""
-        return [self._tensor(index) for index in range(len(self))]
+        return [buffer for buffer in self._table.tensors if buffer is not None]
 
     def remember(self) -> None:
         """Take the buffers as they are for equal on all ranks."""
-        self._seen = [(id(buffer), version_of(buffer)) for buffer in self.tensors()]
+        buffers = self._table.tensors
+        self._seen = [None if buffer is None else (weakref.ref(buffer), version_of(buffer)) for buffer in buffers]
         learning = self._comparisons < _LEARNING
-        self._values = [buffer.detach().clone() for buffer in self.tensors()] if learning else []
-
-    def changes(self) -> list[int]:
-        """Return the numbers of the buffers that have changed on this rank."""
-        now = [(id(buffer), version_of(buffer)) for buffer in self.tensors()]
-        changed = {index for index, (old, new) in enumerate(zip(self._seen, now, strict=True)) if old != new}
-        self._silent |= {index for index in self._find_differences() if index not in changed}
-        return sorted(changed | {index for index in self._silent if self._places[index][0].training})
-
-    def _find_differences(self) -> Iterator[int]:
-        self._comparisons += bool(self._values)
-        for index, value in enumerate(self._values):
-            if not same_values(value, self._tensor(index)):
-                yield index
+        self._values = [None if buffer is None else buffer.detach().clone() for buffer in buffers] if learning else []
 
     def start(self, weight: float) -> None:
-        """Send what is likely to have changed.
+        """Look at the buffers, and send what is likely to have changed.
 
         Args:
             weight: What this rank's buffers count.
         """
-        self._under_way = self._send(sorted(self._expected), weight, self._source) if self._expected else None
+        self._table.look()
+        if self._expected:
+            sent = [self._table.tensors[index] for index in self._expected] if self._is_agreed else self._stand_ins()
+            self._ahead = self._transfer([buffer for buffer in sent if buffer is not None], weight)
+
+    def changes(self) -> bytearray:
+        """Mark those that have changed on this rank, of the buffers that ranks know of each other."""
+        changed = bytearray(len(self._specs))
+        if not self._is_agreed:
+            return changed
+        buffers = self._table.tensors
+        for index, (buffer, seen) in enumerate(zip(buffers, self._seen, strict=True)):
+            if buffer is not None:
+                changed[index] = seen is None or seen[0]() is not buffer or seen[1] != version_of(buffer)
+        self._comparisons += bool(self._values)
+        for index, (buffer, value) in enumerate(zip(buffers, self._values, strict=False)):
+            if buffer is not None and value is not None and not changed[index] and not same_values(value, buffer):
+                self._silent.add(index)
+        for index in self._silent:
+            changed[index] |= self._table.places[index][0].training
+        return changed
 
     def finish(self, report: SyncReport, weight: float) -> None:
-        """Set what has changed on any rank to the value of all ranks.
+        """Set what has changed on any rank to the value of all ranks; if no rank had data, buffers stay as they are.
 
         Args:
             report: What ranks have agreed on.
             weight: What this rank's buffers count.
+
+        Raises:
+            ReplicaMismatchError: On every rank, if ranks have other buffers now, or buffers of other shapes.
         """
-        sent, self._under_way = self._under_way, None
-        changed = [index for index, ranks in enumerate(report.changed) if ranks]
-        unexpected = not set(changed) <= set(self._expected)
-        from_another = report.source != self._source and any(not _is_mean(self._tensor(index)) for index in changed)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.wait()
+        if len(set(report.structures)) > 1:
+            compare_setups(self._table.describe(), self._group)
+        changed: Iterable[int] = [index for index, ranks in enumerate(report.changed) if ranks]
+        if report.structures[0] != self._structure:
+            self._accept()
+            changed = [index for index, spec in enumerate(self._specs) if spec is not None]
+        if not report.total_weight:
+            return
+        arrived = set(self._expected)
+        if report.source != self._source:
+            arrived = {index for index in arrived if self._is_mean(index)}
         self._source = report.source
-        if sent is not None:
-            sent.wait()
-        if unexpected or from_another:
-            sent = self._send(changed, weight, self._source)
-            sent.wait()
-        if sent is not None:
-            self._receive(sent, changed, report.total_weight)
-        since = {index: number + 1 for index, number in self._expected.items()} | dict.fromkeys(changed, 0)
+        if ahead is not None and arrived:
+            wanted = arrived.intersection(changed)
+            ahead.write([at for at, index in enumerate(self._expected) if index in wanted], report.total_weight)
+        self._send([index for index in changed if index not in arrived], weight, report.total_weight)
+        since = {index: number + 1 for index, number in self._expected.items()}
+        since |= {index: 0 for index in changed if index not in self._large}
         self._expected = {index: number for index, number in since.items() if number < _FORGETTING}
         self.remember()
 
-    def skip(self) -> None:
-        """Leave the buffers as they are: no rank had data."""
-        if self._under_way is not None:
-            self._under_way.wait()
-        self._under_way = None
+    @property
+    def _is_agreed(self) -> bool:
+        return self._table.structure == self._structure
 
-    def _tensor(self, index: int) -> Tensor:
-        module, name = self._places[index]
-        buffer = module._buffers[name]
-        assert buffer is not None
-        return buffer
+    def _accept(self) -> None:
+        """Go on with the buffers that there are now; none of them is known to be equal on all ranks."""
+        self._structure, self._specs = self._table.structure, self._table.specs
+        self._expected, self._values = {}, []
+        self._seen = [None] * len(self._specs)
+        self._comparisons = 0
+        sizes = [0 if spec is None else spec[0].numel() * spec[1].itemsize for spec in self._specs]
+        self._large = {index for index, size in enumerate(sizes) if size > _LARGE}
+        self._silent = {
+            index
+            for index, (owner, name) in enumerate(self._table.places)
+            if isinstance(owner, Normalisation) and name in ("running_mean", "running_var")
+            if self._specs[index] is not None
+        }
 
-    def _send(self, indices: Sequence[int], weight: float, source: int) -> "_Transfer":
-        parts: dict[torch.device, list[Tensor]] = {}
+    def _stand_ins(self) -> list[Tensor]:
+        """Make what other ranks' buffers, as they were before, can be added to."""
+        specs = [self._specs[index] for index in self._expected]
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in filter(None, specs)]
+
+    def _transfer(self, tensors: Sequence[Tensor], weight: float) -> BufferTransfer:
+        return BufferTransfer(tensors, weight, self._rank == self._source, self._group)
+
+    def _send(self, indices: Sequence[int], weight: float, total: float) -> None:
+        small, large = [], {}
         for index in indices:
-            buffer = self._tensor(index).detach()
-            # A rank without data may hold anything, and 0 * nan is nan.
-            encoded = _encode(buffer)
-            if _is_mean(buffer):
-                encoded = encoded * weight if weight else torch.zeros_like(encoded)
-            elif self._rank != source:
-                encoded = torch.zeros_like(encoded)
-            parts.setdefault(buffer.device, []).append(encoded)
-        return _Transfer(indices, [torch.cat(encoded) for encoded in parts.values()], self._group)
+            buffer = self._table.tensors[index]
+            if buffer is not None and index in self._large:
+                large[index] = buffer
+            elif buffer is not None:
+                small.append(buffer)
+        if small:
+            self._transfer(small, weight).write(range(len(small)), total)
+        if large:
+            by_rank = gather_integers([fingerprint(buffer) for buffer in large.values()], self._group)
+            for buffer, *prints in zip(large.values(), *by_rank, strict=True):
+                if len(set(prints)) > 1:
+                    for piece in cut(buffer):
+                        self._transfer([piece], weight).write(range(1), total)
 
-    def _receive(self, transfer: "_Transfer", changed: Iterable[int], total: float) -> None:
-        wanted = set(changed)
-        rest = {flat.device: flat for flat in transfer.flats}
-        for index in transfer.indices:
-            buffer = self._tensor(index)
-            size = _encoded_size(buffer)
-            encoded, rest[buffer.device] = rest[buffer.device][:size], rest[buffer.device][size:]
-            if index in wanted:
-                buffer.copy_(_decode(encoded / total if _is_mean(buffer) else encoded, buffer))
-
-
-class _Transfer:
-    """Sums over ranks, under way."""
-
-    def __init__(self, indices: Sequence[int], flats: list[Tensor], group: dist.ProcessGroup) -> None:
-        self.indices = list(indices)
-        self.flats = flats
-        self._works: list[Any] = [dist.all_reduce(flat, group=group, async_op=True) for flat in flats]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
-def _is_running_statistic(module: nn.Module, name: str) -> bool:
-    return isinstance(module, Normalisation) and name in ("running_mean", "running_var")
-
-
-def _is_mean(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
-
-
-def _encoded_size(buffer: Tensor) -> int:
-    return buffer.numel() if buffer.is_floating_point() else 2 * buffer.numel()
-
-
-def _encode(buffer: Tensor) -> Tensor:
-    """Write a buffer as double-precision numbers: complex ones and whole ones, of up to 64 bits, as two each."""
-    if buffer.is_complex():
-        return torch.view_as_real(buffer).reshape(-1).double()
-    flat = buffer.reshape(-1)
-    if buffer.is_floating_point():
-        return flat.double()
-    whole = flat.long()
-    return torch.cat([whole >> 32, whole & _LOW]).double()
-
-
-def _decode(encoded: Tensor, buffer: Tensor) -> Tensor:
-    if buffer.is_complex():
-        return torch.view_as_complex(encoded.view(*buffer.shape, 2))
-    if buffer.is_floating_point():
-        return encoded.view(buffer.shape)
-    high, low = encoded.long().chunk(2)
-    return ((high << 32) | low).view(buffer.shape)
+    def _is_mean(self, index: int) -> bool:
+        spec = self._specs[index]
+        return spec is not None and is_mean(spec[1])

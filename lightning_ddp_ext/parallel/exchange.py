@@ -1,5 +1,6 @@
 """Exchanging small things between the ranks of a process group."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -9,11 +10,23 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def group_with_cpu(timeout: timedelta | None = None) -> dist.ProcessGroup:
+def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Make a group of all ranks that has CPU tensors too, for what ranks tell each other."""
     backends = dist.get_backend_config()
     backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
     group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    return group
+
+
+def group_with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group that has CPU tensors.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    backends = dist.get_backend_config(group)
+    if "cpu" not in backends:
+        raise ValueError(f'`process_group` has no back-end for CPU tensors, got "{backends}". Add "cpu:gloo".')
     return group
 
 
@@ -25,10 +38,15 @@ def exchange_device(group: dist.ProcessGroup | None) -> torch.device:
 
 def gather_integer(value: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the number that each rank gives, of 64 bits with a sign, in the order of ranks. One collective."""
-    own = torch.tensor([value], dtype=torch.int64, device=exchange_device(group))
+    return [numbers[0] for numbers in gather_integers([value], group)]
+
+
+def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Return the numbers that each rank gives, equally many on all, as `gather_integer` does for one."""
+    own = torch.tensor(values, dtype=torch.int64, device=exchange_device(group))
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
-    return cast(list[int], torch.cat(gathered).tolist())
+    return cast(list[list[int]], torch.stack(gathered).tolist())
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -76,9 +76,7 @@ class GradientBucket:
     def pack(self, member: int, scale: float) -> None:
         """Move one large gradient into the buffer, added to what is there; the parameter has none afterwards."""
         position = self.position[member]
-        parameter = self.params[position]
-        assert parameter.grad is not None
-        gradient, parameter.grad = parameter.grad.detach(), None
+        gradient = _take(self.params[position])
         view = self.gradients()[position]
         if not scale:
             # Nothing may come of a gradient that counts nothing, and 0 * nan is nan.
@@ -101,9 +99,8 @@ class GradientBucket:
             elif position < self._large:
                 self.pack(self.members[position], scale)
             else:
-                gradient, parameter.grad = parameter.grad, None
                 targets.append(views[position])
-                gradients.append(gradient.detach() if gradient.requires_grad else gradient)
+                gradients.append(_take(parameter))
                 self.packed[position] = True
         if gradients:
             copy_all_(targets, gradients)
@@ -136,3 +133,11 @@ class GradientBucket:
         for position, strides in self._strides.items():
             view = self._views[position]
             self._views[position] = view.as_strided(view.shape, strides)
+
+
+def _take(parameter: nn.Parameter) -> Tensor:
+    """Take a gradient from a parameter. A sparse one becomes dense, such as that of `functional.embedding`."""
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    gradient = gradient.detach() if gradient.requires_grad else gradient
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()

@@ -61,23 +61,18 @@ class GradientLayout:
         self._mark_last()
         return self.buckets[begin:]
 
-    def review(self, used: Sequence[float]) -> bool:
+    def dissolve_idle(self, used: Sequence[float]) -> None:
         """Dissolve buckets of which too little is used, now and then.
 
         Args:
             used: Above 0 for what any rank has used in this synchronisation; the same on every rank.
-
-        Returns:
-            Whether the buckets are others now.
         """
         self._synchronizations += 1
         self._recently_used = list(map(max, self._recently_used, used))
         if self._synchronizations % _REVIEW:
-            return False
+            return
         idle = [bucket for bucket in self.buckets if 2 * self._used_bytes(bucket) < bucket.nbytes]
         self._recently_used = [0.0] * len(self._recently_used)
-        if not idle:
-            return False
         for bucket in idle:
             self.loose.update(bucket.members)
             for member in bucket.members:
@@ -86,7 +81,6 @@ class GradientLayout:
         for index, bucket in enumerate(self.buckets):
             bucket.renumber(index)
         self._mark_last()
-        return True
 
     def _used_bytes(self, bucket: GradientBucket) -> int:
         return sum(

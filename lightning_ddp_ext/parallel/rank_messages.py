@@ -1,11 +1,12 @@
 """Messages from a rank that has data to those that wait for it, or word that it has failed."""
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_ddp_ext._compat.torch import cloned_store
+from lightning_ddp_ext._compat.collectives import cloned_store
 from lightning_ddp_ext.errors import OtherRankError
 
 _FAILED = "failed"
@@ -55,9 +56,10 @@ class RankMessages:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed, whether they wait already or will."""
-        text = f"-rank {self._rank} failed while others had run out of data: {type(error).__name__}: {error}"
-        self._store.set(f"{self._number + 1}", text)
-        self._store.set(_FAILED, text)
+        text = f"-rank {self._rank} failed: {type(error).__name__}: {error}"
+        with contextlib.suppress(dist.DistError):  # the store may be gone, with rank 0
+            self._store.set(f"{self._number + 1}", text)
+            self._store.set(_FAILED, text)
 
     def failure(self) -> str | None:
         """Return what a rank has failed of, if any has."""

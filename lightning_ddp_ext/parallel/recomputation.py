@@ -2,7 +2,7 @@
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,53 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_ext._compat.torch import Normalisation, called_attribute, never_compiled
+from lightning_ddp_ext._compat.torch import called_attribute, never_compiled
 from lightning_ddp_ext.errors import ActivationCheckpointingError
 from lightning_ddp_ext.parallel.activation_memory import MemoryMeter
-
-_Place = tuple[nn.Module, str]
-
-
-class BufferSnapshot:
-    """Context of a recomputation: buffers are what they were when the forward pass began, and change for it alone.
-
-    Without it, batch normalisation would update its running statistics twice in a step, and layers that compute with
-    buffers they change, such as spectral normalisation, would compute something else than in the forward pass.
-
-    Args:
-        places: The buffers, by their owners and names.
-        on_enter: Called when the recomputation begins.
-    """
-
-    def __init__(self, places: Sequence[_Place], on_enter: Callable[[], None] | None = None) -> None:
-        self._on_enter = on_enter
-        self._before = [(place, buffer) for place in places if (buffer := _buffer(place)) is not None]
-        self._before = _cloned(self._before)
-        self._meanwhile: list[tuple[_Place, Tensor | None]] = []
-
-    def __enter__(self) -> None:
-        if self._on_enter is not None:
-            self._on_enter()
-        self._meanwhile = [(place, _buffer(place)) for place, _ in self._before]
-        # Cloned again: with `retain_graph=True` a graph is recomputed more than once.
-        for (owner, name), buffer in _cloned(self._before):
-            owner._buffers[name] = buffer
-
-    def __exit__(self, *exception: object) -> None:
-        for (owner, name), buffer in self._meanwhile:
-            owner._buffers[name] = buffer
-        self._meanwhile = []
-
-    def keep_changing(self) -> list[_Place]:
-        """Forget the buffers that have not changed since.
-
-        Returns:
-            Those that have, and the running statistics of normalisation layers, whatever mode these are in.
-        """
-        self._before = [
-            (place, before) for place, before in self._before if _is_statistic(place) or _differ(before, _buffer(place))
-        ]
-        return [place for place, _ in self._before]
+from lightning_ddp_ext.parallel.buffer_snapshots import BufferSnapshots
 
 
 class Segment:
@@ -67,8 +24,10 @@ class Segment:
     pass; a pickled module is an ordinary one again.
 
     Recomputation draws the same random numbers and runs under the same autocast as the forward pass, and with the same
-    buffers: running statistics and the like are seen as they were, and change once. Other state that a forward pass
-    changes, such as a counter in an attribute, changes twice. Nothing is recomputed without gradients.
+    buffers: running statistics and the like are seen as they were, and change once. They may begin to change at any
+    time, except in code that is compiled around the segment: there, what calls have shown before counts. Other state
+    that a forward pass changes, such as a counter in an attribute, changes twice. Nothing is recomputed without
+    gradients.
 
     Args:
         module: The module.
@@ -80,8 +39,9 @@ class Segment:
         self._attribute = called_attribute(module)
         self._original: Callable[..., Any] | None = module.__dict__.get(self._attribute)
         self._meter = meter
-        # Buffers that the forward pass changes: the first call finds out which.
-        self._changing: list[_Place] | None = None if _places(module) else []
+        self._snapshots = BufferSnapshots(module)
+        # Whether the forward pass changes buffers, as far as calls have shown.
+        self._changes: bool | None = None if any(True for _ in module.buffers()) else False
 
     @staticmethod
     def find(module: nn.Module) -> "Segment | None":
@@ -114,7 +74,8 @@ class Segment:
         copied._attribute = self._attribute
         copied._original = copy.deepcopy(self._original, memo)
         copied._meter = None
-        copied._changing = [] if self._changing == [] else None
+        copied._snapshots = BufferSnapshots(copied._module)
+        copied._changes = None if self._changes else self._changes
         return copied
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -136,54 +97,27 @@ class Segment:
 
         # By position: torch restores the random numbers of the devices of those arguments only, and reads some names.
         values = (*args, *kwargs.values())
-        if torch.compiler.is_compiling() and self._changing is not None and not self._changing:
+        if torch.compiler.is_compiling() and self._changes is False:
             # As part of compiled code, a segment could not set buffers back.
             return checkpoint(call, *values, use_reentrant=False)
         return self._recompute(call, values)
 
     @never_compiled
     def _recompute(self, call: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-        places = _places(self._module) if self._changing is None else self._changing
         measuring = self._meter is not None and self._meter.memory is None
-        if not places and not measuring:
+        snapshot = self._snapshots.take(self._meter.close if self._meter is not None and measuring else None)
+        if not snapshot.copies and not measuring:
             return checkpoint(call, *values, use_reentrant=False)
-        snapshot = BufferSnapshot(places, self._meter.close if self._meter is not None and measuring else None)
         measured = self._meter.add(snapshot, values) if self._meter is not None else None
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             return nullcontext() if measured is None else measured.watch(), snapshot
 
         outputs = checkpoint(call, *values, use_reentrant=False, context_fn=contexts)
-        if self._changing is None:
-            self._changing = snapshot.keep_changing()
+        self._changes = self._snapshots.learn(snapshot)
         if measured is not None:
             measured.leave(outputs)
         return outputs
-
-
-def _places(module: nn.Module) -> list[_Place]:
-    return [
-        (owner, name) for owner in module.modules() for name, buffer in owner._buffers.items() if buffer is not None
-    ]
-
-
-def _buffer(place: _Place) -> Tensor | None:
-    owner, name = place
-    return owner._buffers.get(name)
-
-
-def _is_statistic(place: _Place) -> bool:
-    return isinstance(place[0], Normalisation)
-
-
-def _cloned(buffers: Sequence[tuple[_Place, Tensor]]) -> list[tuple[_Place, Tensor]]:
-    """Clone buffers; one that several modules share stays shared."""
-    clones = {id(buffer): buffer.detach().clone() for _, buffer in buffers}
-    return [(place, clones[id(buffer)]) for place, buffer in buffers]
-
-
-def _differ(before: Tensor, after: Tensor | None) -> bool:
-    return after is None or before.shape != after.shape or not torch.equal(before, after)
 
 
 def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

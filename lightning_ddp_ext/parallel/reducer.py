@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import RanksOutOfStepError
 from lightning_ddp_ext.parallel.bucket_transport import BucketTransport, CommHook
 from lightning_ddp_ext.parallel.buckets import broadcast_all
 from lightning_ddp_ext.parallel.buffer_sync import BufferSynchronizer
-from lightning_ddp_ext.parallel.exchange import group_with_cpu
+from lightning_ddp_ext.parallel.exchange import group_with_cpu, own_group
 from lightning_ddp_ext.parallel.gradient_bucket import LARGE, GradientBucket
 from lightning_ddp_ext.parallel.gradient_layout import GradientLayout
 from lightning_ddp_ext.parallel.prediction import BackwardPredictor
 from lightning_ddp_ext.parallel.setups import compare_setups, describe_module
+from lightning_ddp_ext.parallel.sharing import shared_parameters
 from lightning_ddp_ext.parallel.sparse_gradients import SparseGradients
 from lightning_ddp_ext.parallel.sync_control import SyncControl, SyncReport
 
@@ -41,8 +41,10 @@ class GradientReducer:
     gradients, and the total weight. A wrong belief therefore costs time, never correctness.
 
     Every rank has to synchronise equally often, with or without a backward pass of its own. Where no rank used a
-    parameter, its gradient stays None. Buffers which a rank has changed are made equal as well: floating ones are
-    averaged by weight, others come from the first rank that had data.
+    parameter, its gradient stays None. Sparse gradients stay sparse if they are those of embedding modules with
+    `sparse=True`; those of `functional.embedding` become dense. Buffers which a rank has changed are made equal as
+    well: floating ones are averaged by weight, others come from the first rank that had data. What torch's
+    `DistributedDataParallel` is told to ignore is ignored, see `find_ignored`.
 
     Args:
         module: The same module on every rank, on its devices. Parameters and buffers become those of the first rank.
@@ -84,21 +86,25 @@ class GradientReducer:
     ) -> None:
         if not bucket_cap_mb > 0:
             raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
-        self._parameters = _parameters_of(module)
+        self._parameters = shared_parameters(module)
+        self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._owns_group = process_group is None
-        self._group = group_with_cpu(timeout) if process_group is None else _with_cpu(process_group)
+        self._group = own_group(timeout) if process_group is None else group_with_cpu(process_group)
         compare_setups(describe_module(module), self._group)
         self._transport = BucketTransport(self._group, comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
         self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
         self._predictor = BackwardPredictor(len(self._parameters))
         self._buffers = BufferSynchronizer(module, self._group)
-        self._control = SyncControl(len(self._parameters), len(self._buffers), self._group)
+        self._control = SyncControl(self._group)
         self._lock = RLock()  # a module that spans several devices has a backward thread for each
         self._active = False
+        self._unfinished = False  # whether something was sent that does not belong to a finished synchronisation
         self._weight = self._scale = 1.0
         self._divisor: float | None = None
-        self._expected_total = 1.0  # of the weights: what the last synchronisation found, so the same on every rank
+        # A power of two near the total of the weights that the last synchronisation found, so the same on every rank.
+        # Dividing by it keeps sums small and rounds nothing: gradients do not depend on what was before.
+        self._expected_total = 1.0
         self._stop = self._stop_agreed = False
         self._position = self._note = 0
         self._report: SyncReport | None = None
@@ -125,11 +131,16 @@ class GradientReducer:
         return self._stop_agreed
 
     def unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
-        """Tell whether any of these parameters has had a gradient since it was last synchronised."""
+        """Tell whether any of these parameters has a gradient that came since it was last synchronised."""
         if not self._unsynchronized:
             return False
-        asked = {id(parameter) for parameter in parameters}
-        return any(id(self._parameters[number]) in asked for number in self._unsynchronized)
+        own = (self._parameters[number] for number in self._unsynchronized)
+        waiting = {id(parameter) for parameter in own if parameter.grad is not None}
+        return any(id(parameter) in waiting for parameter in parameters)
+
+    def strangers(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of these parameters that were not part of the module when the reducer was made."""
+        return [parameter for parameter in parameters if id(parameter) not in self._known]
 
     @contextmanager
     def synchronize(
@@ -177,11 +188,22 @@ class GradientReducer:
         note: int = 0,
         divisor: float | None = None,
     ) -> None:
-        """Begin what `synchronize` does; `finish` ends it."""
+        """Begin what `synchronize` does; `finish` ends it.
+
+        Raises:
+            ValueError: If the weight is negative or not finite.
+            RanksOutOfStepError: If the last synchronisation failed after this rank had sent gradients.
+        """
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
         if self._active:
             raise RuntimeError("A synchronisation has begun already. End it with `finish`, or use `synchronize`.")
+        if self._unfinished:
+            raise RanksOutOfStepError(
+                f"rank {dist.get_rank(self._group)}: the last synchronisation failed after gradients had left, so that"
+                " what this rank sends next would be added to what others sent then. Restart the run, such as from its"
+                " last checkpoint; to go on after an error, let the forward pass raise it, before any backward pass."
+            )
         self._weight, self._stop, self._position, self._note = weight, stop, position, note
         self._scale = weight if scale is None else scale
         self._divisor = divisor
@@ -194,6 +216,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Wait until the gradients of all ranks have been added up, and give them to the parameters."""
         self._active = False
+        self._unfinished = True
         self._launch(self._layout.buckets[self._next :])
         self._buffers.start(self._weight)
         if self._transport.is_hook:
@@ -204,10 +227,10 @@ class GradientReducer:
             self._stop,
             self._position,
             self._note,
+            self._buffers.structure,
             self._late_buckets(),
             self._used_here(),
             self._buffers.changes(),
-            len(self._layout.buckets),
         )
         self._report = report
         self._stop_agreed = bool(report.stop)
@@ -216,11 +239,12 @@ class GradientReducer:
         if report.total_weight:
             self._complete(report)
         else:
-            self._buffers.skip()
             for parameter in self._parameters:
                 parameter.grad = None
+        self._buffers.finish(report, self._weight)
         for bucket in self._layout.buckets:
             bucket.release()
+        self._unfinished = False
 
     def close(self) -> None:
         """Stop watching the module, and give the process group up if it is the reducer's own."""
@@ -273,15 +297,15 @@ class GradientReducer:
 
     def _launch(self, buckets: Sequence[GradientBucket]) -> None:
         for bucket in buckets:
+            self._unfinished = True
             bucket.pack_all(self._factor)
             bucket.launched = True
             self._next += 1
             self._transport.send(bucket)
 
-    def _late_buckets(self) -> set[int]:
-        """Find the buckets that had left when a gradient came on this rank."""
-        buckets = (self._layout.bucket_of[number] for number in self._late)
-        return {bucket.index() for bucket in buckets if bucket is not None}
+    def _late_buckets(self) -> bytearray:
+        """Mark the buckets that had left when a gradient came on this rank."""
+        return bytearray(not self._late.isdisjoint(bucket.members) for bucket in self._layout.buckets)
 
     def _used_here(self) -> bytearray:
         """Mark the parameters that have a gradient on this rank."""
@@ -299,18 +323,19 @@ class GradientReducer:
         for bucket, late in zip(self._layout.buckets, report.late, strict=True):
             if late:
                 self._add_late(bucket)
-            if total != self._expected_total:
-                bucket.buffer().mul_(self._expected_total / total)
-        self._expected_total = total
         new = self._layout.grow(report.used, self._predictor.order)
         self._launch(new)
         self._transport.wait()
         for bucket in self._layout.buckets:
+            if total != self._expected_total:
+                bucket.buffer().mul_(self._expected_total / total)
             bucket.write_back(report.used)
+        self._expected_total = 2.0 ** math.frexp(total)[1]
         self._sparse.reduce(report.used, self._scale / total if self._weight else 0.0)
-        self._buffers.finish(report, self._weight)
-        # Where a hook reduces buckets, it may keep state for each of them.
-        if (not self._transport.is_hook and self._layout.review(report.used)) or new:
+        before = self._layout.buckets
+        if not self._transport.is_hook:  # a hook may keep state for each bucket
+            self._layout.dissolve_idle(report.used)
+        if new or self._layout.buckets != before:
             self._predictor.forget()
         self._predictor.learn(self._layout.buckets)
 
@@ -327,19 +352,3 @@ class GradientReducer:
         self._transport.forget()
         for bucket in self._layout.buckets:
             bucket.release()
-
-
-def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise UnsupportedFeatureError(
-                f"parameter `{name}` has no shape yet. Run a batch through the module before its gradients are reduced."
-            )
-    return [parameter for parameter in module.parameters() if parameter.is_floating_point() or parameter.is_complex()]
-
-
-def _with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    backends = dist.get_backend_config(group)
-    if "cpu" not in backends:
-        raise ValueError(f'`process_group` has no back-end for CPU tensors, got "{backends}". Add "cpu:gloo".')
-    return group

@@ -17,6 +17,7 @@ from lightning_ddp_ext.errors import ReplicaMismatchError
 from lightning_ddp_ext.parallel.exchange import gather_integer, gather_objects, list_ranks
 from lightning_ddp_ext.parallel.fingerprints import describe
 from lightning_ddp_ext.parallel.replica_differences import union_of_keys
+from lightning_ddp_ext.parallel.sharing import find_ignored
 
 _NAMED = 3  # keys in a message
 _PACKAGES = ("torch", "lightning", "lightning-ddp-ext")
@@ -24,7 +25,8 @@ _REMEDIES = {
     "version": "Install the same versions on every host.",
     "argument": "Give the strategy the same arguments on every rank.",
     "parameter": "Build the same module on every rank, with the same parameters frozen.",
-    "buffer": "Build the same module on every rank.",
+    "buffer": "Build the same module on every rank, and change it in the same steps. A buffer of a rank's own values"
+    " can be left out with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.",
     "order": "Create and register them in the same order on every rank.",
 }
 
@@ -114,6 +116,8 @@ def describe_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
 def describe_module(module: nn.Module) -> dict[str, object]:
     """Describe the parameters and buffers of a module: names, shapes, dtypes, what is frozen, what is shared.
 
+    Those that belong to a rank alone are left out, see `find_ignored`.
+
     Args:
         module: The module.
 
@@ -122,13 +126,17 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     """
     description: dict[str, object] = {}
     seen: dict[int, str] = {}
+    ignored = find_ignored(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in ignored:
+            continue
         first = seen.setdefault(id(parameter), name)
         trained = "trained" if parameter.requires_grad else "frozen"
         shared = "" if first == name else f", the same as `{first}`"
         description[f"parameter `{name}`"] = f"{describe(parameter)} {trained}{shared}"
     for name, buffer in module.named_buffers():
-        description[f"buffer `{name}`"] = describe(buffer)
+        if name not in ignored:
+            description[f"buffer `{name}`"] = describe(buffer)
     return description
 
 

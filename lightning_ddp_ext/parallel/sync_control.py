@@ -1,6 +1,7 @@
 """What ranks tell each other at the end of a synchronisation: one small message."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ class SyncReport:
         late: For each bucket, number of ranks on which gradients came after it had left.
         used: For each parameter, number of ranks on which it has a gradient.
         changed: For each buffer, number of ranks on which it has changed.
+        structures: The number for its buffers that each rank gives.
     """
 
     weights: Sequence[float]
@@ -28,6 +30,7 @@ class SyncReport:
     late: Sequence[float]
     used: Sequence[float]
     changed: Sequence[float]
+    structures: Sequence[float]
 
     @property
     def total_weight(self) -> float:
@@ -44,14 +47,10 @@ class SyncControl:
     """Exchanges reports. The message is on the CPU: reading it never waits for a GPU.
 
     Args:
-        parameters: Number of parameters.
-        buffers: Number of buffers.
         group: The ranks, over a back-end that has CPU tensors.
     """
 
-    def __init__(self, parameters: int, buffers: int, group: dist.ProcessGroup) -> None:
-        self._parameters = parameters
-        self._buffers = buffers
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
@@ -62,22 +61,22 @@ class SyncControl:
         stop: bool,
         position: int,
         note: int,
-        late: Iterable[int],
+        structure: int,
+        late: bytearray,
         used: bytearray,
-        changed: Iterable[int],
-        buckets: int,
+        changed: bytearray,
     ) -> SyncReport:
-        """Add up what all ranks report.
+        """Add up what all ranks report. The last three arguments are equally long on every rank.
 
         Args:
             weight: What this rank's gradient counts.
             stop: Whether this rank asks to stop.
             position: Where in the training this rank is.
             note: What this rank tells the others.
-            late: Buckets with late gradients on this rank.
+            structure: A number for the buffers of this rank, of up to 53 bits.
+            late: 1 for each bucket with late gradients on this rank.
             used: 1 for each parameter that has a gradient on this rank.
-            changed: Buffers that have changed on this rank.
-            buckets: Number of buckets.
+            changed: 1 for each buffer that has changed on this rank.
 
         Returns:
             The report of all ranks.
@@ -85,24 +84,22 @@ class SyncControl:
         Raises:
             RanksOutOfStepError: If ranks are at different positions.
         """
-        ends = [self._world_size, self._world_size, 1, 2, buckets, self._parameters, self._buffers]
-        message = torch.zeros(sum(ends), dtype=torch.float64)
-        weights, notes, stops, positions, lates, uses, changes = torch.split(message, ends)
-        weights[self._rank], notes[self._rank] = weight, note
-        stops[0] = stop
-        positions[0], positions[1] = position, position**2
-        lates[list(late)] = 1
-        if used:
-            uses.copy_(torch.frombuffer(used, dtype=torch.uint8))
-        changes[list(changed)] = 1
+        bits = late + used + changed
+        message = torch.zeros(5 * self._world_size + len(bits), dtype=torch.float64)
+        own = torch.tensor([weight, stop, position, structure, note], dtype=torch.float64)
+        message[5 * self._rank : 5 * self._rank + 5] = own
+        if bits:
+            message[5 * self._world_size :] = torch.frombuffer(bits, dtype=torch.uint8)
         dist.all_reduce(message, group=self._group)
-        total, squares = positions.tolist()
-        if self._world_size * squares != total**2:  # the variance over ranks
+        numbers = message.tolist()
+        weights, stops, positions, structures, notes = (numbers[start : 5 * self._world_size : 5] for start in range(5))
+        if len(set(positions)) > 1:
+            others = sorted({int(other) for other in positions} - {position})
             raise RanksOutOfStepError(
-                f"rank {self._rank} synchronises gradients at position {position}, others at another one (their mean"
-                f" is {total / self._world_size:g}). Run equally many batches, and in each of them equally many"
+                f"rank {self._rank} synchronises gradients at position {position}, others at"
+                f" {', '.join(map(str, others))}. Run equally many batches, and in each of them equally many"
                 " synchronised backward passes, on every rank."
             )
-        return SyncReport(
-            weights.tolist(), notes.tolist(), stops.item(), lates.tolist(), uses.tolist(), changes.tolist()
-        )
+        sums = iter(numbers[5 * self._world_size :])
+        lates, uses, changes = (list(itertools.islice(sums, len(part))) for part in (late, used, changed))
+        return SyncReport(weights, notes, sum(stops), lates, uses, changes, structures)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext._compat.torch import copy_all_, replaced_collectives
+from lightning_ddp_ext._compat.collectives import replaced_collectives
+from lightning_ddp_ext._compat.torch import copy_all_
 from lightning_ddp_ext.errors import RankJoinedError
 from lightning_ddp_ext.parallel.exchange import list_ranks
 
@@ -37,7 +38,7 @@ class TailCollectives:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def prepare(self, active: tuple[int, ...]) -> None:
-        """Make the group of active ranks; to be called on every rank at the same point.
+        """Make the group of active ranks, if there is none; to be called on every rank at the same point.
 
         Args:
             active: Global ranks in ascending order.
@@ -49,6 +50,13 @@ class TailCollectives:
     def group(self, active: tuple[int, ...]) -> dist.ProcessGroup:
         """Return the group that `prepare` has made; on an active rank."""
         return self._groups[active]
+
+    def close(self) -> None:
+        """Give the groups up."""
+        for active, group in self._groups.items():
+            if dist.is_initialized() and dist.get_rank() in active:
+                dist.destroy_process_group(group)
+        self._groups.clear()
 
     @contextmanager
     def redirect(self, active: tuple[int, ...]) -> Iterator[None]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ddp_ext.parallel.sharing import find_ignored
+
 
 def name_training_state(
     module: nn.Module, optimizers: Sequence[Optimizer] = (), *, buffers: bool = True, ignore: Sequence[str] = ()
@@ -20,13 +22,15 @@ def name_training_state(
         optimizers: The optimizers. Their state is named after the module's parameters.
         buffers: Whether buffers count.
         ignore: Names of parameters and buffers, as the module names them, to leave out; `*` stands for any characters.
+            Those that belong to a rank alone are left out in any case, see `find_ignored`.
 
     Returns:
         The tensors, not copied. Numbers are tensors of their own, int64 or float64.
     """
+    ignored = find_ignored(module)
 
     def counts(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in ignore)
+        return name not in ignored and not any(fnmatchcase(name, pattern) for pattern in ignore)
 
     state: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():

@@ -74,8 +74,7 @@ class GradientWeights:
 
     def __init__(self, weight_by: WeightBy) -> None:
         self._weight_by = weight_by
-        # What the sum over ranks is divided by; None for the total of their weights.
-        self.divisor = 1.0 if weight_by == "sum" else None
+        self.adds_up = weight_by == "sum"  # whether losses are sums, so that gradients are added up, not averaged
         self._batch = 0.0
         self._first = 0.0
         self._total = 0.0

@@ -1,7 +1,7 @@
 """Distributed training on ranks with different amounts of data."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,10 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.lockstep import Lockstep, ghost_loss
+from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
+from lightning_ddp_ext.integration.lockstep import Lockstep
 from lightning_ddp_ext.integration.lockstep_data import InjectedRank, RankedLoader, unpad
-from lightning_ddp_ext.parallel.weighting import samples_or_one
+from lightning_ddp_ext.integration.mirroring import mirror_training
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
@@ -61,6 +61,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         super().__init__(*args, **options)
         self.uneven_inputs = uneven_inputs
         self._lockstep: Lockstep | None = None
+        self._allowed_no_batch = False
 
     @classmethod
     @override
@@ -87,6 +88,9 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     def _begin_lockstep(self, trainer: Trainer) -> None:
         if self._lockstep is None:
             own = [] if self.reducer is None else [self.reducer.process_group]
+            # A rank may have no samples at all.
+            self._allowed_no_batch = self._module.allow_zero_length_dataloader_with_multiple_devices
+            self._module.allow_zero_length_dataloader_with_multiple_devices = True
             self._lockstep = Lockstep(trainer, self._module, self.uneven_inputs, self._timeout, own)
 
     @property
@@ -109,7 +113,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if self._lockstep is not None:
-            self._lockstep.take_turn()
+            self._lockstep.take_turn(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -117,32 +121,38 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         lockstep, step = self._lockstep, self._step
         assert lockstep is not None
         assert step is not None
-        if not self._module.automatic_optimization and lockstep.is_tail:
-            raise UnsupportedFeatureError(
-                "a rank has run out of data, and with manual optimization it cannot know which optimizers step. Use"
-                ' `uneven_inputs="stop"`, or automatic optimization.'
-            )
-        run = functools.partial(super().training_step, *args, **kwargs)
-        output = lockstep.step("training_step", run)
+        if lockstep.turn is not None:
+            step.ranks_with_data = len(lockstep.turn.active)
         if lockstep.is_ghost:
             step.begin_without_data()
-            return ghost_loss(output, self.root_device)
+        output = lockstep.train(functools.partial(super().training_step, *args, **kwargs), self._synchronize_nothing)
+        if not self._module.automatic_optimization:
+            if lockstep.logged.note:
+                lockstep.logged.synchronize(0.0 if lockstep.is_ghost else step.batch_weight)
+            self._mirror_manual_step()
         return output
+
+    def _synchronize_nothing(self) -> None:
+        with self._synchronize():
+            pass
+
+    def _mirror_manual_step(self) -> None:
+        lockstep, reducer = self._lockstep, self.reducer
+        assert lockstep is not None
+        assert reducer is not None
+        if lockstep.turn is not None and lockstep.is_tail:
+            source = lockstep.turn.active[0]
+            mirror_training(self._module.trainer, self._module, reducer, lockstep.group, source, take=lockstep.is_ghost)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("validation_step", functools.partial(super().validation_step, *args, **kwargs), args)
+        assert self._lockstep is not None
+        return self._lockstep.evaluate(functools.partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._evaluate("test_step", functools.partial(super().test_step, *args, **kwargs), args)
-
-    def _evaluate(self, hook: str, run: Callable[[], STEP_OUTPUT], args: Sequence[Any]) -> STEP_OUTPUT:
-        lockstep = self._lockstep
-        assert lockstep is not None
-        output = lockstep.step(hook, run)
-        lockstep.logged.synchronize(0.0 if lockstep.is_ghost else samples_or_one(args[0]))
-        return output
+        assert self._lockstep is not None
+        return self._lockstep.evaluate(functools.partial(super().test_step, *args, **kwargs))
 
     @override
     def _run_backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
@@ -158,6 +168,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         lockstep, step = self._lockstep, self._step
         assert lockstep is not None
         assert step is not None
+        if not self._module.automatic_optimization and not step.is_blocked and not lockstep.is_ghost:
+            lockstep.announce_backward()
         with lockstep.explaining(), step.synchronize(lockstep.logged.note):
             yield
         weight = 0.0 if lockstep.is_ghost else step.batch_weight
@@ -170,10 +182,18 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         lockstep = self._lockstep
         if isinstance(tensor, Tensor) and _is_mean(reduce_op) and not tensor.is_floating_point():
             tensor = tensor.double()  # Lightning would cut the mean of whole numbers off
-        reduce = functools.partial(super().reduce, group=group, reduce_op=reduce_op)
-        if lockstep is None or group is not None or not isinstance(reduce_op, str):
-            return reduce(tensor)
-        return lockstep.logged.reduce(tensor, reduce_op, reduce)
+        if lockstep is None or group is not None:
+            return super().reduce(tensor, group, reduce_op)
+        reduce = functools.partial(super().reduce, group=lockstep.active_group, reduce_op=reduce_op)
+        return lockstep.logged.reduce(tensor, reduce_op, reduce) if isinstance(reduce_op, str) else reduce(tensor)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        group = None if self._lockstep is None else self._lockstep.active_group
+        if group is None:
+            return super().reduce_boolean_decision(decision, all)
+        agreeing = int(self.reduce(torch.tensor(int(decision), device=self.root_device), group, "sum"))
+        return agreeing == group.size() if all else agreeing > 0
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -184,9 +204,16 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         return gathered if rows is None else gathered[list(rows)]
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._lockstep is not None and not isinstance(exception, OtherRankError):
+            self._lockstep.fail(exception)
+
+    @override
     def teardown(self) -> None:
         if self._lockstep is not None:
             self._lockstep.close()
+            self._module.allow_zero_length_dataloader_with_multiple_devices = self._allowed_no_batch
         self._lockstep = None
         super().teardown()
 

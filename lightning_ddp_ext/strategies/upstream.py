@@ -3,18 +3,18 @@
 from datetime import timedelta
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy
 from typing_extensions import override
 
 from lightning_ddp_ext.integration.connecting import Connection
 
 
-class ConnectedDDPStrategy(DDPStrategy):
-    """Lightning's `DDPStrategy` over a chosen network.
+class _ConnectedStrategy(ParallelStrategy):
+    """What the strategies below have in common, to stand before Lightning's in their bases.
 
     Args:
         connection: How the ranks find each other.
-        options: Other arguments of `DDPStrategy`.
+        options: Other arguments of Lightning's strategy.
 
     Raises:
         BackendError: If this torch has no such back-end.
@@ -24,51 +24,44 @@ class ConnectedDDPStrategy(DDPStrategy):
 
     def __init__(self, connection: Connection, **options: Any) -> None:
         connection.check_arguments()
-        super().__init__(process_group_backend=connection.backend, timeout=connection.timeout, **options)
+        connected: dict[str, Any] = {"process_group_backend": connection.backend, "timeout": connection.timeout}
+        super().__init__(**connected, **options)
         self._connection = connection
 
     @override
     def _configure_launcher(self) -> None:
-        self._connection.check_launch(self)
+        self._connection.check_launch(self._strategy)
         super()._configure_launcher()
+
+    def _connect(self) -> None:
+        """Make the process group, which Lightning then finds and leaves as it is."""
+        self._strategy.set_world_ranks()
+        self._connection.open(self._strategy)
+
+    @property
+    def _strategy(self) -> DDPStrategy | FSDPStrategy:
+        assert isinstance(self, DDPStrategy | FSDPStrategy)
+        return self
+
+
+class ConnectedDDPStrategy(_ConnectedStrategy, DDPStrategy):
+    """Lightning's `DDPStrategy` over a chosen network, a `Connection`; it takes the other arguments too."""
 
     @override
     def setup_distributed(self) -> None:
-        self.set_world_ranks()
-        self._connection.open(self)
-        super().setup_distributed()  # finds a process group, and leaves it at that
+        self._connect()
+        super().setup_distributed()
 
 
-class ConnectedFSDPStrategy(FSDPStrategy):
-    """Lightning's `FSDPStrategy` over a chosen network.
-
-    Args:
-        connection: How the ranks find each other.
-        options: Other arguments of `FSDPStrategy`.
-
-    Raises:
-        BackendError: If this torch has no such back-end.
-        NetworkInterfaceError: If this host has no such interface.
-        ValueError: If the `init_method` has no known form.
-    """
-
-    def __init__(self, connection: Connection, **options: Any) -> None:
-        connection.check_arguments()
-        super().__init__(process_group_backend=connection.backend, timeout=connection.timeout, **options)
-        self._connection = connection
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._connection.check_launch(self)
-        super()._configure_launcher()
+class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
+    """Lightning's `FSDPStrategy` over a chosen network, a `Connection`; it takes the other arguments too."""
 
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None  # as in Lightning's own
         self.accelerator.setup_device(self.root_device)
-        self.set_world_ranks()
-        self._connection.open(self)
-        super().setup_environment()  # finds a process group, and leaves it at that
+        self._connect()
+        super().setup_environment()
 
 
 def ddp_strategy(
@@ -107,23 +100,7 @@ def fsdp_strategy(
     network_interface: str | None = None,
     **options: Any,
 ) -> ConnectedFSDPStrategy:
-    """Construct Lightning's `FSDPStrategy` over a chosen network.
-
-    Args:
-        process_group_backend: `"nccl"`, or None for what suits the devices.
-        timeout_seconds: How long ranks wait for each other, and the time limit of one collective.
-        init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
-        network_interface: Name of an interface, `"loopback"`, `"auto"`, or None to leave it to the back-end.
-        options: Other arguments of `FSDPStrategy`.
-
-    Returns:
-        The strategy.
-
-    Raises:
-        BackendError: If this torch has no such back-end.
-        NetworkInterfaceError: If this host has no such interface.
-        ValueError: If the `init_method` has no known form.
-    """
+    """Construct Lightning's `FSDPStrategy` over a chosen network; see `ddp_strategy`, also for what it raises."""
     return ConnectedFSDPStrategy(
         _connection(process_group_backend, timeout_seconds, init_method, network_interface), **options
     )

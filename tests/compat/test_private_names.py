@@ -77,6 +77,18 @@ def test_parts_of_a_flat_tensor_are_views():
     assert flat.tolist() == [0, 1, 2, 3, 4, 9, 9]
 
 
+def test_tensors_are_flattened_whatever_their_strides():
+    tensors = [torch.arange(4.0).view(2, 2).t(), torch.tensor(7.0), torch.ones(1, 1).expand(2, 1)]
+    assert compat_torch.flatten(tensors).tolist() == [0, 2, 1, 3, 7, 1, 1]
+
+
+def test_what_torch_is_told_to_ignore_is_found():
+    module = nn.Linear(2, 2)
+    assert compat_torch.ignored_by_ddp(module) == []
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, {"bias"})
+    assert compat_torch.ignored_by_ddp(module) == ["bias"]
+
+
 def test_tensors_count_changes_in_place():
     tensor = torch.zeros(2)
     before = compat_torch.version_of(tensor)

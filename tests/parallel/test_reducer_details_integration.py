@@ -22,6 +22,7 @@ EXPECTED = {
     "sparse_gradients": (EXACT, "torch.sparse_coo"),
     "sparse_gradients_that_one_rank_lacks": EXACT,
     "a_sparse_embedding_tied_to_a_dense_layer": EXACT,
+    "sparse_gradients_of_functions": EXACT,
     "several_types_in_one_module": [
         *["torch.complex64"],
         *["torch.float64"] * 2,
@@ -33,11 +34,21 @@ EXPECTED = {
     "an_infinity_on_one_rank_skips_the_step_on_all": (0.0, 0.0),
     "a_module_converted_after_the_first_step": "torch.float64",
     "double_backward_through_the_loss": EXACT,
-    "training_goes_on_after_a_backward_pass_that_failed_everywhere": EXACT,
+    "training_goes_on_after_a_forward_pass_that_failed": EXACT,
     "buffers_become_equal_after_every_step": (EXACT, 0.0, 3),
     "whole_numbers_come_from_the_first_rank_with_data": [1, 3, 5, 6, -1, 0, 0, 0],
     "buffers_that_change_silently": 0.0,
     "buffers_without_changes_cost_nothing": [],
+    "buffers_of_many_kinds": [],
+    "values_that_all_ranks_have_stay_what_they_are": True,
+    "large_buffers_travel_only_if_they_differ": (0.0, 0.0, 0),
+    "buffers_that_change_their_shape_on_all_ranks": 0.0,
+    "a_buffer_that_becomes_none_and_comes_back": [0.5, 0.5, -1.0, 0.5, -1.0, 0.5, 0.5, 0.5, 0.5, 0.5],
+    "buffers_that_are_registered_late": 0.0,
+    "a_buffer_replaced_several_times_between_two_steps": 0.0,
+    "buffers_that_share_memory_among_elements": (0.0, 0),
+    "a_buffer_that_is_not_dense": 0.0,
+    "what_torch_is_told_to_ignore": [*[True] * 6, [], 0.0],
     "frozen_layers_stop_travelling": (2, EXACT),
     "a_stop_that_one_rank_wants_reaches_all": [False, True, False],
     "gradients_outside_a_synchronisation_are_noticed": [True, False, False],
@@ -75,8 +86,27 @@ def test_ranks_that_are_out_of_step_are_told(results):
         )
 
 
+def test_ranks_whose_buffers_differ_in_shape_are_told(results):
+    for found in results:
+        error = found["buffers_that_differ_in_shape"]
+        assert "ReplicaMismatchError" in error
+        assert "buffer `seen` is float32 [2] on rank 0 but float32 [3] on rank 1. Build" in error
+
+
+def test_a_synchronisation_that_failed_is_the_last(results):
+    for rank, found in enumerate(results):
+        failed, refused = found["training_does_not_go_on_after_gradients_have_left"]
+        assert failed == ""
+        assert refused.startswith(f"rank {rank}: the last synchronisation failed after gradients had left")
+
+
 def test_every_check_is_looked_at():
-    assert set(CHECKS) == {*EXPECTED, "equal_weights_are_wrong_for_uneven_batches", "ranks_out_of_step"}
+    assert set(CHECKS) - set(EXPECTED) == {
+        "buffers_that_differ_in_shape",
+        "equal_weights_are_wrong_for_uneven_batches",
+        "ranks_out_of_step",
+        "training_does_not_go_on_after_gradients_have_left",
+    }
 
 
 def _agrees(found, expected):

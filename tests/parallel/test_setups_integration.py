@@ -61,8 +61,9 @@ def test_what_differs_in_the_module_is_named(two, three):
         " on rank 1. Create and register them in the same order on every rank."
     )
     assert two[0]["buffer"] == (
-        f"{PREFIX}buffer `norm.running_mean` is float32 [3] on rank 0 but float64 [3] on rank 1. "
-        "Build the same module on every rank."
+        f"{PREFIX}buffer `norm.running_mean` is float32 [3] on rank 0 but float64 [3] on rank 1."
+        " Build the same module on every rank, and change it in the same steps. A buffer of a rank's own values"
+        " can be left out with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`."
     )
 
 

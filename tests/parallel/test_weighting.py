@@ -39,7 +39,7 @@ def test_known_names_and_callables_are_accepted(value):
 
 
 def test_equal_micro_batches_need_no_factor():
-    weights = GradientWeights("ranks", world_size=2)
+    weights = GradientWeights("ranks")
     factors = []
     for batch in "abc":
         weights.set_batch(batch)
@@ -49,7 +49,7 @@ def test_equal_micro_batches_need_no_factor():
 
 
 def test_micro_batches_weigh_by_their_size_against_the_first():
-    weights = GradientWeights("samples", world_size=2)
+    weights = GradientWeights("samples")
     factors = []
     for size in (4, 2, 8):
         weights.set_batch(torch.zeros(size, 3))
@@ -60,7 +60,7 @@ def test_micro_batches_weigh_by_their_size_against_the_first():
 
 
 def test_a_micro_batch_that_counts_nothing_leaves_the_others_as_they_are():
-    weights = GradientWeights(float, world_size=2)
+    weights = GradientWeights(float)
     factors = []
     for tokens in (0, 3, 0, 6):
         weights.set_batch(tokens)
@@ -70,7 +70,7 @@ def test_a_micro_batch_that_counts_nothing_leaves_the_others_as_they_are():
 
 
 def test_a_batch_counts_once_between_two_synchronisations():
-    weights = GradientWeights(float, world_size=2)
+    weights = GradientWeights(float)
     weights.set_batch(5)
     weights.count(), weights.count()
     assert weights.take() == (5.0, 5.0)
@@ -79,7 +79,7 @@ def test_a_batch_counts_once_between_two_synchronisations():
 
 
 def test_an_unfinished_window_is_forgotten():
-    weights = GradientWeights(float, world_size=2)
+    weights = GradientWeights(float)
     weights.set_batch(5)
     weights.count()
     weights.restart()
@@ -89,21 +89,31 @@ def test_an_unfinished_window_is_forgotten():
 
 
 def test_a_sum_of_sums_is_not_divided():
-    weights = GradientWeights("sum", world_size=4)
-    weights.set_batch("a")
-    assert weights.count() == 1.0
-    assert weights.loss_factor == 4.0
-    assert weights.take() == (1.0, 1.0)
+    weights = GradientWeights("sum")
+    for batch in "ab":
+        weights.set_batch(batch)
+        assert weights.count() == 1.0
+    assert weights.adds_up
+    assert weights.take() == (2.0, 1.0)
+
+
+def test_no_batch_counts_nothing():
+    weights = GradientWeights("samples")
+    weights.set_batch([1, 2])
+    weights.count()
+    weights.set_no_batch()
+    assert weights.count() == 0.0
+    assert weights.take() == (2.0, 2.0)
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
 def test_a_weight_is_a_finite_number(weight):
-    weights = GradientWeights(lambda batch: weight, world_size=2)
+    weights = GradientWeights(lambda batch: weight)
     with pytest.raises(ValueError, match=r"`weight_by` returned .* Return a finite number of at least 0"):
         weights.set_batch("a")
 
 
 def test_a_batch_whose_size_is_ambiguous_is_refused_with_the_remedy():
-    weights = GradientWeights("samples", world_size=2)
+    weights = GradientWeights("samples")
     with pytest.raises(BatchSplitError, match=r'Pass a callable `weight_by`, .* or `weight_by="ranks"`'):
         weights.set_batch([torch.zeros(3, 2), torch.zeros(4, 2)])

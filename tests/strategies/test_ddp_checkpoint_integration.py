@@ -7,40 +7,66 @@ import torch
 
 from lightning_ddp_ext.testing import run_processes
 from tests.strategies import ddp_ranks as ranks
+from tests.strategies.ddp_modules import (
+    Adam,
+    Adversaries,
+    ByHand,
+    ByTorch,
+    ByTorchInClosure,
+    ByTorchWithoutSynchronisation,
+    GrownHead,
+    LimitedMemory,
+    Momentum,
+    OwnTensor,
+    RawBackward,
+    SumLoss,
+    TokenLoss,
+    TwoSums,
+    UnevenPasses,
+    WithProbe,
+    count_nothing_right,
+    count_tokens,
+)
 from tests.strategies.ddp_ranks import Case
 
 UNEVEN = [[3, 5, 2, 4, 6], [1, 2, 7, 4, 3]]
 EVEN = [[4] * 5, [4] * 5]
 
 EXACT = {
-    "batches of different sizes": Case(UNEVEN, ranks.Momentum),
-    "Adam": Case(UNEVEN, ranks.Adam),
-    "clipped by norm": Case(UNEVEN, ranks.Momentum, {"gradient_clip_val": 0.05}),
-    "clipped by value": Case(UNEVEN, ranks.Momentum, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "batches of different sizes": Case(UNEVEN, Momentum),
+    "Adam": Case(UNEVEN, Adam),
+    "clipped by norm": Case(UNEVEN, Momentum, {"gradient_clip_val": 0.05}),
+    "clipped by value": Case(UNEVEN, Momentum, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     **{
-        f"accumulation over {window}": Case(UNEVEN, ranks.Momentum, {"accumulate_grad_batches": window}, windows=window)
+        f"accumulation over {window}": Case(UNEVEN, Momentum, {"accumulate_grad_batches": window}, windows=window)
         for window in (2, 3, 4)
     },
-    "weights by ranks": Case(EVEN, ranks.Momentum, strategy={"weight_by": "ranks"}),
-    "a loss that is a sum": Case(UNEVEN, ranks.SumLoss, strategy={"weight_by": "sum"}),
-    "a sum, accumulated": Case(UNEVEN, ranks.SumLoss, {"accumulate_grad_batches": 2}, {"weight_by": "sum"}, windows=2),
-    "accumulated by hand over batches": Case([[3, 3, 5, 5], [1, 1, 2, 2]], ranks.ByHand, windows=2),
-    "a rank with an empty batch": Case([[3, 4], [2, 0]], ranks.Momentum),
-    "two sums": Case(UNEVEN, ranks.TwoSums, strategy={"weight_by": "sum"}),
-    "weights by tokens": Case(UNEVEN, ranks.TokenLoss, strategy={"weight_by": ranks.count_tokens}),
+    "weights by ranks": Case(EVEN, Momentum, strategy={"weight_by": "ranks"}),
+    "a loss that is a sum": Case(UNEVEN, SumLoss, strategy={"weight_by": "sum"}),
+    "a sum, accumulated": Case(UNEVEN, SumLoss, {"accumulate_grad_batches": 2}, {"weight_by": "sum"}, windows=2),
+    "accumulated by hand over batches": Case([[3, 3, 5, 5], [1, 1, 2, 2]], ByHand, windows=2),
+    "a rank with an empty batch": Case([[3, 4], [2, 0]], Momentum),
+    "two sums": Case(UNEVEN, TwoSums, strategy={"weight_by": "sum"}),
+    "weights by tokens": Case(UNEVEN, TokenLoss, strategy={"weight_by": count_tokens}),
     "weights by tokens, accumulated": Case(
-        UNEVEN, ranks.TokenLoss, {"accumulate_grad_batches": 3}, {"weight_by": ranks.count_tokens}, windows=3
+        UNEVEN, TokenLoss, {"accumulate_grad_batches": 3}, {"weight_by": count_tokens}, windows=3
     ),
-    "two optimizers": Case(UNEVEN, ranks.Adversaries),
-    "two optimizers without toggling": Case(UNEVEN, partial(ranks.Adversaries, toggle=False)),
-    "manual accumulation": Case(UNEVEN, partial(ranks.Adversaries, toggle=False, accumulate=True)),
-    "L-BFGS": Case(UNEVEN, ranks.LimitedMemory),
+    "two optimizers": Case(UNEVEN, Adversaries),
+    "two optimizers without toggling": Case(UNEVEN, partial(Adversaries, toggle=False)),
+    "manual accumulation": Case(UNEVEN, partial(Adversaries, toggle=False, accumulate=True)),
+    "optimizers of torch": Case(UNEVEN, ByTorch),
+    "a probe, accumulated": Case(UNEVEN, WithProbe, {"accumulate_grad_batches": 2}, windows=2),
+    "L-BFGS": Case(UNEVEN, LimitedMemory),
 }
 
 FAILING = {
-    "raw backward": Case(EVEN, ranks.RawBackward),
-    "ambiguous batches": Case(EVEN, ranks.Momentum, strategy={"weight_by": ranks.count_nothing_right}),
-    "uneven passes": Case(EVEN, ranks.UnevenPasses),
+    "raw backward": Case(EVEN, RawBackward),
+    "raw backward, torch's step": Case(EVEN, ByTorchWithoutSynchronisation),
+    "raw backward in a closure": Case(EVEN, ByTorchInClosure),
+    "a parameter that came later": Case(EVEN, GrownHead),
+    "a parameter of nobody": Case(EVEN, OwnTensor),
+    "ambiguous batches": Case(EVEN, Momentum, strategy={"weight_by": count_nothing_right}),
+    "uneven passes": Case(EVEN, UnevenPasses),
 }
 
 
@@ -68,7 +94,18 @@ def test_ranks_are_bit_identical(outcomes, name):
 
 def test_a_backward_pass_around_the_strategy_is_refused(outcomes):
     for rank, found in enumerate(outcomes):
-        assert f"UnsynchronizedGradientsError: rank {rank}: `Adam` is about to step" in found["raw backward"].error
+        for name in ("raw backward", "raw backward, torch's step", "raw backward in a closure"):
+            assert f"UnsynchronizedGradientsError: rank {rank}: `Adam` is about to step" in found[name].error
+
+
+@pytest.mark.parametrize(
+    ("case", "parameter"),
+    [("a parameter that came later", "`head.weight`"), ("a parameter of nobody", "a parameter of shape [3]")],
+)
+def test_a_parameter_that_no_other_rank_knows_of_is_refused(outcomes, case, parameter):
+    for rank, found in enumerate(outcomes):
+        message = f"rank {rank}: `SGD` is about to step with the gradient of {parameter}, which was not part of"
+        assert message in found[case].error
 
 
 def test_a_weight_that_cannot_be_is_refused(outcomes):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ddp_ext.testing import run_processes
-from tests.strategies import ddp_ranks as ranks
+from tests.strategies import ddp_runs as ranks
 
 HERE = Path(__file__).parent
 

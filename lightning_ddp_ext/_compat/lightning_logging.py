@@ -1,0 +1,147 @@
+"""Private names of Lightning behind `self.log`. Checked on lightning 2.6.6; `tests/compat` fails when one moves."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from torch import Tensor
+
+
+def current_results(trainer: Trainer) -> _ResultCollection | None:
+    """Return where `self.log` puts its values now."""
+    return trainer._results
+
+
+def watch_logging(
+    trainer: Trainer,
+    update: Callable[[str, _ResultMetric, Callable[[], None]], None],
+    end_batch: Callable[[], None],
+    end_epoch: Callable[[], None],
+    reduced: Callable[[], None],
+) -> None:
+    """Follow what is logged, in every loop.
+
+    Args:
+        trainer: The Trainer.
+        update: Called instead of each update, with its key, its record and a function that updates it.
+        end_batch: Called after the last hook of a batch, before its values are passed on.
+        end_epoch: Called when an epoch of training or evaluation ends, before any hook or callback sees its values.
+        reduced: Called when all hooks have run and all values of the epoch have been reduced.
+    """
+    for results in _result_collections(trainer):
+        _watch(results, update)
+    connector = trainer._logger_connector
+    _surround(connector, "on_batch_end", before=end_batch)
+    _surround(connector, "epoch_end_reached", before=end_epoch)
+    _surround(connector, "on_epoch_end", after=reduced)
+
+
+def _surround(
+    owner: Any, name: str, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+) -> None:
+    original = getattr(type(owner), name).__get__(owner)
+
+    def method() -> None:
+        before()
+        original()
+        after()
+
+    setattr(owner, name, method)
+
+
+def _watch(results: _ResultCollection, update: Callable[[str, _ResultMetric, Callable[[], None]], None]) -> None:
+    def update_metrics(key: str, value: Any, batch_size: int) -> None:
+        update(key, results[key], lambda: _ResultCollection.update_metrics(results, key, value, batch_size))
+
+    results.update_metrics = update_metrics
+
+
+def unwatch_logging(trainer: Trainer) -> None:
+    """Undo `watch_logging`."""
+    for results in _result_collections(trainer):
+        results.__dict__.pop("update_metrics", None)
+    for name in ("on_batch_end", "epoch_end_reached", "on_epoch_end"):
+        trainer._logger_connector.__dict__.pop(name, None)
+
+
+def is_synchronised(metric: _ResultMetric, *, on_step: bool) -> bool:
+    """Tell whether a logged value is reduced over all ranks by itself, when it is logged or at the end of an epoch."""
+    sync = metric.meta.sync
+    wanted = metric.meta.on_step if on_step else metric.meta.on_epoch
+    return bool(metric.is_tensor and wanted and sync.should and not sync.rank_zero_only and sync.group is None)
+
+
+def set_latest(metric: _ResultMetric, value: Tensor) -> None:
+    """Set what a logged value was in the last step."""
+    metric._forward_cache = value
+    if not metric.meta.on_epoch:
+        metric.value = value
+
+
+def latest(metric: _ResultMetric) -> Tensor:
+    """Return what a logged value was in the last step."""
+    value = metric._forward_cache
+    assert isinstance(value, Tensor)
+    return value
+
+
+def describe_logged(key: str, metric: _ResultMetric) -> dict[str, Any]:
+    """Describe a logged value so that another rank can have it too; what is returned can be written as JSON."""
+    meta = {
+        field.name: getattr(metric.meta, field.name)
+        for field in dataclasses.fields(_Metadata)
+        if field.name not in ("_sync", "reduce_fx")
+    }
+    cache = metric._forward_cache
+    return {
+        "key": key,
+        "meta": meta,
+        "reduce_fx": metric.meta.reduce_fx.__name__,
+        "sync": [metric.meta.sync.should, metric.meta.sync.rank_zero_only],
+        "is_tensor": metric.is_tensor,
+        "dtype": str(metric.value.dtype).removeprefix("torch.") if metric.is_tensor else None,
+        "latest": cache.item() if isinstance(cache, Tensor) and cache.numel() == 1 else None,
+    }
+
+
+def adopt_logged(
+    results: _ResultCollection, described: dict[str, Any], module: LightningModule, sync: Callable[..., Any]
+) -> None:
+    """Have what another rank has logged, without a value of this rank's own.
+
+    Args:
+        results: Of this rank.
+        described: By `describe_logged` of another rank.
+        module: Which holds the metric, if a metric was logged.
+        sync: What `self.log` would reduce the value with.
+    """
+    key = described["key"]
+    metric = results.get(key)
+    if metric is None:
+        should, rank_zero_only = described["sync"]
+        meta = _Metadata(**described["meta"], reduce_fx=getattr(torch, described["reduce_fx"]))
+        meta.sync = _Sync(fn=sync, _should=should, rank_zero_only=rank_zero_only)
+        metric = results[key] = _ResultMetric(meta, described["is_tensor"])
+        metric.to(module.device)
+    if metric.is_tensor:
+        metric.value = metric.value.to(getattr(torch, described["dtype"]))
+    elif metric.meta.metric_attribute is not None:
+        metric.value = module.get_submodule(metric.meta.metric_attribute)
+    metric._computed = None  # only an update forgets it, and who remembers it takes no part in reducing it
+    if metric._forward_cache is None and described["latest"] is not None:
+        metric._forward_cache = torch.tensor(described["latest"], device=module.device)
+    metric.has_reset = False
+
+
+def _result_collections(trainer: Trainer) -> Iterator[_ResultCollection]:
+    yield trainer.fit_loop.epoch_loop._results
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        yield loop._results

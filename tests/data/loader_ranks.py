@@ -1,0 +1,38 @@
+"""Loaders in lockstep on several ranks; kept apart because every rank imports it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_ddp_ext.data.lockstep_loader import LockstepLoader
+from lightning_ddp_ext.errors import DDPExtError
+
+
+class Stream:
+    """Knows its end when it comes."""
+
+    def __init__(self, rank: int, length: int) -> None:
+        self.items = [f"{rank}.{number}" for number in range(length)]
+        self.asked = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for item in self.items:
+            self.asked += 1
+            yield item
+
+
+def iterate(cases: Sequence[tuple[Sequence[int], bool, dict[str, Any]]]) -> list[Any]:
+    """Iterate twice for each case; returns the steps, what is left out, or an error."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found = []
+    for lengths, sized, options in cases:
+        stream = Stream(rank, options.pop("true_length", lengths)[rank])
+        loader = LockstepLoader(stream, list(lengths) if sized else None, dist.group.WORLD, **options)
+        try:
+            epochs = [[(batch, turn.active, turn.is_ghost, turn.is_tail) for batch, turn in loader] for _ in range(2)]
+            found.append((epochs, loader.left_out, stream.asked))
+        except DDPExtError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found

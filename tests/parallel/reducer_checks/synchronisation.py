@@ -1,0 +1,78 @@
+"""Checks of what ranks tell each other, and of what goes wrong."""
+
+import copy
+
+import torch.distributed as dist
+
+from lightning_ddp_ext.errors import RanksOutOfStepError
+from lightning_ddp_ext.parallel.reducer import GradientReducer
+from tests.parallel.reducer_checks.checking import batch, check, combined, largest_error, net
+
+
+@check
+def training_goes_on_after_a_forward_pass_that_failed() -> float:
+    alone = net()
+    together = copy.deepcopy(alone)
+    reducer = GradientReducer(together)
+    for fails in (False, True, False):
+        alone.zero_grad()
+        together.zero_grad()
+        alone(combined()).pow(2).mean().backward()
+        try:
+            with reducer.synchronize():
+                loss = together(batch(dist.get_rank())).pow(2).mean()
+                if fails:
+                    raise ArithmeticError
+                loss.backward()
+        except ArithmeticError:
+            continue
+    return largest_error(together, alone)
+
+
+@check
+def training_does_not_go_on_after_gradients_have_left() -> list[str]:
+    module = net()
+    reducer = GradientReducer(module)
+    found = []
+    for number in range(4):
+        module.zero_grad()
+        try:
+            with reducer.synchronize():
+                module(batch(dist.get_rank())).pow(2).mean().backward()
+                if number == 2:
+                    raise ArithmeticError
+        except (ArithmeticError, RanksOutOfStepError) as error:
+            found.append(str(error))
+    return found
+
+
+@check
+def a_stop_that_one_rank_wants_reaches_all() -> list[bool]:
+    module = net()
+    reducer = GradientReducer(module)
+    seen = []
+    for stop in (False, True, False):
+        with reducer.synchronize(stop=stop and dist.get_rank() == 1):
+            module(batch(dist.get_rank())).sum().backward()
+        seen.append(reducer.stop_agreed)
+    return seen
+
+
+@check
+def gradients_outside_a_synchronisation_are_noticed() -> list[bool]:
+    module = net()
+    reducer = GradientReducer(module)
+    module[0](batch(0)).sum().backward()
+    first = reducer.unsynchronized(module[0].parameters()), reducer.unsynchronized(module[2].parameters())
+    with reducer.synchronize():
+        pass
+    return [*first, reducer.unsynchronized(module.parameters())]
+
+
+@check
+def ranks_out_of_step() -> str:
+    module = net()
+    reducer = GradientReducer(module)
+    with reducer.synchronize(position=3 + dist.get_rank()):
+        module(batch(0)).sum().backward()
+    return "nothing was raised"

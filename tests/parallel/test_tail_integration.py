@@ -1,0 +1,74 @@
+"""Collectives of a step are those of the ranks that have data. One launch for all."""
+
+import pytest
+
+from lightning_ddp_ext.testing import RankTimeoutError, run_processes
+from tests.parallel import tail_ranks as ranks
+
+# On ranks 0 and 2, which give 1 and 3; rank 1 has run out of data.
+EXPECTED = {
+    "all_reduce": (4, 4),
+    "all_reduce_of_the_largest": (-1, -1),
+    "all_reduce_async": (4, 4),
+    "all_reduce_in_a_thread": (4, 4),
+    "all_reduce_of_a_group_kept_from_before": (4, 4),
+    "all_reduce_of_another_group_of_all": (4, 4),
+    "all_reduce_of_some_that_are_active": (4, 4),
+    "all_gather": ([[1, 1], [0, 0], [3, 3]],) * 2,
+    "all_gather_single": ([[1, 1], [0, 0], [3, 3]],) * 2,
+    "all_gather_object": ([{"rank": 0}, None, {"rank": 2}],) * 2,
+    "broadcast": (3, 3),
+    "broadcast_object": ([{"rank": 2}],) * 2,
+    "reduce": (None, 4),
+    "reduce_to_the_joined_rank": (1, 3),
+    "gather": (None, [1, 0, 3]),
+    "gather_to_the_joined_rank": ("passed", "passed"),
+    "gather_object": (None, [{"rank": 0}, None, {"rank": 2}]),
+    "scatter": (1, 3),
+    "reduce_scatter": ([4, 4], [400, 400]),
+    "reduce_scatter_single": ([4, 4], [400, 400]),
+    "all_to_all_single": ([1, 0, 3], [100, 0, 300]),
+    "barrier": ("passed", "passed"),
+    "send_and_receive": (1, 1),
+    "functional_all_reduce": (4, 4),
+    "gradient_through_all_gather": (([1, 0, 3], 2), ([1, 0, 3], 200)),
+    "collective_in_a_backward_pass": (4, 4),
+}
+REFUSED = {
+    "broadcast_from_the_joined_rank": "sends what rank 1 has, but rank 1 has run out of data",
+    "send_to_the_joined_rank": "a message to or from rank 1 cannot arrive, but rank 1 has run out of data",
+    "a_new_group": "a new process group needs every rank",
+    "a_collective_that_is_not_known": "not known to work among some of the ranks",
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_processes(ranks.run_cases, 3, timeout=60)
+
+
+@pytest.mark.parametrize(("name", "expected"), EXPECTED.items())
+def test_a_collective_is_one_of_the_active_ranks(found, name, expected):
+    assert (found[0][0][name], found[2][0][name]) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), REFUSED.items())
+def test_what_cannot_be_made_right_raises_on_every_active_rank(found, name, expected):
+    for rank in ranks.ACTIVE:
+        assert found[rank][0][name].startswith(f"rank {rank}: ")
+        assert expected in found[rank][0][name]
+
+
+def test_a_group_of_which_some_have_run_out_is_named(found):
+    assert "a process group of ranks 0, 1 is not that of all ranks" in found[0][0]["a_group_with_the_joined_rank"]
+    assert found[2][0]["a_group_with_the_joined_rank"] == "not a member"
+
+
+def test_everything_was_tried_and_all_ranks_are_back_afterwards(found):
+    assert set(found[0][0]) == set(EXPECTED) | set(REFUSED) | {"a_group_with_the_joined_rank"}
+    assert [total for _, total in found] == [6, 6, 6]
+
+
+def test_without_redirection_active_ranks_wait_for_the_joined_one():
+    with pytest.raises(RankTimeoutError):
+        run_processes(ranks.wait_in_vain, 2, timeout=8)

@@ -1,0 +1,183 @@
+"""Runs that are told to stop, and runs of someone else's model; kept apart because every rank imports it."""
+
+import copy
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.strategies.ddp_modules import Momentum
+from tests.strategies.ddp_ranks import KeepGradients, batches_of, digest_of, quiet_trainer
+
+
+class SignalAt(Callback):
+    """Sends SIGTERM to this process after a batch, while the loop is running."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.last = -1
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.last = batch_idx
+        if batch_idx == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until_signal(rank: int, accumulate: int = 1) -> dict[str, Any]:
+    """Signal one rank in the fourth batch (the second of a window); tells where each rank ended."""
+    warnings.simplefilter("ignore")
+    own = int(os.environ["RANK"])
+    callback = SignalAt((3 if accumulate == 1 else 1) if own == rank else -2)
+    module = Momentum()
+    trainer = quiet_trainer(
+        strategy="ddp_checkpoint",
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        precision="64-true",
+        callbacks=[callback],
+    )
+    loader = torch.utils.data.DataLoader(batches_of([[4] * 50] * 2, own), batch_size=None)
+    exception = ""
+    try:
+        trainer.fit(module, loader)
+    except BaseException as error:
+        exception = type(error).__name__
+    return {
+        "exception": exception,
+        "batch": callback.last,
+        "steps": trainer.global_step,
+        "digest": digest_of(module, trainer),
+    }
+
+
+def count_broadcasts(strategy: str) -> int:
+    """Count the calls of `torch.distributed.broadcast` in five batches, after a first one."""
+    warnings.simplefilter("ignore")
+    calls = []
+    original = torch.distributed.broadcast
+
+    class CountLater(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                calls.append(1)
+                return original(*args, **kwargs)
+
+            torch.distributed.broadcast = counted
+
+        def on_train_end(self, *args: Any) -> None:
+            torch.distributed.broadcast = original
+
+    trainer = quiet_trainer(
+        strategy=strategy,
+        max_epochs=1,
+        precision="64-true",
+        callbacks=[CountLater()],
+    )
+    own = int(os.environ["RANK"])
+    trainer.fit(Momentum(), torch.utils.data.DataLoader(batches_of([[4] * 6] * 2, own), batch_size=None))
+    return len(calls)
+
+
+class TwoTasks(LightningModule):
+    """Someone else's encoder, two heads, a forward and a backward pass for each, shared layers recomputed."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        self.automatic_optimization = False
+        config = BertConfig(
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.encoder = BertModel(config, add_pooling_layer=False)
+        self.encoder.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        self.heads = nn.ModuleList(nn.Linear(16, 3) for _ in range(2))
+        self.forwards = 0
+        self.encoder.encoder.layer[0].attention.self.query.register_forward_hook(self.count)
+        self.losses = 0
+
+    def count(self, *args: Any) -> None:
+        self.forwards += 1
+
+    def backwards(self, batch: Tensor, backward: Callable[[Tensor], None]) -> None:
+        for task, head in enumerate(self.heads):
+            states = self.encoder(input_ids=batch).last_hidden_state
+            self.losses += 1
+            backward(functional.cross_entropy(head(states).flatten(0, 1), (batch % 3 + task).clamp(max=2).flatten()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.backwards(batch, self.manual_backward)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit_bert(use_reentrant: bool, theirs: bool = False) -> dict[str, Any]:
+    """Compare three steps with one process that has the sentences of both ranks."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    seed_everything(0, verbose=False)
+    alone = TwoTasks(use_reentrant).double().train()
+    together = copy.deepcopy(alone)
+    generator = torch.Generator().manual_seed(0)
+    sentences = torch.randint(50, (3, 2, 4, 8), generator=generator)  # batch, rank, sample, token
+    optimizer = alone.configure_optimizers()
+    callback = KeepGradients()
+    gradients = []
+    for batch in sentences:
+        optimizer.zero_grad()
+        alone.backwards(batch.flatten(0, 1), lambda loss: loss.backward())
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in alone.parameters()]))
+        optimizer.step()
+    trainer = quiet_trainer(
+        strategy=DDPStrategy() if theirs else "ddp_checkpoint",
+        max_epochs=1,
+        precision="64-true",
+        callbacks=[callback],
+    )
+    loader = torch.utils.data.DataLoader(sentences[:, int(os.environ["RANK"])], batch_size=None)
+    try:
+        trainer.fit(together, loader)
+    except RuntimeError as error:
+        return {"message": str(error)}
+    pairs = zip(gradients, callback.kept, strict=True)
+    flat = nn.utils.parameters_to_vector(together.parameters()).detach()
+    first = trainer.strategy.broadcast(flat)
+    return {
+        "message": "",
+        "error": max(float((one - other).norm() / one.norm()) for one, other in pairs),
+        "spread": float((flat - first).abs().max()),
+        "forwards": together.losses,
+        "recomputed": together.forwards,
+    }
+
+
+def run_all() -> dict[str, Any]:
+    """Everything that `test_ddp_checkpoint_runs` looks at; what may leave collectives unmatched comes last."""
+    return {
+        "reentrant": fit_bert(True),
+        "non-reentrant": fit_bert(False),
+        "broadcasts of ddp_checkpoint": count_broadcasts("ddp_checkpoint"),
+        "broadcasts of ddp": count_broadcasts("ddp"),
+        "signal to rank 0": train_until_signal(0),
+        "signal to rank 1": train_until_signal(1),
+        "signal in a window": train_until_signal(1, 4),
+        "reentrant with ddp": fit_bert(True, theirs=True),
+    }

@@ -1,0 +1,131 @@
+"""Evaluation, logging, collectives, loaders and failures under `ddp_join`. One launch for all."""
+
+import pytest
+import torch
+
+from lightning_ddp_ext.testing import run_processes
+from tests.strategies import join_feature_ranks as ranks
+
+RANKS = range(3)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_processes(ranks.run_cases, 3, str(tmp_path_factory.mktemp("checkpoints")), timeout=240)
+
+
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
+@pytest.mark.filterwarnings("ignore:`pos_label` automatically set")
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 10])
+def test_evaluation_counts_every_sample_once(found, number):
+    expected, confusion, _ = ranks.evaluate(number, strategy="auto", devices=1)
+    for rank in RANKS:
+        values, found_confusion, collected = found[rank]["evaluation"][number]
+        assert values == pytest.approx(expected, rel=1e-9)
+        assert found_confusion == confusion
+        assert collected == list(range(number))[rank::3]
+    assert expected["number"] == expected["hook"] == expected["seen"] == number
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+def test_prediction_returns_every_sample_once(found, number):
+    assert [found[rank]["prediction"][number] for rank in RANKS] == [list(range(number))[rank::3] for rank in RANKS]
+
+
+def test_steps_communicate_among_the_ranks_that_have_data(found):
+    steps = [[0, 1, 2], [0, 1], [0], [0]]  # the ranks with data
+    for rank in RANKS:
+        own = [active for active in steps if rank in active]
+        for active, values in zip(own, found[rank]["in_the_step"][0], strict=True):
+            assert values["rows"] == values["rows of a dictionary"] == len(active)
+            assert values["total"] == sum(other + 1 for other in active)
+            assert values["names"] == [f"rank {other}" if other in active else None for other in RANKS]
+            assert values["largest"] == -1
+
+
+def test_synchronised_values_are_those_of_the_ranks_that_have_data(found):
+    steps = [[0, 1, 2], [0, 1], [0], [0]]
+    for rank in RANKS:
+        metrics = found[rank]["in_the_step"][1]
+        for number, active in enumerate(steps):
+            values = [other + 1 for other in active]
+            expected = {"mean": sum(values) / len(values), "sum": sum(values), "max": max(values), "min": min(values)}
+            assert {name: metrics[number][name] for name in expected} == expected
+            assert metrics[number]["start_step"] == metrics[number]["end"] == expected["mean"]
+            assert metrics[number]["own"] == rank + 1
+
+
+def test_values_of_epoch_hooks_count_on_every_rank(found):
+    for rank in RANKS:
+        metrics = found[rank]["in_the_step"][2]
+        assert metrics["epoch"] == 2
+        assert metrics["start_epoch"] == pytest.approx((1 * 4 + 2 * 2 + 3) / 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a_broadcast_from_a_joined_rank", "sends what rank 2 has, but rank 2 has run out of data"),
+        ("keys_that_differ_in_training", "rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 0 does not"),
+        (
+            "keys_that_differ_in_validation",
+            "rank 1 logs `odd` with `sync_dist=True` in `validation_step`, rank 0 does not",
+        ),
+        ("refusing_uneven_data", "rank 2 runs out of data after batch 1, while rank 0 has 4 batches"),
+        ("refusing_uneven_streams", "rank 2 ran out of data after batch 1, other ranks have more"),
+        ("a_failure_in_the_tail", "boom"),
+    ],
+)
+def test_an_error_is_told_on_every_rank(found, name, expected):
+    for rank in RANKS:
+        assert expected in found[rank][name]
+
+
+def test_ranks_that_wait_say_which_rank_has_failed(found):
+    assert found[0]["a_failure_in_the_tail"] == "ArithmeticError: boom"
+    for rank in (1, 2):
+        assert found[rank]["a_failure_in_the_tail"] == "OtherRankError: rank 0 failed: ArithmeticError: boom"
+
+
+def test_the_order_in_which_keys_are_logged_does_not_matter(found):
+    assert [found[rank]["keys_in_another_order"] for rank in RANKS] == [(1.0, 2.0)] * 3
+
+
+def test_several_loaders_end_on_each_rank_as_they_would_there(found):
+    expected = {  # steps of each rank: loaders with 4, 1, 2 and 1, 3, 2 batches
+        "min_size": (1, 1, 2),
+        "max_size": (4, 3, 2),
+        "max_size_cycle": (4, 3, 2),
+    }
+    for mode, steps in expected.items():
+        outcomes = [found[rank]["several_loaders"][mode] for rank in RANKS]
+        assert [len(seen) for seen, _, _ in outcomes] == list(steps)
+        for rank, (_, ghosts, digests) in enumerate(outcomes):
+            assert ghosts == [step >= steps[rank] for step in range(max(steps))]
+            assert digests == outcomes[0][2]
+
+
+@pytest.mark.parametrize("name", ["batches_that_are_changed", "normalisation", "manual_optimization"])
+def test_ranks_stay_identical(found, name):
+    assert found[0][name] == found[1][name] == found[2][name]
+    assert not isinstance(found[0][name], str)
+
+
+def test_manual_optimization_counts_the_steps_of_all_ranks(found):
+    assert found[0]["manual_optimization"][0] == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_a_resumed_run_ends_as_the_whole_one(found, steps):
+    for rank in RANKS:
+        resumed, whole = found[rank]["resuming"][steps]
+        assert resumed == whole != []
+
+
+def test_stopping_leaves_out_what_others_have_more(found):
+    for rank in RANKS:
+        ghosts, seen, digests = found[rank]["stopping_at_the_shortest"]
+        assert ghosts == [False]
+        assert len(seen) == 2
+        assert digests == found[0]["stopping_at_the_shortest"][2]
+        assert torch.is_grad_enabled()
