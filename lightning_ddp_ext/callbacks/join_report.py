@@ -67,16 +67,20 @@ class JoinReport(Callback):
         self._table = table
         self._warned = False
         self._started = 0.0
+        self._epoch: int | None = None  # that is counted
         self._counts = [0.0] * 5  # batches, samples, ghost steps, seconds in these, seconds in all steps
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.records.clear()
         self._warned = False
+        self._epoch = None
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._counts = [0.0] * 5
+        # Not at the end of an epoch: progress bars reduce metrics there, on rank 0 before other callbacks' turn.
+        self._take_in(trainer, pl_module)
+        self._epoch, self._counts = trainer.current_epoch, [0.0] * 5
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -94,28 +98,25 @@ class JoinReport(Callback):
         self._counts = [sum(pair) for pair in zip(self._counts, step, strict=True)]
 
     @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not isinstance(trainer.strategy, DDPJoinStrategy):
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._take_in(trainer, pl_module)
+        if self._table and self.records and trainer.is_global_zero:
+            Console().print(self.table())
+
+    def _take_in(self, trainer: Trainer, module: LightningModule) -> None:
+        """Tell all ranks what each of them did in the last epoch."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is None or not isinstance(trainer.strategy, DDPJoinStrategy):
             return
-        own = torch.tensor(self._counts, dtype=torch.float64, device=pl_module.device)
+        own = torch.tensor(self._counts, dtype=torch.float64, device=module.device)
         by_rank = [torch.empty_like(own) for _ in range(trainer.world_size)]
         dist.all_gather(by_rank, own)
-        newest = [
-            RankRecord(trainer.current_epoch, rank, int(batches), int(samples), int(ghost_steps), in_ghosts, in_all)
-            for rank, (batches, samples, ghost_steps, in_ghosts, in_all) in enumerate(
-                counts.tolist() for counts in by_rank
-            )
-        ]
+        newest = [_record(epoch, rank, *counts.tolist()) for rank, counts in enumerate(by_rank)]
         self.records.extend(newest)
         self._warn(newest)
         if self._log:
             for logger in trainer.loggers:
                 logger.log_metrics(_as_metrics(newest), step=trainer.global_step)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._table and self.records and trainer.is_global_zero:
-            Console().print(self.table())
 
     def table(self) -> Table:
         """Return what was recorded as a table to print."""
@@ -143,6 +144,12 @@ class JoinReport(Callback):
             f"rank {idlest.rank} had no data for {idlest.idle_share:.0%} of epoch {idlest.epoch}. Give it more of the"
             ' data, or smaller batches, if time matters; `uneven_inputs="stop"` leaves out what others have more.'
         )
+
+
+def _record(
+    epoch: int, rank: int, batches: float, samples: float, ghost_steps: float, ghost_seconds: float, seconds: float
+) -> RankRecord:
+    return RankRecord(epoch, rank, int(batches), int(samples), int(ghost_steps), ghost_seconds, seconds)
 
 
 def _as_metrics(records: list[RankRecord]) -> dict[str, float]:

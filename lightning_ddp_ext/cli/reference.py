@@ -19,10 +19,11 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.parallel.containers import to_device
 from lightning_ddp_ext.parallel.gathering import gather
 from lightning_ddp_ext.parallel.scattering import count_samples
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _CPU = torch.device("cpu")
 
-# (epoch, number of the optimizer step in it)
+# (epoch, number of the batch of the reference in it)
 _Place = tuple[int, int]
 
 
@@ -32,36 +33,44 @@ class Reference:
 
     Attributes:
         results: Test metrics by name.
-        difference: Largest difference of a parameter between the run and this one.
+        difference: Norm of the difference of all parameters between the run and this one, relative to theirs.
+        precision: The precision of both.
     """
 
     results: Mapping[str, float]
     difference: float
+    precision: str
 
 
 class BatchRecorder(Callback):
     """Keeps every training batch of every rank, in memory.
 
+    Strategies that weigh micro-batches make an accumulation window equal to one large batch, and so does the reference.
+    Others accumulate as Lightning does; the reference then accumulates too.
+
     Attributes:
-        batches: The batches of each optimizer step, those of one rank after those of another; complete on rank 0 when
-            training has ended.
-        length: Optimizer steps of an epoch, None if that is not known.
+        batches: What makes up each batch of the reference, one rank's after another's; complete on rank 0 when training
+            has ended.
+        length: Batches of an epoch of the reference, None if that is not known.
+        accumulated: Batches per optimizer step of the reference.
     """
 
     def __init__(self) -> None:
         self.batches: dict[_Place, list[Any]] = defaultdict(list)
         self.length: int | None = None
+        self.accumulated = 1
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not getattr(trainer.strategy, "is_ghost", False):
-            place = trainer.current_epoch, batch_idx // trainer.accumulate_grad_batches
+            place = trainer.current_epoch, batch_idx // _window(trainer)
             self.batches[place].append(copy.deepcopy(to_device(batch, _CPU)))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         batches = trainer.num_training_batches
-        self.length = None if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches)
+        self.length = None if math.isinf(batches) else math.ceil(batches / _window(trainer))
+        self.accumulated = trainer.accumulate_grad_batches // _window(trainer)
         if trainer.world_size == 1:
             return
         by_rank: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
@@ -95,7 +104,7 @@ def train_alone(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> Re
         plugins=config.trainer.plugins or [LightningEnvironment()],
         callbacks=[_StopAfter(run.global_step)],
         # The recorded batches are what is left after these.
-        accumulate_grad_batches=1,
+        accumulate_grad_batches=recorder.accumulated,
         limit_train_batches=None,
         overfit_batches=0.0,
         val_check_interval=None,
@@ -113,7 +122,12 @@ def train_alone(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> Re
     trainer.fit(model, datamodule=data)
     results = trainer.test(model, datamodule=data, verbose=False)[0]
     assert run.lightning_module is not None
-    return Reference(results, _difference(run.lightning_module, model))
+    return Reference(results, _difference(run.lightning_module, model), str(trainer.precision))
+
+
+def _window(trainer: Trainer) -> int:
+    """Return how many batches of the run make up a batch of the reference."""
+    return trainer.accumulate_grad_batches if isinstance(trainer.strategy, ExplicitDDPStrategy) else 1
 
 
 class _Replay:
@@ -156,5 +170,8 @@ def _concatenate(batches: Sequence[Any]) -> Any:
 
 
 def _difference(one: LightningModule, other: LightningModule) -> float:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max((float((a.detach().cpu() - b.detach().cpu()).abs().max()) for a, b in pairs), default=0.0)
+    parameters, others = (
+        torch.cat([parameter.detach().to(_CPU, torch.float64).flatten() for parameter in module.parameters()])
+        for module in (one, other)
+    )
+    return float((parameters - others).norm() / others.norm())

@@ -65,7 +65,7 @@ def _add_steps(table: Table, trainer: Trainer) -> None:
     table.add_row("steps per epoch", f"{steps} ({batches} batches)")
     of_ranks = getattr(trainer.train_dataloader, "lengths", None)
     if of_ranks is not None and len(set(of_ranks)) > 1:
-        table.add_row("batches per epoch of each rank", ", ".join(map(str, of_ranks)))
+        table.add_row("batches per epoch of each rank", ", ".join(str(min(length, batches)) for length in of_ranks))
 
 
 def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) -> None:
@@ -99,7 +99,10 @@ def print_comparison(results: Mapping[str, float], reference: Reference) -> None
     for name in sorted(results.keys() & reference.results.keys()):
         ours, theirs = results[name], reference.results[name]
         table.add_row(name, f"{ours:.4f}", f"{theirs:.4f}", f"{abs(ours - theirs):.1e}")
-    table.add_row("parameters, at most", "", "", f"{reference.difference:.1e}")
+    table.add_row("all parameters, relative", "", "", f"{reference.difference:.1e}")
+    if reference.precision != "64-true":
+        table.caption = "Rounding errors grow with the steps; trainer.precision=64-true shows what else there is."
+        table.caption_justify = "left"
     Console().print(table)
 
 

@@ -64,7 +64,7 @@ class StdlibStream(LightningDataModule):
         ValueError: If an argument is below 1.
     """
 
-    def __init__(self, batch_size: int = 8, block_size: int = 128, files: int = 8, seed: int = 1) -> None:
+    def __init__(self, batch_size: int = 8, block_size: int = 128, files: int = 10, seed: int = 1) -> None:
         super().__init__()
         for name, value in {"batch_size": batch_size, "block_size": block_size, "files": files}.items():
             if value < 1:
