@@ -60,7 +60,6 @@ class LoggedValues:
         self._trainer = trainer
         self._module = module
         self._group = group
-        self._rank = dist.get_rank(group)
         self._turn: Turn | None = None
         self._in_step = False
         self._is_logging = False

@@ -3,13 +3,10 @@
 Lightning is not needed: see `GradientReducer` for a complete loop in plain torch.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import RLock
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +17,9 @@ from lightning_ddp_ext.parallel.bucket_transport import BucketTransport, CommHoo
 from lightning_ddp_ext.parallel.buckets import broadcast_all
 from lightning_ddp_ext.parallel.buffer_sync import BufferSynchronizer
 from lightning_ddp_ext.parallel.exchange import group_with_cpu, own_group
-from lightning_ddp_ext.parallel.gradient_bucket import LARGE, GradientBucket
+from lightning_ddp_ext.parallel.gradient_bucket import GradientBucket
+from lightning_ddp_ext.parallel.gradient_collector import GradientCollector
 from lightning_ddp_ext.parallel.gradient_layout import GradientLayout
-from lightning_ddp_ext.parallel.prediction import BackwardPredictor
 from lightning_ddp_ext.parallel.setups import compare_setups, describe_module
 from lightning_ddp_ext.parallel.sharing import shared_parameters
 from lightning_ddp_ext.parallel.sparse_gradients import SparseGradients
@@ -94,12 +91,8 @@ class GradientReducer:
         self._transport = BucketTransport(self._group, comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
         self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
-        self._predictor = BackwardPredictor(len(self._parameters))
         self._buffers = BufferSynchronizer(module, self._group)
         self._control = SyncControl(self._group)
-        self._lock = RLock()  # a module that spans several devices has a backward thread for each
-        self._active = False
-        self._unfinished = False  # whether something was sent that does not belong to a finished synchronisation
         self._weight = self._scale = 1.0
         self._divisor: float | None = None
         # A power of two near the total of the weights that the last synchronisation found, so the same on every rank.
@@ -108,12 +101,9 @@ class GradientReducer:
         self._stop = self._stop_agreed = False
         self._position = self._note = 0
         self._report: SyncReport | None = None
-        self._next = 0  # first bucket that has not left
-        self._late: set[int] = set()
-        self._unsynchronized: set[int] = set()
         broadcast_all([*self._parameters, *self._buffers.tensors()], self._group)
         self._buffers.remember()
-        self._hooks = [self._watch(number, parameter) for number, parameter in enumerate(self._parameters)]
+        self._collector = GradientCollector(self._parameters, self._layout, self._transport)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -132,11 +122,8 @@ class GradientReducer:
 
     def unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
         """Tell whether any of these parameters has a gradient that came since it was last synchronised."""
-        if not self._unsynchronized:
-            return False
-        own = (self._parameters[number] for number in self._unsynchronized)
-        waiting = {id(parameter) for parameter in own if parameter.grad is not None}
-        return any(id(parameter) in waiting for parameter in parameters)
+        waiting = self._collector.waiting()
+        return bool(waiting) and any(id(parameter) in waiting for parameter in parameters)
 
     def strangers(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return those of these parameters that were not part of the module when the reducer was made."""
@@ -169,36 +156,14 @@ class GradientReducer:
 
         Raises:
             ValueError: If the weight is negative or not finite.
-            RanksOutOfStepError: If ranks are at different positions.
-        """
-        self.start(weight, scale, stop, position, note, divisor)
-        try:
-            yield
-        except BaseException:
-            self._abandon()
-            raise
-        self.finish()
-
-    def start(
-        self,
-        weight: float = 1.0,
-        scale: float | None = None,
-        stop: bool = False,
-        position: int = 0,
-        note: int = 0,
-        divisor: float | None = None,
-    ) -> None:
-        """Begin what `synchronize` does; `finish` ends it.
-
-        Raises:
-            ValueError: If the weight is negative or not finite.
-            RanksOutOfStepError: If the last synchronisation failed after this rank had sent gradients.
+            RanksOutOfStepError: If ranks are at different positions, or the last synchronisation failed after this rank
+                had sent gradients.
         """
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
-        if self._active:
-            raise RuntimeError("A synchronisation has begun already. End it with `finish`, or use `synchronize`.")
-        if self._unfinished:
+        if self._collector.is_active:
+            raise RuntimeError("A synchronisation has begun already. End its block before the next one begins.")
+        if self._collector.has_sent:
             raise RanksOutOfStepError(
                 f"rank {dist.get_rank(self._group)}: the last synchronisation failed after gradients had left, so that"
                 " what this rank sends next would be added to what others sent then. Restart the run, such as from its"
@@ -207,17 +172,18 @@ class GradientReducer:
         self._weight, self._stop, self._position, self._note = weight, stop, position, note
         self._scale = weight if scale is None else scale
         self._divisor = divisor
-        self._predictor.begin()
-        self._next = 0
-        self._late.clear()
-        self._active = True
+        self._collector.begin(self._transport.factor * self._factor)
+        try:
+            yield
+        except BaseException:
+            self._collector.abandon()
+            raise
+        self._finish()
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Wait until the gradients of all ranks have been added up, and give them to the parameters."""
-        self._active = False
-        self._unfinished = True
-        self._launch(self._layout.buckets[self._next :])
+        self._collector.end()
         self._buffers.start(self._weight)
         if self._transport.is_hook:
             # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
@@ -228,13 +194,13 @@ class GradientReducer:
             self._position,
             self._note,
             self._buffers.structure,
-            self._late_buckets(),
-            self._used_here(),
+            self._collector.late_buckets(),
+            self._collector.used(self._sparse.members),
             self._buffers.changes(),
         )
         self._report = report
         self._stop_agreed = bool(report.stop)
-        self._unsynchronized.clear()
+        self._collector.synchronized()
         self._transport.wait()
         if report.total_weight:
             self._complete(report)
@@ -244,78 +210,19 @@ class GradientReducer:
         self._buffers.finish(report, self._weight)
         for bucket in self._layout.buckets:
             bucket.release()
-        self._unfinished = False
+        self._collector.has_sent = False
 
     def close(self) -> None:
         """Stop watching the module, and give the process group up if it is the reducer's own."""
-        for hook in self._hooks:
-            hook.remove()
+        self._collector.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._owns_group = False
 
-    def _watch(self, number: int, parameter: nn.Parameter) -> Any:
-        """Follow a parameter's gradients, even if it is frozen: a hook can only begin while it is not."""
-        predictor, layout, large = self._predictor, self._layout, parameter.numel() >= LARGE
-
-        def gradient_is_there(parameter: Tensor) -> None:
-            if not self._active:
-                self._unsynchronized.add(number)
-                return
-            with self._lock:
-                if predictor.kind is None and predictor.recognize(number, layout.buckets):
-                    self._launch_complete()
-                predictor.counts[number] += 1
-                bucket = layout.bucket_of[number]
-                if bucket is None:
-                    predictor.order.append(number)
-                elif bucket.launched:
-                    self._late.add(number)
-                elif predictor.counts[number] == predictor.expected[number]:
-                    if large:
-                        bucket.pack(number, self._factor)
-                    bucket.missing -= 1
-                    if not bucket.missing:
-                        self._launch_complete()
-
-        frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)
-        hook = parameter.register_post_accumulate_grad_hook(gradient_is_there)  # type: ignore[no-untyped-call]
-        if frozen:
-            parameter.requires_grad_(False)
-        return hook
-
     @property
     def _factor(self) -> float:
-        """What gradients are multiplied by before they are added up over ranks."""
-        return self._transport.factor * self._scale / self._expected_total if self._weight else 0.0
-
-    def _launch_complete(self) -> None:
-        """Reduce the buckets that are believed complete, up to the first that is not."""
-        complete = itertools.takewhile(lambda bucket: not bucket.missing, self._layout.buckets[self._next :])
-        self._launch(list(complete))
-
-    def _launch(self, buckets: Sequence[GradientBucket]) -> None:
-        for bucket in buckets:
-            self._unfinished = True
-            bucket.pack_all(self._factor)
-            bucket.launched = True
-            self._next += 1
-            self._transport.send(bucket)
-
-    def _late_buckets(self) -> bytearray:
-        """Mark the buckets that had left when a gradient came on this rank."""
-        return bytearray(not self._late.isdisjoint(bucket.members) for bucket in self._layout.buckets)
-
-    def _used_here(self) -> bytearray:
-        """Mark the parameters that have a gradient on this rank."""
-        used = bytearray(len(self._parameters))
-        for bucket in self._layout.buckets:
-            for number, packed in zip(bucket.members, bucket.packed, strict=True):
-                used[number] = packed
-        for number in (*self._layout.loose, *self._sparse.members, *self._late):
-            used[number] |= self._parameters[number].grad is not None
-        return used
+        """What gradients are multiplied by before they are added up over ranks, if no hook takes a mean of them."""
+        return self._scale / self._expected_total if self._weight else 0.0
 
     def _complete(self, report: SyncReport) -> None:
         """Add late gradients and those of new parameters, divide by the total weight, and write the result back."""
@@ -323,32 +230,23 @@ class GradientReducer:
         for bucket, late in zip(self._layout.buckets, report.late, strict=True):
             if late:
                 self._add_late(bucket)
-        new = self._layout.grow(report.used, self._predictor.order)
-        self._launch(new)
+        new = self._layout.grow(report.used, self._collector.order)
+        self._collector.send(new)
         self._transport.wait()
         for bucket in self._layout.buckets:
             if total != self._expected_total:
                 bucket.buffer().mul_(self._expected_total / total)
             bucket.write_back(report.used)
-        self._expected_total = 2.0 ** math.frexp(total)[1]
+        self._expected_total = 2.0 ** round(math.log2(total))
         self._sparse.reduce(report.used, self._scale / total if self._weight else 0.0)
         before = self._layout.buckets
         if not self._transport.is_hook:  # a hook may keep state for each bucket
             self._layout.dissolve_idle(report.used)
-        if new or self._layout.buckets != before:
-            self._predictor.forget()
-        self._predictor.learn(self._layout.buckets)
+        self._collector.learn(layout_has_changed=bool(new) or self._layout.buckets != before)
 
     def _add_late(self, bucket: GradientBucket) -> None:
         """Reduce by itself what came after a bucket had left; on other ranks it may be something else, or nothing."""
         difference = GradientBucket(bucket.index(), bucket.params, bucket.members)
-        difference.pack_all(self._scale / self._expected_total if self._weight else 0.0)
+        difference.pack_all(self._factor)
         dist.all_reduce(difference.buffer(), group=self._group)
         bucket.buffer().add_(difference.buffer())
-
-    def _abandon(self) -> None:
-        """Forget a synchronisation in which the backward pass failed."""
-        self._active = False
-        self._transport.forget()
-        for bucket in self._layout.buckets:
-            bucket.release()

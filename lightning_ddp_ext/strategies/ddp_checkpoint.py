@@ -1,9 +1,5 @@
 """Distributed training that is right under activation checkpointing, several losses and graphs that change."""
 
-from typing import Any
-
-from typing_extensions import override
-
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
@@ -23,9 +19,3 @@ class DDPCheckpointStrategy(ExplicitDDPStrategy):
     """
 
     strategy_name = "ddp_checkpoint"
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)

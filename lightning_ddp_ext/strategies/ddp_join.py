@@ -63,12 +63,6 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         self._lockstep: Lockstep | None = None
         self._allowed_no_batch = False
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
-
     @property
     def is_ghost(self) -> bool:
         """Whether this rank has run out of data, while others make a step."""

@@ -143,6 +143,12 @@ class ExplicitDDPStrategy(DDPStrategy):
         self._reported_recomputing = False
         self._step: SynchronizedStep | None = None
 
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
+
     @property
     def reducer(self) -> GradientReducer | None:
         """What synchronises the gradients; None unless the Trainer is fitting."""
