@@ -102,7 +102,7 @@ def judge_all(options: argparse.Namespace) -> dict[Play, Outcome]:
     """Judge ours and the peers in each scenario; in a quick run, with one optimizer in every third scenario."""
     plays: list[Play] = [
         (name, scenario.name, mode, optimizer)
-        for scenario in SCENARIOS[1::3] if options.quick else SCENARIOS
+        for scenario in (SCENARIOS[1::3] if options.quick else SCENARIOS)
         for mode in MODES
         for optimizer in list(Optimizers)[: 1 if options.quick else None]
         for name in JUDGED
