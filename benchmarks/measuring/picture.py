@@ -8,10 +8,11 @@ from typing import Any
 
 from measuring.estimates import Estimate
 
-_COLOURS = ("tab:blue", "tab:orange", "tab:green")
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
 _TICKS = (0.125, 0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 _MORE_TICKS = (0.8, 0.9, 0.95, 1.05, 1.1, 1.3)  # where they have room
-_APART = 0.28  # between the series of a row
+_APART = 0.28  # between the series of a row, at most
+_SHARE = 0.8  # of a row, for its series
 
 
 def draw_ratios(
@@ -42,7 +43,8 @@ def draw_ratios(
 
     figure = Figure(figsize=(9, 1.7 + (0.3 + 0.3 * len(series)) * len(models)), layout="constrained")
     axis = figure.subplots()
-    offsets = [_APART * (index - (len(series) - 1) / 2) for index in range(len(series))]
+    apart = min(_APART, _SHARE / len(series))
+    offsets = [apart * (index - (len(series) - 1) / 2) for index in range(len(series))]
     for (label, ratios), offset, colour in zip(series.items(), offsets, _COLOURS, strict=False):
         _draw_series(axis, ratios, offset, label, colour)
     _draw_floors(axis, {models.index(model) + offsets[0]: floor for model, floor in (floors or {}).items()})
