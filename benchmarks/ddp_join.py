@@ -184,7 +184,7 @@ def draw(measured: Mapping[str, Mapping[str, PairsResult]], options: argparse.Na
         if part in measured
     }
     if series:
-        title = f"{OURS}, {RANKS} ranks"
+        title = f"{OURS} with {RANKS} ranks"
         draw_ratios(title, options.models, series, options.output, any_load=options.any_load)
 
 
