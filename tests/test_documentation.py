@@ -94,7 +94,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 @pytest.mark.parametrize(
     ("page", "number", "launcher"),
-    [("ddp_checkpoint", 1, []), ("gradient_reducer", 0, TORCHRUN), ("gradient_reducer", 1, [])],
+    [("ddp_checkpoint", 1, []), ("ddp_join", 1, []), ("gradient_reducer", 0, TORCHRUN), ("gradient_reducer", 1, [])],
 )
 def test_the_program_of_a_page_prints_what_it_says(page, number, launcher, tmp_path):
     text = (ROOT / "docs" / f"{page}.md").read_text()

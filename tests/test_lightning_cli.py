@@ -12,6 +12,7 @@ QUIET = [
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:No seed found")
 @pytest.mark.parametrize(
     ("arguments", "chunks"),
     [

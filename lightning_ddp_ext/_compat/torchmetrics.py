@@ -18,6 +18,11 @@ State = dict[str, Tensor | list[Tensor]]
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 
 
+def forget_computed(metric: Metric) -> None:
+    """Compute the metric again when its value is asked for next; it may have been that of other ranks."""
+    metric._computed = None
+
+
 def list_states(metric: Metric) -> dict[str, list[Tensor]]:
     """Return the states that are lists, by name; only the defaults tell which are states."""
     return {name: getattr(metric, name) for name in metric._defaults if isinstance(getattr(metric, name), list)}

@@ -21,6 +21,7 @@ from lightning_ddp_ext._compat.lightning import (
     restore_loaders,
     without_batch_hooks,
 )
+from lightning_ddp_ext._compat.torchmetrics import forget_computed
 from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
 from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
@@ -118,6 +119,8 @@ class Lockstep:
             self._metrics = [
                 part for part in self._module.modules() if isinstance(part, Metric) and part.process_group is None
             ]
+            for metric in self._metrics:
+                forget_computed(metric)
         if not self._trainer.training:
             # In evaluation hooks count too: they belong to a batch, not to a step of all ranks.
             self._turn_stack.enter_context(without_batch_hooks(self._trainer) if turn.is_ghost else self.among_active())
@@ -196,6 +199,7 @@ class Lockstep:
             self._is_among_active = False
             for metric in self._metrics:
                 metric.process_group = None
+                forget_computed(metric)
 
     def fail(self, error: BaseException) -> None:
         """Tell other ranks that this one has failed."""

@@ -166,6 +166,16 @@ def test_logging_is_followed_and_described():
     assert not {"on_batch_end", "epoch_end_reached", "on_epoch_end"} & set(vars(trainer._logger_connector))
 
 
+def test_what_a_metric_has_computed_is_forgotten():
+    metric = CatMetric()
+    metric.update(torch.ones(2))
+    metric.compute()
+    metric.value[0].zero_()
+    assert metric.compute().tolist() == [1, 1]
+    torchmetrics.forget_computed(metric)
+    assert metric.compute().tolist() == [0, 0]
+
+
 def test_list_states_are_found():
     metric = CatMetric()
     metric.update(torch.ones(2))

@@ -54,9 +54,9 @@ def test_the_store_of_one_host_listens_on_the_loopback_address(outcomes, name):
         assert set(value["listening"]) <= {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("name", ["tcp under torchrun, torch", "restarts, torch", "leftover, torch"])
-def test_torch_alone_does_not(outcomes, name):
-    assert any(row["error"] or row["timed_out"] for row in outcomes[name])
+def test_torch_alone_does_not_meet_by_tcp_under_torchrun(outcomes):
+    # What torch does about files of a crashed run and about ranks that start again depends on who comes first.
+    assert any(row["error"] or row["timed_out"] for row in outcomes["tcp under torchrun, torch"])
 
 
 def test_a_process_group_is_kept_unless_its_size_is_another(outcomes):

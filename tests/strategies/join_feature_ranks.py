@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import AUROC, CatMetric, ConfusionMatrix, MaxMetric
+from torchmetrics import AUROC, CatMetric, ConfusionMatrix, MaxMetric, MeanMetric
 
 from lightning_ddp_ext import DDPJoinStrategy
 from lightning_ddp_ext.errors import DDPExtError
@@ -140,6 +140,7 @@ class InTheStep(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.largest = MaxMetric(dist_sync_on_step=True)
+        self.mean_rank = MeanMetric()
         self.found: list[dict[str, Any]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -163,6 +164,9 @@ class InTheStep(Classifier):
                 "largest": self.largest(-own).item(),
             }
         )
+        self.mean_rank.update(own)
+        self.mean_rank.compute()  # of the ranks that have data
+        self.log("mean_rank", self.mean_rank, on_step=False, on_epoch=True)
         return loss + gathered.sum()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -181,6 +185,23 @@ def in_the_step(folder: str) -> Any:
     made, trace = fit(module)
     metrics = {name: float(value) for name, value in made.callback_metrics.items()}
     return module.found, trace.metrics, metrics, trace.digests
+
+
+@case
+def a_metric_over_epochs(folder: str) -> Any:
+    """A rank that never has data for validation."""
+
+    class Measured(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.mean.update(RANK + 1.0)
+            self.log("metric", self.mean)
+
+    made, _ = fit(Measured(), loader(2, 2, 2), loader(4, 2, 0), max_epochs=3)
+    return float(made.callback_metrics["metric"])
 
 
 @case

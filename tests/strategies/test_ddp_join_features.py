@@ -59,7 +59,12 @@ def test_values_of_epoch_hooks_count_on_every_rank(found):
     for rank in RANKS:
         metrics = found[rank]["in_the_step"][2]
         assert metrics["epoch"] == 2
+        assert metrics["mean_rank"] == pytest.approx((1 * 4 + 2 * 2 + 3) / 7)
         assert metrics["start_epoch"] == pytest.approx((1 * 4 + 2 * 2 + 3) / 7)
+
+
+def test_a_metric_is_that_of_all_ranks_in_every_epoch(found):
+    assert [found[rank]["a_metric_over_epochs"] for rank in RANKS] == [pytest.approx((1 + 1 + 2) / 3)] * 3
 
 
 @pytest.mark.parametrize(

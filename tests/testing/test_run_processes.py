@@ -237,11 +237,12 @@ def test_rank_that_returned_but_does_not_end_is_named() -> None:
 
 
 def test_stopped_rank_is_reported_and_killed() -> None:
+    before = set(psutil.Process().children())
     with raises_with(
         RankTimeoutError, "^rank 0 of 2 did not finish", "none: the process was stopped", "--- rank 1 finished"
     ):
         run_processes(ranks.stop_rank_0, 2, timeout=6)
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before
 
 
 # Nothing survives
