@@ -47,7 +47,7 @@ def main() -> None:
     measurements = [result.measurement for result in (*steps.values(), overheads, lock)]
     print_tables(options, machine, *tables, explain_lock(lock, steps.get(TINY)), describe_stolen(measurements))
     draw_ratios(
-        f"{BALANCED} with 2 replicas",
+        f"{BALANCED} with 2 replicas relative to others",
         list(steps),
         {
             "to the best one device": [result.ratio_to_device for result in steps.values()],

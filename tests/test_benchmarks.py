@@ -10,6 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from lightning.fabric.utilities.data import sized_len
+from measuring import joins
 from measuring.checkpointing import (
     SpeedResult,
     count_passed,
@@ -21,10 +23,13 @@ from measuring.checkpointing import (
 from measuring.command import measure, parse, start_parser
 from measuring.contender import Contender, closing_all
 from measuring.estimates import Estimate, estimate_median, floor_of_ratio
+from measuring.joining import ACCELERATE, JOIN
 from measuring.memory import ONE, TWO, MemoryUse
-from measuring.models import MANY, TINY, TOY
+from measuring.models import CASES, MANY, TINY, TOY, load, load_endlessly
 from measuring.peers import OURS, Outcome, combine, judge
 from measuring.picture import draw_ratios
+from measuring.redirecting import ACTIVE, BACKEND, DIRECT, MODE, REPLACED, SMALL
+from measuring.redirecting import RANKS as REDIRECTING_RANKS
 from measuring.results import BALANCED, DDP, LockResult, OverheadResult, StepResult, name_device
 from measuring.rounds import MOST_BY_OTHERS, Burst, collect_rounds
 from measuring.scenarios import MODES, SCENARIOS, Optimizers
@@ -293,6 +298,59 @@ def test_a_rank_that_does_not_end_is_a_hang_unless_another_has_an_error():
     assert combine([Outcome("P"), Outcome("D")]).letter == "D"
 
 
+def pairs_result(pairs, failures=(), **options):
+    """Contenders take 0.018 s each, their references 0.02 s."""
+    times = {reference: 0.02 for _, reference in pairs.values()} | {one: 0.018 for one, _ in pairs.values()}
+    times = {name: time for name, time in times.items() if name not in failures}
+    return joins.PairsResult(collect(times, **options), pairs, dict.fromkeys(failures, "UserWarning: no effect"))
+
+
+def test_tables_of_uneven_data_fit_into_100_columns():
+    uneven = {TINY: pairs_result(joins.pair_uneven(), [ACCELERATE]), "MLP": pairs_result(joins.pair_uneven())}
+    file = io.StringIO()
+    Console(file=file, width=100).print(
+        joins.make_even_table({TINY: pairs_result(joins.pair_even())}, any_load=False),
+        joins.make_uneven_table(uneven, any_load=False),
+        joins.make_tail_table({TINY: pairs_result(joins.pair_tail())}, any_load=False),
+        joins.make_redirection_table(pairs_result(joins.pair_redirections())),
+        *joins.explain_failures({**uneven, "conv net": uneven[TINY]}),
+    )
+    text = file.getvalue()
+    assert "…" not in text
+    assert text.count("0.90 [0.90, 0.90]") == 2 + 3 + 4 + 4 + 11
+    assert text.count("nothing in place") == 3 + 2 + 2
+    assert text.count(f"{ACCELERATE}: UserWarning: no effect") == 1
+
+
+def test_a_contender_that_failed_has_no_ratio():
+    result = pairs_result(joins.pair_uneven(), [ACCELERATE])
+    assert result.ratio(ACCELERATE) is None
+    assert result.ratio(JOIN).median == pytest.approx(0.9)
+    written = json.loads(json.dumps(result.to_json()))
+    assert written["failures"] == {ACCELERATE: "UserWarning: no effect"}
+    assert ACCELERATE not in written["seconds"]
+
+
+@pytest.mark.parametrize("is_sized", [True, False])
+def test_loaders_have_as_many_batches_as_asked_for(is_sized):
+    case = CASES[TOY]
+    loader = load(7, 2, case.shape, is_sized)
+    assert [tuple(inputs.shape) for inputs, _ in loader] == [(2, *case.shape)] * 7
+    assert sized_len(loader) == (7 if is_sized else None)
+    assert len(list(zip(range(20), load_endlessly(2, case.shape), strict=False))) == 20
+
+
+def test_every_way_of_redirecting_reaches_the_ranks_that_have_data():
+    """The contender fails if the sum over these ranks is not that of these ranks."""
+    contender = Contender("measuring.redirecting", ranks=REDIRECTING_RANKS)
+    ways = [(DIRECT, False), (BACKEND, False), (REPLACED, True), (MODE, True), (BACKEND, True)]
+    with closing_all([contender]):
+        for way, in_tail in ways:
+            assert contender.run(ranks=len(ACTIVE), work=SMALL, way=way, in_tail=in_tail, steps=10).steps == 10
+        with pytest.raises(RuntimeError, match="KeyError: 'missing'"):
+            contender.run(ranks=len(ACTIVE), work=SMALL, way="missing", in_tail=True, steps=10)
+
+
 @pytest.mark.slow
 def test_a_quick_run_leaves_tables_numbers_and_pictures(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "balanced_dp.py", "--quick", "--output", tmp_path]
@@ -313,3 +371,16 @@ def test_a_quick_run_of_ddp_checkpoint_leaves_tables_numbers_and_pictures(tmp_pa
     assert results["speed"]["MLP"]["reentrant"]["rounds counted"] == 6
     assert results["memory"][OURS][ONE]["peak"] <= 1.05
     assert results["memory"][OURS][ONE]["held"] <= 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_quick_run_of_ddp_join_leaves_tables_numbers_and_pictures(tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "ddp_join.py", "--quick", "--output", tmp_path]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=580, check=True, cwd=tmp_path).stdout
+    assert "Ways to redirect collectives" in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["even"][TINY]["rounds counted"] == results["tail"][TINY]["rounds counted"] == 6
+    assert set(results["uneven"][TINY]["failures"]) <= {ACCELERATE}
+    assert all(results["redirection"]["ratios"].values())
+    assert {"tables.txt", "results.json"} <= {path.name for path in tmp_path.iterdir()}

@@ -19,6 +19,7 @@ from measuring.orders import HARD_LIMIT
 from measuring.rounds import Burst
 
 _LAST_LINES = 15
+_END_LIMIT = 5.0  # seconds from the last word of a process to its end
 
 
 class Contender:
@@ -72,7 +73,7 @@ class Contender:
                 process.stdin.write(line)
                 process.stdin.flush()
             except BrokenPipeError:
-                self._fail(process, "has ended")
+                self._fail(process, _describe_end(process))
         deadline = start + HARD_LIMIT
         replies = [self._read(process, deadline) for process in processes]
         available = len(cores) * (time.perf_counter() - start)
@@ -96,7 +97,7 @@ class Contender:
             self._fail(process, f"did not answer within {HARD_LIMIT:g} s")
         line = process.stdout.readline()
         if not line:
-            self._fail(process, "has ended")
+            self._fail(process, _describe_end(process))
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -129,6 +130,12 @@ def closing_all(contenders: Sequence[Contender]) -> Iterator[None]:
 def count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(_find_cores())
+
+
+def _describe_end(process: "subprocess.Popen[bytes]") -> str:
+    with suppress(subprocess.TimeoutExpired):
+        return f"has ended with exit code {process.wait(_END_LIMIT)}"
+    return "does not listen any more"
 
 
 def _find_cores() -> list[int]:

@@ -9,13 +9,12 @@ import gc
 import itertools
 import os
 import time
-import traceback
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,7 +27,7 @@ from measuring.scenarios import Mode, difference_to_first_rank
 class Classifier(pl.LightningModule):
     """Cross-entropy over a given network, logged under several names."""
 
-    def __init__(self, network: nn.Module, keys: int) -> None:
+    def __init__(self, network: nn.Module, keys: int = 0) -> None:
         super().__init__()
         self.network = network
         self._keys = [f"key{index}" for index in range(keys)]
@@ -46,7 +45,7 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class _Times(pl.Callback):
+class StepTimes(pl.Callback):
     """A step lasts from the end of the one before to its own: everything that the Trainer does is in it."""
 
     def __init__(self) -> None:
@@ -54,10 +53,47 @@ class _Times(pl.Callback):
         self.ends: list[float] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
+        """Read the clock if no step has begun before."""
         self.first_begin = self.first_begin or time.perf_counter()
 
     def on_train_batch_end(self, *args: Any) -> None:
+        """End a step."""
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Read the clock; to be called by loops without a Trainer."""
         self.ends.append(time.perf_counter())
+
+    @property
+    def counted(self) -> list[float]:
+        """Seconds of each step after the first one and those of the warm-up."""
+        return [end - start for start, end in itertools.pairwise(self.ends)][WARM_UP:]
+
+
+def make_trainer(strategy: str | Strategy, times: StepTimes, **options: Any) -> pl.Trainer:
+    """Return a Trainer on the CPU that does nothing but train."""
+    return pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        # Named, so that the variables of a cluster's job around us are not taken for ours.
+        plugins=[LightningEnvironment()],
+        callbacks=[times],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def check_ranks(module: pl.LightningModule, steps: int) -> None:
+    """Make sure that parameters are the same on all ranks, on each of them.
+
+    Raises:
+        RuntimeError: If they are not.
+    """
+    if difference := difference_to_first_rank(module):
+        raise RuntimeError(f"ranks drift apart: parameters differ by {difference:.1e} after {steps} steps")
 
 
 def fit(
@@ -98,44 +134,25 @@ def fit(
         network.mode = mode
     torch.manual_seed(1 + int(os.environ.get("LOCAL_RANK", 0)))
     module, loader = Classifier(network, keys), load_endlessly(chosen.batch_size // ranks, chosen.shape)
-    times = _Times()
-    trainer = pl.Trainer(
-        strategy=strategy if flags is None else DDPStrategy(**flags),
-        accelerator="cpu",
+    times = StepTimes()
+    trainer = make_trainer(
+        strategy if flags is None else DDPStrategy(**flags),
+        times,
         devices=devices * ranks,
-        # Named, so that the variables of a cluster's job around us are not taken for ours.
-        plugins=[LightningEnvironment()],
         max_epochs=-1,
         max_steps=1 + WARM_UP + steps,
-        callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     gc.collect()  # otherwise this fit clears away the one before
     called = time.perf_counter()
     trainer.fit(module, loader)
-    if ranks > 1 and (difference := difference_to_first_rank(module)):
-        raise RuntimeError(f"ranks drift apart: parameters differ by {difference:.1e} after {len(times.ends)} steps")
+    if ranks > 1:
+        check_ranks(module, len(times.ends))
     orders.reply(
-        [end - start for start, end in itertools.pairwise(times.ends)][WARM_UP:],
+        times.counted,
         start_up=times.first_begin - called,
         first_step=times.ends[0] - times.first_begin,
     )
 
 
-def main() -> None:
-    """Fit once for each order."""
-    orders = Orders()
-    while True:
-        order = orders.wait()
-        try:
-            fit(orders, **order)
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)  # an orderly end may wait for collectives of other ranks
-
-
 if __name__ == "__main__":
-    main()
+    Orders().serve(fit)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from measuring.scenarios import Mode, run_segment
 
@@ -32,23 +32,51 @@ class Case:
     batch_size: int
 
 
-class EndlessBatches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Ready batches of random inputs and labels in turn, so that loading costs next to nothing."""
+Batch = tuple[Tensor, Tensor]
 
-    def __init__(self, batch_size: int, shape: tuple[int, ...]) -> None:
+
+def _make_batches(batch_size: int, shape: tuple[int, ...]) -> list[Batch]:
+    """Make random inputs and labels beforehand, so that loading costs next to nothing."""
+    return [
+        (torch.randn(batch_size, *shape), torch.randint(0, CLASSES, (batch_size,))) for _ in range(_DIFFERENT_BATCHES)
+    ]
+
+
+class ReadyBatches(Dataset[Batch]):
+    """So many ready batches."""
+
+    def __init__(self, length: int, batch_size: int, shape: tuple[int, ...]) -> None:
+        self._length = length
+        self._batches = _make_batches(batch_size, shape)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._batches[index % _DIFFERENT_BATCHES]
+
+
+class ReadyStream(IterableDataset[Batch]):
+    """Ready batches in turn, so many of them or without end; how many cannot be asked."""
+
+    def __init__(self, length: int | None, batch_size: int, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self._batches = [
-            (torch.randn(batch_size, *shape), torch.randint(0, CLASSES, (batch_size,)))
-            for _ in range(_DIFFERENT_BATCHES)
-        ]
+        self._length = length
+        self._batches = _make_batches(batch_size, shape)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return itertools.cycle(self._batches)
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.islice(itertools.cycle(self._batches), self._length)
 
 
-def load_endlessly(batch_size: int, shape: tuple[int, ...]) -> DataLoader[tuple[Tensor, Tensor]]:
+def load(length: int, batch_size: int, shape: tuple[int, ...], is_sized: bool) -> DataLoader[Batch]:
+    """Return a loader of so many batches, which it may tell or not."""
+    dataset = (ReadyBatches if is_sized else ReadyStream)(length, batch_size, shape)
+    return DataLoader(dataset, batch_size=None)
+
+
+def load_endlessly(batch_size: int, shape: tuple[int, ...]) -> DataLoader[Batch]:
     """Return a loader whose batches never end."""
-    return DataLoader(EndlessBatches(batch_size, shape), batch_size=None)
+    return DataLoader(ReadyStream(None, batch_size, shape), batch_size=None)
 
 
 class Segmented(nn.Module):

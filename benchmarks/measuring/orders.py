@@ -7,9 +7,10 @@ import os
 import statistics
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 HARD_LIMIT = 120.0  # seconds; start-up takes about 5 and an order about 1, more on a machine that is busy
 WARM_UP = 5  # steps after each rest that are not counted: caches were others' meanwhile
@@ -54,3 +55,13 @@ class Orders:
             "others": others,
         }
         print(json.dumps(reply), file=self._replies, flush=True)
+
+    def serve(self, carry_out: Callable[..., None]) -> NoReturn:
+        """Carry out each order as `carry_out(self, **order)`; an error ends the process."""
+        while True:
+            order = self.wait()
+            try:
+                carry_out(self, **order)
+            except Exception:
+                traceback.print_exc()
+                os._exit(1)  # an orderly end may wait for collectives of other ranks

@@ -8,13 +8,15 @@ from typing import Any
 
 from measuring.estimates import Estimate
 
-_COLOURS = ("tab:blue", "tab:orange", "tab:green")
-_TICKS = (0.125, 0.25, 0.5, 0.7, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-_APART = 0.28  # between the series of a row
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
+_TICKS = (0.125, 0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_MORE_TICKS = (0.8, 0.9, 0.95, 1.05, 1.1, 1.3)  # where they have room
+_APART = 0.28  # between the series of a row, at most
+_SHARE = 0.8  # of a row, for its series
 
 
 def draw_ratios(
-    ours: str,
+    title: str,
     models: Sequence[str],
     series: Mapping[str, Sequence[Estimate | None]],
     folder: Path,
@@ -24,7 +26,7 @@ def draw_ratios(
     """Draw ratios of times into `ratios.png` and `ratios.svg`.
 
     Args:
-        ours: What is compared with others.
+        title: What is compared with what; it begins with the name of ours.
         models: One row each.
         series: What it is compared with or in, and the ratio of each model, or None if too few rounds count.
         folder: Where the pictures go.
@@ -41,14 +43,15 @@ def draw_ratios(
 
     figure = Figure(figsize=(9, 1.7 + (0.3 + 0.3 * len(series)) * len(models)), layout="constrained")
     axis = figure.subplots()
-    offsets = [_APART * (index - (len(series) - 1) / 2) for index in range(len(series))]
+    apart = min(_APART, _SHARE / len(series))
+    offsets = [apart * (index - (len(series) - 1) / 2) for index in range(len(series))]
     for (label, ratios), offset, colour in zip(series.items(), offsets, _COLOURS, strict=False):
         _draw_series(axis, ratios, offset, label, colour)
     _draw_floors(axis, {models.index(model) + offsets[0]: floor for model, floor in (floors or {}).items()})
-    _finish(axis, models, ours)
+    _finish(axis, models, title.split()[0])
     if any_load:
         axis.set_title("all rounds count, however busy the machine was", color="tab:red", fontsize="medium")
-    figure.suptitle(f"Time of a training step: {ours} relative to others")
+    figure.suptitle(f"Time of a training step: {title}")
     paths = [folder / f"ratios.{suffix}" for suffix in ("png", "svg")]
     for path in paths:
         figure.savefig(path, dpi=150)
@@ -90,12 +93,13 @@ def _finish(axis: Any, models: Sequence[str], ours: str) -> None:
     low, high = axis.get_xlim()
     low, high = min(low, 0.8), max(high, 1.25)  # so that the line at 1.00 has both sides
     axis.set_xticks([], minor=True)
-    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    candidates = _TICKS if high > 1.7 * low else sorted({*_TICKS, *_MORE_TICKS} - {0.85})
+    ticks = [tick for tick in candidates if low <= tick <= high]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xlim(low, high)
     axis.set_yticks(range(len(models)), models)
     axis.set_ylim(len(models) - 0.5, -0.5)
-    axis.set_xlabel(f"← {ours.split()[0]} is faster      ratio of times, median with 95 % interval      it is slower →")
+    axis.set_xlabel(f"← {ours} is faster      ratio of times, median with 95 % interval      it is slower →")
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     handles, _ = axis.get_legend_handles_labels()
