@@ -94,7 +94,7 @@ def run(folder: Path, resume: bool, signum: signal.Signals | None, rank: int, de
         delay: Seconds after the start of training.
     """
     context = multiprocessing.get_context("fork")  # the packages have been imported already
-    port = _free_port()
+    port = free_port()
     pipes = [context.Pipe() for _ in range(RANKS)]
     processes = [
         context.Process(target=_train, args=(number, port, folder, resume, pipes[number][1])) for number in range(RANKS)
@@ -129,7 +129,8 @@ def _read(pipe: Connection) -> Iterator[str]:
         return
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this host that nobody listens on."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
@@ -181,7 +182,12 @@ def _fit(rank: int, folder: Path, resume: bool, parent: Connection) -> str:
         ckpt_path="hpc" if resume else None,
         weights_only=True if resume else None,
     )
-    states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+    return digest_of(module, trainer.optimizers[0])
+
+
+def digest_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of parameters, buffers and the state of the optimizer."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
     parts = [*module.parameters(), *module.buffers(), *states]
     return hashlib.sha256(b"".join(part.detach().numpy().tobytes() for part in parts)).hexdigest()
 

@@ -159,11 +159,14 @@ class Trace(Callback):
     def __init__(self, case: Case | None = None) -> None:
         self.digests: list[str] = []
         self.validated: list[tuple[int, float]] = []
+        self.steps: list[tuple[int, ...]] = []
         self._case = case
         self._batches = 0
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.digests.append("".join(digest_of(module, optimizer) for optimizer in trainer.optimizers))
+        counted = trainer.global_step, trainer.fit_loop.total_batch_idx, trainer.fit_loop.epoch_loop._batches_that_stepped
+        self.steps.append((trainer.current_epoch, *counted))  # what loggers count, too
         self._send("on_train_batch_end")
         self._batches += 1
 

@@ -21,6 +21,7 @@ def test_a_run_that_leaves_and_resumes_ends_as_the_whole_one(found, name):
         assert case.interrupted.digests, "left before its first batch"
         assert len(case.interrupted.digests) < len(case.whole.digests), "was not interrupted"
         assert case.interrupted.digests + case.resumed.digests == case.whole.digests
+        assert case.interrupted.steps + case.resumed.steps == case.whole.steps
         assert case.interrupted.validated + case.resumed.validated == case.whole.validated
 
 
