@@ -69,7 +69,9 @@ def main() -> None:
         table.add_row(f"rank {restart.rank}", f"{restart.step}", f"{restart.seconds:.1f}")
     console = Console()
     console.print(table)
-    console.print(f"{len(restarts)} of {options.kills} restarts; {equal} of {runs} runs ended as the uninterrupted one.")
+    console.print(
+        f"{len(restarts)} of {options.kills} restarts; {equal} of {runs} runs ended as the uninterrupted one."
+    )
     raise SystemExit(len(restarts) != options.kills or equal != runs)
 
 

@@ -388,7 +388,7 @@ def test_a_quick_run_of_ddp_join_leaves_tables_numbers_and_pictures(tmp_path):
 
 def test_signals_at_random_moments_end_runs_that_resume(tmp_path):
     output = tmp_path / "counts.json"
-    command = [sys.executable, str(BENCHMARKS / "preemption.py"), "--signals", "10", "--output", str(output)]
+    command = [sys.executable, ROOT / "benchmarks" / "preemption.py", "--signals", "10", "--output", output]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(output.read_text())

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from measuring.leaving import Classifier, digest_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPJoinStrategy
+from measuring.leaving import Classifier, digest_of
 
 SAMPLES = 1200
 BATCH = 3

@@ -51,8 +51,9 @@ class RankRecord:
 class JoinReport(Callback):
     """Counts for every epoch what each rank had: batches, samples, and ghost steps with the time they took.
 
-    Rank 0 prints a table when training ends, and draws a picture if it is given a path. A warning says so when a rank had no data for more than a fifth of an
-    epoch. It costs one collective of five numbers per epoch. Under other strategies than `ddp_join` it does nothing.
+    Rank 0 prints a table when training ends, and draws a picture if it is given a path. A warning says so when a rank
+    had no data for more than a fifth of an epoch. It costs one collective of five numbers per epoch. Under other
+    strategies than `ddp_join` it does nothing.
 
     Args:
         log: Whether to give the loggers the values of every epoch, as `rank_0/batches`, `rank_0/samples`,

@@ -101,8 +101,7 @@ class RankedLoader:
         if self.samples is None or self.batch_sizes is None:
             return None
         return [
-            min(samples, steps * batch_size)
-            for samples, batch_size in zip(self.samples, self.batch_sizes, strict=True)
+            min(samples, steps * batch_size) for samples, batch_size in zip(self.samples, self.batch_sizes, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:

@@ -74,8 +74,8 @@ class ResumableCombinedLoader(CombinedLoader):
         ranks = next((state[WORLD_SIZE] for state in states if WORLD_SIZE in state), self._world_size)
         if self._skip and ranks != self._world_size:
             rank_zero_warn(
-                f"The checkpoint was saved by {ranks} ranks in the middle of an epoch, and {self._world_size} resume it:"
-                ' some samples of this epoch are seen twice or never. Use `strategy="ddp_join"` to deal out what is left.'
+                f"The checkpoint was saved by {ranks} ranks in the middle of an epoch, and {self._world_size} resume"
+                " it: some samples of this epoch are seen twice or never. Use `ddp_join` to deal out what is left."
             )
         # Lightning warns of loaders that do not resume; these do.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before", PossibleUserWarning)

@@ -1,6 +1,6 @@
 """Training in lockstep that resumes in the middle of an epoch, on the same or another number of ranks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist

@@ -74,8 +74,8 @@ class ResumableRun:
             self.fetches.resume(FetchRecord.unpack(records[self._trainer.global_rank]))
             return
         rank_zero_warn(
-            f"The checkpoint was saved by {len(records)} ranks, and {self._trainer.world_size} resume it, or devices are"
-            " of another kind. Random numbers will be others than without interruption. Resume on as many ranks and"
+            f"The checkpoint was saved by {len(records)} ranks, and {self._trainer.world_size} resume it, or devices"
+            " are of another kind. Random numbers will be others than without interruption. Resume on as many ranks and"
             " the same kind of devices to get the same."
         )
 

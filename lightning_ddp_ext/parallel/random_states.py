@@ -54,9 +54,10 @@ def restore_random_states(states: Tensor, device: torch.device | None = None) ->
     keys, (position, has_gauss, cached) = numbers[_PYTHON_WORDS + 1 : -3], numbers[-3:]
     numpy.random.set_state(("MT19937", keys, position, has_gauss, cached))
     of_torch = torch.get_rng_state().numel()
-    torch.set_rng_state(states[layout.size : layout.size + of_torch])
+    # Copies, because torch needs memory that begins at a multiple of its words.
+    torch.set_rng_state(states[layout.size : layout.size + of_torch].clone())
     if _is_cuda(device):
-        torch.cuda.set_rng_state(states[layout.size + of_torch :], device)
+        torch.cuda.set_rng_state(states[layout.size + of_torch :].clone(), device)
 
 
 def _is_cuda(device: torch.device | None) -> bool:

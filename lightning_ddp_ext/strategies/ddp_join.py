@@ -17,8 +17,8 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep import Lockstep
-from lightning_ddp_ext.integration.ranked_loaders import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.integration.mirroring import mirror_training
+from lightning_ddp_ext.integration.ranked_loaders import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 

@@ -72,7 +72,9 @@ def test_lightning_handles_signals_where_that_is_replaced():
 
 
 def test_the_loop_is_asked_before_each_batch(tmp_path):
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, max_steps=3, enable_progress_bar=False, default_root_dir=tmp_path)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, max_steps=3, enable_progress_bar=False, default_root_dir=tmp_path
+    )
     asked = []
     compat_lightning.before_each_batch(trainer, lambda: asked.append(trainer.global_step))
     trainer.fit(BoringModel())

@@ -24,12 +24,12 @@ def steps(fetches, loader, ahead, stop=None, used=0):
     fetches.go_on()
     made = []
     for number in itertools.count(used):
-        if number == stop:
-            return made, fetches.record(number).pack()
-        waiting.extend(itertools.islice(batches, 1))
-        if not waiting:
-            return made, fetches.record(None).pack()
+        if number != stop:
+            waiting.extend(itertools.islice(batches, 1))
+        if number == stop or not waiting:
+            break
         made.append((waiting.pop(0).tolist(), float(torch.rand(()))))
+    return made, fetches.record(number if number == stop else None).pack()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,8 +1,8 @@
 import errno
-import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -47,19 +47,21 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def save_for_ever(path):
-    for number in range(10**6):
-        AtomicCheckpointIO().save_checkpoint({"number": number, "weight": torch.zeros(2**18)}, path)
+SAVING = """
+import sys, torch
+from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
+for number in range(10**6):
+    AtomicCheckpointIO().save_checkpoint({"number": number, "weight": torch.zeros(2**18)}, sys.argv[1])
+"""
 
 
-def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("moment", [0.0, 0.02])
+def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path, moment):
     path = tmp_path / "a.ckpt"
-    for attempt in range(5):
-        process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(path,))
-        process.start()
-        while not path.exists():
-            time.sleep(0.001)
-        time.sleep(0.003 * attempt)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert torch.load(path, weights_only=True)["weight"].shape == (2**18,)
+    process = subprocess.Popen([sys.executable, "-c", SAVING, str(path)])
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.001)
+    time.sleep(moment)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert torch.load(path, weights_only=True)["weight"].shape == (2**18,)

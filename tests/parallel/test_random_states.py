@@ -7,7 +7,8 @@ from lightning_ddp_ext.parallel.random_states import capture_random_states, rest
 
 
 def draw():
-    return [random.gauss(0, 1), random.random(), numpy.random.standard_normal(), numpy.random.rand(), torch.rand(3).tolist()]
+    of_numpy = numpy.random.standard_normal(), numpy.random.rand()
+    return [random.gauss(0, 1), random.random(), *of_numpy, *torch.rand(3).tolist()]
 
 
 def test_the_same_numbers_come_again():

@@ -165,8 +165,10 @@ class Trace(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.digests.append("".join(digest_of(module, optimizer) for optimizer in trainer.optimizers))
-        counted = trainer.global_step, trainer.fit_loop.total_batch_idx, trainer.fit_loop.epoch_loop._batches_that_stepped
-        self.steps.append((trainer.current_epoch, *counted))  # what loggers count, too
+        loop = trainer.fit_loop.epoch_loop
+        # The last one is what loggers count.
+        counts = trainer.global_step, loop.total_batch_idx, loop._batches_that_stepped
+        self.steps.append((trainer.current_epoch, *counts))
         self._send("on_train_batch_end")
         self._batches += 1
 

@@ -68,4 +68,3 @@ def test_streams_and_several_loaders_refuse_another_number_of_ranks(others):
         for message in by_rank:
             assert "UnsupportedFeatureError: the checkpoint was saved by 2 ranks in the middle of an epoch" in message
             assert "Resume on 2 ranks" in message
-
