@@ -384,3 +384,13 @@ def test_a_quick_run_of_ddp_join_leaves_tables_numbers_and_pictures(tmp_path):
     assert set(results["uneven"][TINY]["failures"]) <= {ACCELERATE}
     assert all(results["redirection"]["ratios"].values())
     assert {"tables.txt", "results.json"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_signals_at_random_moments_end_runs_that_resume(tmp_path):
+    output = tmp_path / "counts.json"
+    command = [sys.executable, ROOT / "benchmarks" / "preemption.py", "--signals", "10", "--output", output]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(output.read_text())
+    assert counts["signals"] == counts["clean ends"] == counts["loadable checkpoints"] == 10
+    assert counts["chains that ended as the whole run"] == counts["chains that came to their end"]

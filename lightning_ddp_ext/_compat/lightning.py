@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
@@ -69,33 +70,80 @@ def logs_now(trainer: Trainer) -> bool:
     return trainer._logger_connector.should_update_logs
 
 
-def replace_sigterm_handling(trainer: Trainer, receive: Callable[[int], None]) -> Callable[[], None]:
-    """Replace what Lightning does about SIGTERM: it broadcasts in the signal handler, and once more for every batch.
+def replace_signal_handling(trainer: Trainer, register: Callable[[], None]) -> None:
+    """Replace what Lightning does about signals: it communicates and saves within signal handlers.
+
+    Handlers that were there before are back when the run has ended, as with Lightning's own.
 
     Args:
         trainer: Of a run that has not registered its signal handlers yet.
-        receive: Called by the signal handler, with the signal's number.
-
-    Returns:
-        What makes the training loop end after the current batch, on this rank.
+        register: Registers other handlers.
     """
     connector = trainer._signal_connector
 
-    def notice(signum: int, frame: object) -> None:
-        receive(signum)
+    def register_handlers() -> None:
+        connector.received_sigterm = False
+        connector._original_handlers = connector._get_current_signal_handlers()
+        register()
 
-    def end() -> None:
-        connector.received_sigterm = True
-
-    connector._sigterm_notifier_fn = notice  # type: ignore[method-assign, assignment]
+    connector.register_signal_handlers = register_handlers  # type: ignore[method-assign]
+    # It asks all ranks before every batch.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-    return end
 
 
-def restore_sigterm_handling(trainer: Trainer) -> None:
-    """Undo `replace_sigterm_handling`."""
-    trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+def restore_signal_handling(trainer: Trainer) -> None:
+    """Undo `replace_signal_handling`."""
+    trainer._signal_connector.__dict__.pop("register_signal_handlers", None)
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def before_each_batch(trainer: Trainer, action: Callable[[], None]) -> None:
+    """Call something before each training batch is fetched, when everything about the one before it is done.
+
+    No hook is called there: validation and the end of an epoch come after the hooks of a batch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = type(loop).advance.__get__(loop)
+
+    def advance(data_fetcher: Any) -> None:
+        action()
+        original(data_fetcher)
+
+    loop.advance = advance  # type: ignore[method-assign]
+
+
+def not_before_each_batch(trainer: Trainer) -> None:
+    """Undo `before_each_batch`."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+
+
+def training_loader(trainer: Trainer) -> CombinedLoader | None:
+    """Return the loader of the training loop; `trainer.train_dataloader` is only what it combines."""
+    return trainer.fit_loop._combined_loader
+
+
+def reload_training_data_after_epoch(trainer: Trainer) -> None:
+    """Let the training loop ask for its loaders again when this epoch is over: the next has another length."""
+    loop, epoch = trainer.fit_loop, trainer.current_epoch
+    original = type(loop).setup_data.__get__(loop)
+
+    def setup_data() -> None:
+        if trainer.current_epoch != epoch:
+            del loop.setup_data
+            loop._combined_loader = None
+        original()
+
+    loop.setup_data = setup_data  # type: ignore[method-assign]
+
+
+def has_state(loader: object) -> bool:
+    """Tell whether Lightning saves and loads the state of a loader."""
+    return isinstance(loader, _Stateful)
+
+
+def preemption_path(trainer: Trainer) -> str:
+    """Return where a run that has to leave saves a checkpoint: where Lightning looks for it, `ckpt_path="hpc"`."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
 def manual_step_progress(trainer: Trainer) -> Any:

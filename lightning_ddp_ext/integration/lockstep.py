@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,15 +18,18 @@ from lightning_ddp_ext._compat.lightning import (
     active_combined_loader,
     combination_mode,
     is_hook_of_loop,
+    reload_training_data_after_epoch,
     replace_loaders,
     restore_loaders,
     without_batch_hooks,
 )
 from lightning_ddp_ext._compat.torchmetrics import forget_computed
 from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
+from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
 from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
 from lightning_ddp_ext.integration.logged_values import LoggedValues
+from lightning_ddp_ext.integration.resumable_lockstep import ResumableLockstepLoader
 from lightning_ddp_ext.parallel.exchange import own_group
 from lightning_ddp_ext.parallel.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.tail import TailCollectives
@@ -43,6 +47,7 @@ class Lockstep:
         uneven_inputs: What to do when a rank runs out of data.
         timeout: Time limit of a collective.
         own: Other process groups in which every rank takes part at any time.
+        fetches: Knows the random states of this process, if it trains.
     """
 
     def __init__(
@@ -52,12 +57,14 @@ class Lockstep:
         uneven_inputs: UnevenInputs,
         timeout: timedelta | None,
         own: Iterable[dist.ProcessGroup],
+        fetches: RepeatableFetches | None,
     ) -> None:
         self.group = own_group(timeout)
         self.turn: Turn | None = None
         self._trainer = trainer
         self._module = module
         self._uneven_inputs = uneven_inputs
+        self._fetches = fetches
         self._tail = TailCollectives([self.group, *own], timeout)
         self._messages = RankMessages(self.group, timeout)
         self._metrics: list[Metric] = []
@@ -230,5 +237,9 @@ class Lockstep:
         mode = "max_size_cycle" if is_training else "sequential"  # as in Lightning
         if isinstance(given, CombinedLoader):
             given, mode = given.iterables, combination_mode(given)
-        # Evaluation counts every sample in any case.
-        return LockstepCombinedLoader(given, mode, self.group, self._uneven_inputs if is_training else "join")
+        if is_training and self._fetches is not None:
+            reload_after_epoch = partial(reload_training_data_after_epoch, self._trainer)
+            return ResumableLockstepLoader(
+                given, mode, self.group, self._uneven_inputs, self._fetches, reload_after_epoch
+            )
+        return LockstepCombinedLoader(given, mode, self.group, "join")  # evaluation counts every sample in any case

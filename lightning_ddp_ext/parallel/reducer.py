@@ -98,7 +98,7 @@ class GradientReducer:
         # A power of two near the total of the weights that the last synchronisation found, so the same on every rank.
         # Dividing by it keeps sums small and rounds nothing: gradients do not depend on what was before.
         self._expected_total = 1.0
-        self._stop = self._stop_agreed = False
+        self._stop = self._stop_agreed = 0
         self._position = self._note = 0
         self._report: SyncReport | None = None
         broadcast_all([*self._parameters, *self._buffers.tensors()], self._group)
@@ -116,8 +116,8 @@ class GradientReducer:
         return self._report
 
     @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank asked to stop in the last synchronisation; the same on every rank."""
+    def stop_agreed(self) -> int:
+        """What ranks asked for in the last synchronisation, the largest `stop`; the same on every rank."""
         return self._stop_agreed
 
     def unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
@@ -134,7 +134,7 @@ class GradientReducer:
         self,
         weight: float = 1.0,
         scale: float | None = None,
-        stop: bool = False,
+        stop: int = 0,
         position: int = 0,
         note: int = 0,
         divisor: float | None = None,
@@ -149,7 +149,7 @@ class GradientReducer:
                 weights; if the weights add up to 0, no rank has a gradient afterwards.
             scale: What the gradient is multiplied by; by default the weight. Accumulated gradients that are weighted
                 already have another one.
-            stop: Whether this rank asks all to stop, see `stop_agreed`.
+            stop: Above 0 to ask all ranks to stop, see `stop_agreed`; the number may say why.
             position: Where in the training this is, such as the number of the batch; the same on all ranks.
             note: What this rank tells the others, below 2 ** 53; see `report`.
             divisor: What the sum over the ranks is divided by instead of their weights, the same on all ranks.
@@ -199,7 +199,7 @@ class GradientReducer:
             self._buffers.changes(),
         )
         self._report = report
-        self._stop_agreed = bool(report.stop)
+        self._stop_agreed = int(report.stop)
         self._collector.synchronized()
         self._transport.wait()
         if report.total_weight:

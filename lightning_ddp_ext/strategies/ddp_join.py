@@ -17,8 +17,8 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep import Lockstep
-from lightning_ddp_ext.integration.lockstep_data import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.integration.mirroring import mirror_training
+from lightning_ddp_ext.integration.ranked_loaders import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
@@ -85,7 +85,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             # A rank may have no samples at all.
             self._allowed_no_batch = self._module.allow_zero_length_dataloader_with_multiple_devices
             self._module.allow_zero_length_dataloader_with_multiple_devices = True
-            self._lockstep = Lockstep(trainer, self._module, self.uneven_inputs, self._timeout, own)
+            fetches = None if self._run is None else self._run.fetches
+            self._lockstep = Lockstep(trainer, self._module, self.uneven_inputs, self._timeout, own, fetches)
 
     @property
     @override

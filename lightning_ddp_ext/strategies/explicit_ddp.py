@@ -5,14 +5,16 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -20,7 +22,11 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_ddp_ext._compat.lightning import restore_signal_handling
+from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
 from lightning_ddp_ext.integration.connecting import Connection
+from lightning_ddp_ext.integration.preemption import leave_at_once
+from lightning_ddp_ext.integration.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.integration.synchronized_step import SynchronizedStep
 from lightning_ddp_ext.parallel.activation_checkpointing import (
     ActivationCheckpointing,
@@ -121,7 +127,7 @@ class ExplicitDDPStrategy(DDPStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or AtomicCheckpointIO(),
             precision_plugin=precision_plugin,
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
@@ -142,6 +148,8 @@ class ExplicitDDPStrategy(DDPStrategy):
         )
         self._reported_recomputing = False
         self._step: SynchronizedStep | None = None
+        self._run: ResumableRun | None = None
+        self._resumed: Tensor | None = None
 
     @classmethod
     @override
@@ -166,6 +174,12 @@ class ExplicitDDPStrategy(DDPStrategy):
         super().setup_distributed()  # finds a process group, and leaves it at that
 
     @override
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            leave_at_once(trainer)
+        super().setup(trainer)
+
+    @override
     def configure_ddp(self) -> None:
         assert self.model is not None
         compare_setups({**describe_versions(), **describe_arguments(self._arguments())})
@@ -179,8 +193,9 @@ class ExplicitDDPStrategy(DDPStrategy):
             comm_state=self._comm_state,
             timeout=self._timeout,
         )
-        module = self._module
-        self._step = SynchronizedStep(module.trainer, module, reducer, self.weight_by, self._forward_signal)
+        trainer = self._module.trainer
+        self._run = ResumableRun(trainer, reducer.process_group, self._resumed)
+        self._step = SynchronizedStep(trainer, self._module, reducer, self.weight_by, self._run.departure)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -243,10 +258,29 @@ class ExplicitDDPStrategy(DDPStrategy):
         return super().optimizer_step(optimizer, watched, model, **kwargs)
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._run is not None:
+            self._run.save(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._resumed = checkpoint.get(RANKS)
+        return checkpoint
+
+    @override
     def teardown(self) -> None:
         if self._step is not None:
             self._step.close()
-        self._step = None
+        if self._run is not None:
+            self._run.close()
+        self._step = self._run = self._resumed = None
+        if self.lightning_module is not None:
+            restore_signal_handling(self._module.trainer)
         if self._recomputing is not None and self.lightning_module is not None:
             self._recomputing.remove(self.lightning_module)
         super().teardown()
@@ -271,10 +305,6 @@ class ExplicitDDPStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         return module
-
-    def _forward_signal(self, signum: int) -> None:
-        if self.launcher is not None:
-            self.launcher.kill(signum)
 
 
 def _refuse(unknown: dict[str, object]) -> None:
