@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_ddp_ext.arguments import check_flag
 from lightning_ddp_ext.parallel.weighting import samples_or_one
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
@@ -59,9 +60,14 @@ class JoinReport(Callback):
 
     Attributes:
         records: What was recorded since training was started, the same on every rank.
+
+    Raises:
+        TypeError: If an argument is neither True nor False.
     """
 
     def __init__(self, log: bool = False, table: bool = True) -> None:
+        check_flag("log", log)
+        check_flag("table", table)
         self.records: list[RankRecord] = []
         self._log = log
         self._table = table

@@ -7,10 +7,13 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_ddp_ext.arguments import as_timeout, check_choice, check_text
 from lightning_ddp_ext.network.backends import check_backend, check_mpirun
 from lightning_ddp_ext.network.init_method import parse_init_method
 from lightning_ddp_ext.network.interfaces import check_interface
 from lightning_ddp_ext.network.process_group import init_process_group
+
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +38,13 @@ class Connection:
         Raises:
             BackendError: If this torch has no such back-end.
             NetworkInterfaceError: If this host has no such interface.
-            ValueError: If `init_method` has no known form.
+            TypeError: If an argument is of the wrong type.
+            ValueError: If `init_method` has no known form, or `timeout` is out of range.
         """
+        as_timeout("timeout", self.timeout)
+        check_text("process_group_backend", self.backend)
+        check_text("init_method", self.init_method)
+        check_text("network_interface", self.network_interface)
         check_backend(self.backend)
         parse_init_method(self.init_method)
         check_interface(self.network_interface)
@@ -82,3 +90,15 @@ class Connection:
         )
         if network is not None:
             rank_zero_info(f"{network}")
+
+
+def check_start_method(start_method: object) -> None:
+    """Refuse a way to start processes that there is not.
+
+    Args:
+        start_method: The argument of a strategy.
+
+    Raises:
+        ValueError: If it is none of those that Lightning has.
+    """
+    check_choice("start_method", start_method, _START_METHODS, 'Use "popen" for processes that run the program again.')
