@@ -175,8 +175,8 @@ class LockstepLoader:
         lacking = list_ranks([rank for rank, needs in enumerate(needed) if needs])
         if "" in sent.left_out:
             raise UnsupportedFeatureError(
-                f"{lacking} never had a batch, and cannot be given one of rank {source}: {sent.name_left_out()} can only"
-                " be sent by running code on the other side. Give every rank at least one batch."
+                f"{lacking} never had a batch, and cannot be given one of rank {source}: {sent.name_left_out()} can"
+                " only be sent by running code on the other side. Give every rank at least one batch."
             )
         if not needed[self._rank]:
             return

@@ -5,6 +5,7 @@ code: nothing is imported, no `__init__` is called, and only classes that do not
 """
 
 import base64
+import dataclasses
 import sys
 from collections import UserDict
 from collections.abc import Iterable, Mapping
@@ -193,9 +194,9 @@ def _make_mapping(kind: Any, items: dict[Any, Any], attributes: Mapping[str, Any
 
 
 def _make_object(kind: Any, attributes: Mapping[str, Any]) -> Any:
-    made = object.__new__(kind)
-    if not is_object(made):
+    if not dataclasses.is_dataclass(kind) and not hasattr(kind, "__attrs_attrs__"):
         raise ValueError(f"`{kind.__qualname__}` of another rank is no dataclass here. Run the same code everywhere.")
+    made = object.__new__(kind)
     for name, value in attributes.items():
         object.__setattr__(made, name, value)  # also of frozen ones
     return made
