@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
 from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
-from lightning_ddp_ext.integration.connecting import Connection, check_start_method
+from lightning_ddp_ext.integration.connecting import Connection, check_objects, check_start_method
 from lightning_ddp_ext.integration.synchronized_step import SynchronizedStep
 from lightning_ddp_ext.parallel.activation_checkpointing import (
     ActivationCheckpointing,
@@ -65,8 +65,8 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         ddp_comm_wrapper: A function that wraps `ddp_comm_hook`.
         model_averaging_period: Steps between two averages of the model, for a `PostLocalSGDState`.
         process_group_backend: `"gloo"`, `"nccl"` and so on; by default what suits the devices.
-        timeout: How long ranks wait for each other at the start, and the time limit of one collective; a timedelta, or a
-            number of seconds.
+        timeout: How long ranks wait for each other at the start, and the time limit of one collective, as a timedelta or
+            in seconds.
         start_method: How this process starts the others of its node.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
         weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
@@ -113,6 +113,11 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         _refuse(unknown)
         check_weight_by(weight_by)
         check_bucket_cap(bucket_cap_mb)
+        check_objects(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper, model_averaging_period=model_averaging_period,
+        )  # fmt: skip
         check_start_method(start_method)
         timeout = as_timeout("timeout", _THIRTY_MINUTES if timeout is None else timeout)
         self._connection = Connection(

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import CheckpointRefusedError
+from lightning_ddp_ext import BalancedDataParallelStrategy, CheckpointRefusedError
 from lightning_ddp_ext.demo.digits import DigitsCNN
 from lightning_ddp_ext.demo.slowed_digits import SlowedDigitsCNN
 from lightning_ddp_ext.integration.checkpoint_loading import refusal
@@ -33,6 +33,7 @@ def loader():
 
 def trainer_with(strategy, folder, **options):
     devices = 2 if strategy == "balanced_dp" else 1
+    strategy = BalancedDataParallelStrategy(balance="auto") if strategy == "balanced_dp" else strategy
     return Trainer(
         strategy=strategy, devices=devices, accelerator="cpu", default_root_dir=folder, logger=False,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, **options,
@@ -69,6 +70,9 @@ def resume(strategy, path, module, folder, **options):
 
 def test_a_run_is_resumed_by_default(saved, tmp_path):
     strategy, path, module = saved
+    checkpoint = torch.load(path, weights_only=True)
+    assert {"hyper_parameters", "callbacks", "optimizer_states", "loops"} <= set(checkpoint)
+    assert ("lightning_ddp_ext.balanced_dp" in checkpoint) == (strategy == "balanced_dp")
     assert resume(strategy, path, module, tmp_path).global_step == 3
 
 
