@@ -6,6 +6,8 @@ from typing import Any, Optional
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from lightning_ddp_ext.config_parts import PARTS
+
 # ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
 
 
@@ -57,7 +59,7 @@ class DDPConfig:
 
     _target_: str = "lightning_ddp_ext.strategies.upstream.ddp_strategy"
     process_group_backend: Optional[str] = None
-    timeout_seconds: float = 1800.0
+    timeout: Any = 1800.0
     init_method: Optional[str] = None
     network_interface: Optional[str] = None
     start_method: str = "popen"
@@ -72,7 +74,7 @@ class FSDPConfig:
 
     _target_: str = "lightning_ddp_ext.strategies.upstream.fsdp_strategy"
     process_group_backend: Optional[str] = None
-    timeout_seconds: float = 1800.0
+    timeout: Any = 1800.0
     init_method: Optional[str] = None
     network_interface: Optional[str] = None
     sharding_strategy: str = "FULL_SHARD"
@@ -185,6 +187,8 @@ class TrainConfig:
         test: Whether to test after training.
         picture: Whether to draw the curves of the run.
         ckpt_path: A checkpoint to resume from.
+        weights_only: Whether to refuse checkpoints that hold more than tensors and plain values, since loading those
+            runs code.
         reference: Whether to train once more in one process, on the same batches, and print both results. None does so
             where `data.train_fractions` is set.
     """
@@ -193,6 +197,7 @@ class TrainConfig:
     test: bool = True
     picture: bool = True
     ckpt_path: Optional[str] = None
+    weights_only: bool = True
     reference: Optional[bool] = None
     strategy: Any = MISSING
     process_group: Any = None
@@ -221,6 +226,7 @@ def register_schemas() -> None:
         "lightning_ddp_ext/network": {"network": NetworkConfig},
         "lightning_ddp_ext/cluster": {"cluster": ClusterConfig, "manual": ManualClusterConfig},
         "lightning_ddp_ext/trainer": {"trainer": TrainerConfig},
+        **PARTS,
     }
     store = ConfigStore.instance()
     for group, nodes in schemas.items():

@@ -13,10 +13,13 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     |-- LoggedKeysError                ranks that log different keys, or in another order
     |-- OtherRankError                 a rank that failed, told by another one
     |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
+    |-- CheckpointRefusedError         a checkpoint that holds more than tensors and plain values
     |-- BackendError                   a communication back-end that this installation or launch cannot use
     |-- RendezvousError                processes of a run that do not find each other
     `-- NetworkInterfaceError          a network interface that a host lacks, or that does not reach the other hosts
 """
+
+from collections.abc import Sequence
 
 
 class DDPExtError(RuntimeError):
@@ -70,6 +73,21 @@ class OtherRankError(DDPExtError):
 
 class ReplicaMismatchError(DDPExtError):
     """Ranks were not set up alike, or their parameters, buffers or optimizer states differ."""
+
+
+class CheckpointRefusedError(DDPExtError):
+    """A checkpoint holds something whose loading would run code, or is no checkpoint.
+
+    Args:
+        problem: What is wrong.
+        remedy: What to do about it.
+        names: What loading it would import or call.
+    """
+
+    def __init__(self, problem: str, remedy: str, names: Sequence[str] = ()) -> None:
+        super().__init__(f"{problem} {remedy}")
+        self.problem = problem
+        self.names = tuple(names)
 
 
 class BackendError(DDPExtError):

@@ -199,10 +199,10 @@ def test_a_foreign_application_that_has_nothing_else_composes_before_the_package
         "from hydra import compose, initialize_config_dir\n"
         f"with initialize_config_dir({str(tmp_path)!r}, version_base='1.3'):\n"
         "    node = compose('app')\n"
-        "print(sorted(node), node.strategy.process_group_backend, node.strategy.timeout_seconds)\n"
+        "print(sorted(node), node.strategy.process_group_backend, node.strategy.timeout)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "['strategy'] None 1800.0"
+    assert done.stdout.strip() == "['strategy'] None 1800"
 
 
 def test_the_resolved_default_has_no_missing_value(composed):

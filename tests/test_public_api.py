@@ -21,6 +21,7 @@ def test_public_names_are_these():
         "BackendError",
         "BalancedDataParallelStrategy",
         "BatchSplitError",
+        "CheckpointRefusedError",
         "DDPCheckpointStrategy",
         "DDPExtError",
         "DDPJoinStrategy",

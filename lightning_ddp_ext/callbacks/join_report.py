@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_ddp_ext.arguments import check_flag, check_path
 from lightning_ddp_ext.callbacks.join_picture import draw_ranks
 from lightning_ddp_ext.parallel.weighting import samples_or_one
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
@@ -63,9 +64,16 @@ class JoinReport(Callback):
 
     Attributes:
         records: What was recorded since training was started, the same on every rank.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        ValueError: If the path is that of a folder.
     """
 
     def __init__(self, log: bool = False, table: bool = True, path: str | Path | None = None) -> None:
+        check_flag("log", log)
+        check_flag("table", table)
+        check_path("path", path)
         self.records: list[RankRecord] = []
         self._log = log
         self._table = table

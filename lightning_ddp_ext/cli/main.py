@@ -7,10 +7,7 @@ import warnings
 from pathlib import Path
 
 import hydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from lightning_ddp_ext.cli.problems import LaunchError, describe
 from lightning_ddp_ext.cli.train import train
@@ -32,6 +29,7 @@ def main() -> None:
     the traceback.
     """
     _quieten()
+    _protect_files()
     sys.path.insert(0, os.getcwd())
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
         # In front: processes that a strategy starts put overrides behind the arguments.
@@ -52,8 +50,8 @@ def main() -> None:
 
     try:
         application()
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        # The run itself is not meant here: Hydra prints its errors and exits.
+    except Exception as error:
+        # Whatever Hydra and OmegaConf raise. The run itself is not meant here: Hydra prints its errors and exits.
         if wants_traceback == "1":
             raise
         _exit(error)
@@ -69,7 +67,12 @@ def _quieten() -> None:
     )
 
 
+def _protect_files() -> None:
+    """Leave no folder and no file behind that every user of the machine can write, whatever the umask."""
+    os.umask(os.umask(0o077) | 0o002)
+
+
 def _exit(error: BaseException) -> None:
     sys.stdout.flush()
-    sys.stderr.write(f"lightning-ddp-ext: {describe(error)}\n")
+    sys.stderr.write(f"lightning-ddp-ext: {describe(error, sys.argv[1:])}\n")
     raise SystemExit(1)

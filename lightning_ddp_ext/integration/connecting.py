@@ -1,16 +1,35 @@
 """Where Lightning's idea of a run meets ours of a network: one object that every strategy with a process group uses."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_ddp_ext.arguments import as_timeout, check_choice, check_integer, check_text
 from lightning_ddp_ext.network.backends import check_backend, check_mpirun
 from lightning_ddp_ext.network.init_method import parse_init_method
 from lightning_ddp_ext.network.interfaces import check_interface
 from lightning_ddp_ext.network.process_group import init_process_group
+
+_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+_KINDS: dict[str, Any] = {
+    "accelerator": Accelerator,
+    "checkpoint_io": CheckpointIO,
+    "cluster_environment": ClusterEnvironment,
+    "ddp_comm_hook": Callable,
+    "ddp_comm_wrapper": Callable,
+    "parallel_devices": Sequence,
+    "precision_plugin": Precision,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +54,13 @@ class Connection:
         Raises:
             BackendError: If this torch has no such back-end.
             NetworkInterfaceError: If this host has no such interface.
-            ValueError: If `init_method` has no known form.
+            TypeError: If an argument is of the wrong type.
+            ValueError: If `init_method` has no known form, or `timeout` is out of range.
         """
+        as_timeout("timeout", self.timeout)
+        check_text("process_group_backend", self.backend)
+        check_text("init_method", self.init_method)
+        check_text("network_interface", self.network_interface)
         check_backend(self.backend)
         parse_init_method(self.init_method)
         check_interface(self.network_interface)
@@ -82,3 +106,42 @@ class Connection:
         )
         if network is not None:
             rank_zero_info(f"{network}")
+
+
+def check_start_method(start_method: object) -> None:
+    """Refuse a way to start processes that there is not.
+
+    Args:
+        start_method: The argument of a strategy.
+
+    Raises:
+        ValueError: If it is none of those that Lightning has.
+    """
+    check_choice("start_method", start_method, _START_METHODS, 'Use "popen" for processes that run the program again.')
+
+
+def check_objects(
+    *, parallel_devices: object = None, model_averaging_period: object = None, **objects: object
+) -> None:
+    """Refuse what cannot be what Lightning's strategies take under these names; each of them is optional.
+
+    Args:
+        parallel_devices: Devices.
+        model_averaging_period: A number of steps.
+        objects: Instances of Lightning's classes, and functions.
+
+    Raises:
+        TypeError: If one is not of its class.
+        ValueError: If the number is below 1.
+    """
+    for name, value in {"parallel_devices": parallel_devices, **objects}.items():
+        kind = _KINDS[name]
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"`{name}` must be of {kind.__qualname__}, got {value!r}. Leave it out for the default.")
+    if isinstance(parallel_devices, Sequence) and not all(isinstance(one, torch.device) for one in parallel_devices):
+        raise TypeError(
+            f"`parallel_devices` must hold instances of torch.device, got {parallel_devices!r}. Leave it out for the"
+            " Trainer's `devices`."
+        )
+    if model_averaging_period is not None:
+        check_integer("model_averaging_period", model_averaging_period, least=1, remedy="Use a number of steps.")

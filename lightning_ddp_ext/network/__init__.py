@@ -5,6 +5,7 @@
     backends.py       is the back-end part of this torch, and does the launcher fit? (before any process starts)
     init_method.py    where ranks meet: an address, torchrun's store, or a file
     stores.py         opening that meeting place in bounded time
+    meeting_file.py   a file as the meeting place
     roll_call.py      ranks tell rank 0 who and where they are, and get the same table back
     choosing.py       which interface and address a host contributes
     reachability.py   does every host reach every other one there?

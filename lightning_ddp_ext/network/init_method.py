@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lightning_ddp_ext.arguments import check_host
+
 _FORMS = "`env://`, `tcp://host:port` or `file:///path`"
 
 
@@ -49,6 +51,7 @@ def parse_init_method(init_method: str | None) -> MeetingPlace:
     if parts.scheme == "tcp":
         if not parts.hostname or not port or parts.path not in ("", "/"):
             raise ValueError(f"`init_method={init_method}` needs a host and a port. Use `tcp://host:port`.")
+        check_host("init_method", parts.hostname, "Use `tcp://host:port`.")
         return MeetingPlace(host=parts.hostname, port=port)
     if parts.scheme == "file":
         if parts.netloc or len(parts.path) < 2:

@@ -8,13 +8,13 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.network.init_method import MeetingPlace
 from lightning_ddp_ext.network.interfaces import is_local, is_loopback, loopback_address, resolve
+from lightning_ddp_ext.network.meeting_file import open_file
 from lightning_ddp_ext.network.reachability import listen
 
 # A host that is starting may not be known or routed to yet, but it will not take as long as a rank that queues.
@@ -58,10 +58,11 @@ def open_store(place: MeetingPlace, *, rank: int, world_size: int, num_nodes: in
         The store.
 
     Raises:
-        RendezvousError: If rank 0 cannot be reached, its port is taken, or the file is one of another run.
+        RendezvousError: If rank 0 cannot be reached, its port is taken, or the file is one of another run or one that
+            other users can write.
     """
     if place.path is not None:
-        return OpenStore(_open_file(place.path, rank, world_size))
+        return OpenStore(open_file(place.path, rank, world_size))
     assert place.host is not None  # `env://` has been filled in
     assert place.port is not None
     if rank == 0 and not _is_agents(place):
@@ -234,22 +235,3 @@ def _listening_address(host: str, num_nodes: int) -> str | None:
 def _is_this_host(host: str) -> bool:
     resolved = resolve(host)
     return not resolved or any(map(is_local, resolved))
-
-
-def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
-    if not path.parent.is_dir():
-        raise RendezvousError(
-            f"`init_method=file://{path}`: no folder {path.parent} on host {socket.gethostname()}, rank {rank}."
-            " Create it on a file system that all hosts share."
-        )
-    store = dist.FileStore(str(path), world_size)
-    joined = f"joined/{rank}"
-    if store.check([joined]):
-        raise RendezvousError(
-            f"`init_method=file://{path}` was used before: rank {rank}, {store.get(joined).decode()}, has joined"
-            f" there, and that run has not ended properly or still runs. Delete the file, or use a fresh name for every"
-            " run and every restart."
-        )
-    who = f"process {os.getpid()} on host {socket.gethostname()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    store.set(joined, who)
-    return store

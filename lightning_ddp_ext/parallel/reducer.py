@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ddp_ext.arguments import check_bucket_cap
 from lightning_ddp_ext.errors import RanksOutOfStepError
 from lightning_ddp_ext.parallel.bucket_transport import BucketTransport, CommHook
 from lightning_ddp_ext.parallel.buckets import broadcast_all
@@ -54,7 +55,8 @@ class GradientReducer:
         timeout: Time limit of a collective in the reducer's own group; None for torch's default.
 
     Raises:
-        ValueError: If `bucket_cap_mb` is not above 0.
+        TypeError: If `bucket_cap_mb` is not a number.
+        ValueError: If `bucket_cap_mb` is out of range.
         ReplicaMismatchError: If the module is not built alike on every rank.
         UnsupportedFeatureError: If parameters are not initialised yet.
 
@@ -81,8 +83,7 @@ class GradientReducer:
         comm_state: object = None,
         timeout: timedelta | None = None,
     ) -> None:
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
+        check_bucket_cap(bucket_cap_mb)
         self._parameters = shared_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._owns_group = process_group is None

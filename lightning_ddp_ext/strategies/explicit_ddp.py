@@ -24,9 +24,11 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import restore_signal_handling
 from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
-from lightning_ddp_ext.integration.connecting import Connection
 from lightning_ddp_ext.integration.preemption import leave_at_once
 from lightning_ddp_ext.integration.resumable_run import RANKS, ResumableRun
+from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
+from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
+from lightning_ddp_ext.integration.connecting import Connection, check_objects, check_start_method
 from lightning_ddp_ext.integration.synchronized_step import SynchronizedStep
 from lightning_ddp_ext.parallel.activation_checkpointing import (
     ActivationCheckpointing,
@@ -51,7 +53,7 @@ _NOT_NEEDED = {
 }
 
 
-class ExplicitDDPStrategy(DDPStrategy):
+class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
     """The base of the strategies with one process per device: gradients that are right after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -69,7 +71,8 @@ class ExplicitDDPStrategy(DDPStrategy):
         ddp_comm_wrapper: A function that wraps `ddp_comm_hook`.
         model_averaging_period: Steps between two averages of the model, for a `PostLocalSGDState`.
         process_group_backend: `"gloo"`, `"nccl"` and so on; by default what suits the devices.
-        timeout: How long ranks wait for each other at the start, and the time limit of one collective.
+        timeout: How long ranks wait for each other at the start, and the time limit of one collective, as a timedelta or
+            in seconds.
         start_method: How this process starts the others of its node.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
         weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
@@ -83,7 +86,8 @@ class ExplicitDDPStrategy(DDPStrategy):
             string, several of these, or a predicate. See `ActivationCheckpointing`; what it saves is said once.
 
     Raises:
-        TypeError: If an argument is unknown, or is one of `DistributedDataParallel` that is not needed here.
+        TypeError: If an argument is unknown or of the wrong type, or one of `DistributedDataParallel` that is not
+            needed here.
         ValueError: If an argument is out of range.
         BackendError: If this torch has no such back-end.
         NetworkInterfaceError: If this host has no such interface.
@@ -103,7 +107,7 @@ class ExplicitDDPStrategy(DDPStrategy):
         ddp_comm_wrapper: Callable[[CommHook], CommHook] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = _THIRTY_MINUTES,
+        timeout: timedelta | float | None = _THIRTY_MINUTES,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         bucket_cap_mb: float = 25.0,
         weight_by: WeightBy = "samples",
@@ -114,11 +118,17 @@ class ExplicitDDPStrategy(DDPStrategy):
     ) -> None:
         _refuse(unknown)
         check_weight_by(weight_by)
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
+        check_bucket_cap(bucket_cap_mb)
+        check_objects(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper, model_averaging_period=model_averaging_period,
+        )  # fmt: skip
+        check_start_method(start_method)
+        timeout = as_timeout("timeout", _THIRTY_MINUTES if timeout is None else timeout)
         self._connection = Connection(
             backend=process_group_backend,
-            timeout=_THIRTY_MINUTES if timeout is None else timeout,
+            timeout=timeout,
             init_method=init_method,
             network_interface=network_interface,
         )

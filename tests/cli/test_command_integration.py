@@ -3,6 +3,7 @@
 import csv
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ COMMAND = [sys.executable, "-m", "lightning_ddp_ext"]
 CONF = Path(__file__).parents[2] / "conf"
 
 
-def command(folder, *overrides, limit=180, **environment):
+def command(folder, *overrides, limit=180, umask=-1, **environment):
     return subprocess.run(
         [*COMMAND, *overrides],
         cwd=folder,
@@ -30,6 +31,7 @@ def command(folder, *overrides, limit=180, **environment):
         text=True,
         timeout=limit,
         check=False,
+        umask=umask,
     )
 
 
@@ -39,7 +41,7 @@ def run_folder(folder):
 
 
 def test_the_default_run_learns_and_leaves_everything_behind(tmp_path):
-    done = command(tmp_path, "strategy.gpu0_batch_size=8")
+    done = command(tmp_path, "strategy.gpu0_batch_size=8", umask=0)
     assert done.returncode == 0, done.stderr
     for expected in (
         "replica 0 on cpu: 8 samples", "replica 1 on cpu: 24 samples", "global batch size", "steps per epoch",
@@ -58,6 +60,12 @@ def test_the_default_run_learns_and_leaves_everything_behind(tmp_path):
     assert (run / "run.png").read_bytes().startswith(b"\x89PNG")
     state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     DigitsCNN().load_state_dict(state)
+    assert not [path for path in tmp_path.rglob("*") if path.stat().st_mode & stat.S_IWOTH]
+
+
+def test_a_umask_of_zero_makes_files_that_everybody_can_write(tmp_path):
+    subprocess.run(["touch", "file"], cwd=tmp_path, check=True, umask=0)
+    assert (tmp_path / "file").stat().st_mode & stat.S_IWOTH
 
 
 def test_the_test_result_is_that_of_one_device(tmp_path):

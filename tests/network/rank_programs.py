@@ -11,19 +11,23 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import ManualEnvironment, RendezvousError
+from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment, RendezvousError
 from lightning_ddp_ext.integration.connecting import Connection
+from lightning_ddp_ext.network import stores
 from lightning_ddp_ext.network.process_group import init_process_group
 from lightning_ddp_ext.strategies.upstream import ConnectedDDPStrategy
 from tests.network import rank_server
 
 
-def join(*, delay=0.0, **settings):
+def join(*, delay=0.0, umask=None, **settings):
     """Make the process group with ours, add up the ranks, and say what was chosen."""
     time.sleep(delay)
+    if umask is not None:
+        os.umask(umask)
     settings = {"backend": "gloo", "timeout": 10, **settings}
     settings["timeout"] = timedelta(seconds=settings["timeout"])
     network = init_process_group(**settings)
@@ -35,6 +39,12 @@ def join(*, delay=0.0, **settings):
     dist.barrier()
     dist.destroy_process_group()
     return {"sum": value.item(), "network": str(network), "listening": listening, **variables}
+
+
+def join_unaware(**settings):
+    """The same on a host that does not know the main address as its own, although it leads there."""
+    stores._is_this_host = lambda host: False
+    return join(**settings)
 
 
 def join_with_torch_alone(*, rank, world_size, main_address, main_port, timeout, init_method=None, delay=0.0):
@@ -74,19 +84,51 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(*, num_nodes, node_rank, main_address, main_port, **settings):
-    """Train through the Trainer, one rank per host, as `cluster=manual` does."""
+class SocketTable(Callback):
+    """Lists the addresses of this process, while it trains."""
+
+    def __init__(self):
+        self.listening, self.connected = set(), set()
+
+    def on_train_batch_end(self, *args):
+        for connection in psutil.Process().net_connections(kind="inet"):
+            listens = connection.status == psutil.CONN_LISTEN
+            (self.listening if listens else self.connected).add(connection.laddr.ip)
+
+
+STRATEGIES = {
+    "ddp": lambda settings: ConnectedDDPStrategy(Connection(**settings)),
+    "ddp_checkpoint": lambda settings: DDPCheckpointStrategy(**_named(settings)),
+    "ddp_join": lambda settings: DDPJoinStrategy(**_named(settings)),
+    "Lightning's ddp": lambda settings: DDPStrategy(process_group_backend="gloo", timeout=settings["timeout"]),
+}
+
+
+def _named(settings):
+    return {"process_group_backend" if name == "backend" else name: value for name, value in settings.items()}
+
+
+def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_size=1, strategy="ddp", **settings):
+    """Train through the Trainer: one rank per host, as `cluster=manual` does, or the ranks of one host."""
     torch.manual_seed(0)
-    environment = ManualEnvironment(
-        num_nodes=num_nodes, node_rank=node_rank, main_address=main_address, main_port=main_port
-    )
+    plugins = []
+    if num_nodes > 1:
+        plugins = [
+            ManualEnvironment(
+                num_nodes=num_nodes, node_rank=node_rank, main_address=main_address, main_port=main_port
+            )
+        ]
+    else:
+        os.environ.update(MASTER_ADDR=main_address, MASTER_PORT=str(main_port), LOCAL_RANK=str(rank))
     settings["timeout"] = timedelta(seconds=settings.get("timeout", 10))
+    table = SocketTable()
     trainer = Trainer(
-        strategy=ConnectedDDPStrategy(Connection(**settings)),
+        strategy=STRATEGIES[strategy](settings),
         accelerator="cpu",
-        devices=1,
+        devices=1 if num_nodes > 1 else world_size,
         num_nodes=num_nodes,
-        plugins=[environment],
+        plugins=plugins,
+        callbacks=[table],
         max_steps=2,
         logger=False,
         enable_checkpointing=False,
@@ -95,7 +137,13 @@ def train(*, num_nodes, node_rank, main_address, main_port, **settings):
     )
     module = Module()
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2))
-    return {"steps": trainer.global_step, "weight": module.layer.weight.tolist(), "rank": trainer.global_rank}
+    return {
+        "steps": trainer.global_step,
+        "weight": module.layer.weight.tolist(),
+        "rank": trainer.global_rank,
+        "listening": sorted(table.listening),
+        "connected": sorted(table.connected),
+    }
 
 
 def join_twice(**settings):
@@ -185,6 +233,26 @@ def _taken_port(folder):
         return _ranks(join, folder, main_port=other.getsockname()[1], timeout=2)
 
 
+def _shared_file(folder, *, file_mode=None, folder_mode=0o700):
+    meeting = folder / f"shared-{file_mode}-{folder_mode}"
+    meeting.mkdir()
+    meeting.chmod(folder_mode)
+    path = meeting / "meeting"
+    if file_mode is not None:
+        path.touch()
+        path.chmod(file_mode)
+    return _ranks(join, folder, init_method=f"file://{path}", umask=0)
+
+
+def _train(strategy, folder, **settings):
+    return _ranks(train, folder, strategy=strategy, limit=60.0, **settings)
+
+
+def _unknown_address(folder):
+    # An address that leads here and is none of this host's, as a translated one: rank 0 cannot tell what to listen on.
+    return _ranks(join_unaware, folder, network_interface="auto")
+
+
 SCENARIOS = {
     "auto": lambda folder: _ranks(join, folder, network_interface="auto"),
     "loopback": lambda folder: _ranks(join, folder, network_interface="loopback"),
@@ -198,6 +266,14 @@ SCENARIOS = {
     "tcp under torchrun, torch": lambda folder: _tcp_under_torchrun(folder, join_with_torch_alone, timeout=1, limit=5),
     "restarts": lambda folder: _restarts(folder, join, late=[0, 1], network_interface="auto"),
     "leftover": lambda folder: _leftover(folder, join_briefly),
+    "file of all": lambda folder: _shared_file(folder, file_mode=0o666),
+    "file of a group": lambda folder: _shared_file(folder, file_mode=0o660),
+    "folder of all": lambda folder: _shared_file(folder, folder_mode=0o777),
+    "folder such as /tmp": lambda folder: _shared_file(folder, folder_mode=0o1777),
+    "unknown address": _unknown_address,
+    "training, ddp": partial(_train, "ddp", network_interface="auto"),
+    "training, ddp_join": partial(_train, "ddp_join", network_interface="auto"),
+    "training, Lightning's ddp": partial(_train, "Lightning's ddp"),
     "missing folder": lambda folder: _ranks(join, folder, init_method=f"file://{folder}/missing/meeting"),
     "taken port": _taken_port,
     "rank 1 missing": lambda folder: _ranks(join, folder, only=[0], timeout=1),

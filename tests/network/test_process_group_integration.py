@@ -54,6 +54,43 @@ def test_the_store_of_one_host_listens_on_the_loopback_address(outcomes, name):
         assert set(value["listening"]) <= {"127.0.0.1"}
 
 
+WILDCARDS = {"0.0.0.0", "::"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_join"])
+def test_while_training_runs_no_socket_has_another_address_than_the_chosen_one(outcomes, strategy):
+    for value in values(outcomes[f"training, {strategy}"]):
+        assert value["steps"] == 2
+        assert value["listening"] == ["127.0.0.1"]  # gloo, and on rank 0 the store
+        assert value["connected"] == ["127.0.0.1"]
+
+
+def test_a_store_that_had_to_listen_everywhere_has_moved(outcomes):
+    for value in values(outcomes["unknown address"]):
+        assert value["listening"] == ["127.0.0.1"]
+
+
+def test_lightnings_own_ddp_listens_everywhere(outcomes):
+    rank_0, _ = values(outcomes["training, Lightning's ddp"])
+    assert WILDCARDS & set(rank_0["listening"])
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("file of all", "the file can be written by other users (its mode is 666)"),
+        ("file of a group", "the file can be written by other users (its mode is 660)"),
+        ("folder of all", "can be written by all users"),
+    ],
+)
+def test_a_file_that_others_can_write_is_no_place_to_meet(outcomes, name, problem):
+    errors(outcomes[name], "RendezvousError", problem, "Use a path in a folder that only you can write")
+
+
+def test_ranks_meet_in_a_file_of_a_folder_where_only_owners_can_replace_theirs(outcomes):
+    assert {value["sum"] for value in values(outcomes["folder such as /tmp"])} == {3}
+
+
 def test_torch_alone_does_not_meet_by_tcp_under_torchrun(outcomes):
     # What torch does about files of a crashed run and about ranks that start again depends on who comes first.
     assert any(row["error"] or row["timed_out"] for row in outcomes["tcp under torchrun, torch"])
