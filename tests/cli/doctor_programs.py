@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+from lightning_ddp_ext.network.bandwidth import SIZES
 from tests.network import rank_server
 from tests.network.rank_programs import diagnose, free_port
 
@@ -48,3 +49,14 @@ SITUATIONS = {
     "SLURM": lambda folder: _doctor(folder, "--json", "cluster.num_nodes=2", **TASK, SLURM_PROCID="0"),
     "SLURM, rank 1": lambda folder: _doctor(folder, "--json", "cluster.num_nodes=2", **TASK, SLURM_PROCID="1"),
 }
+
+
+def is_healthy(found, ranks_of_hosts):
+    """Hold a healthy finding against the ranks that each host should have."""
+    assert found["healthy"], found["verdict"]
+    assert found["problems"] == []
+    assert [host["ranks"] for host in found["hosts"]] == ranks_of_hosts
+    assert found["world_size"] == sum(map(len, ranks_of_hosts))
+    sizes = [row["size"] for row in found["all_reduce"]]
+    assert sizes == list(SIZES)[: len(sizes)]
+    assert all(row["bus_bandwidth"] > 0 for row in found["all_reduce"])
