@@ -131,4 +131,3 @@ def _times(rows: Sequence[AllReduceTime]) -> RenderableType:
 
 def _differing(lines: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(lines))
-

@@ -98,10 +98,9 @@ def who_listens(port: int) -> str | None:
         ]
     except psutil.AccessDenied:  # macOS tells nobody but root
         return None
-    numbers = {connection.pid for connection in listening}
-    for number in sorted(numbers - {None}):
+    for number in (connection.pid for connection in listening if connection.pid is not None):
         try:
             return f"`{psutil.Process(number).name()}` (process {number})"
         except psutil.Error:  # ended, or not to be looked at
             return f"process {number}"
-    return "a process of another user" if numbers else None
+    return "a process of another user" if listening else None

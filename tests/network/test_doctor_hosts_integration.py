@@ -58,9 +58,7 @@ def test_an_interface_that_leads_nowhere_is_named_with_the_one_that_leads_to_ran
 
 
 def test_an_interface_that_another_host_lacks_is_named_by_rank_0(diagnose):
-    found = refused_by_rank_0(
-        diagnose("network=auto", only_on_2=["network=interface", "network.interface=nosuch0"])
-    )
+    found = refused_by_rank_0(diagnose("network=auto", only_on_2=["network=interface", "network.interface=nosuch0"]))
     assert "`nosuch0` not found on host node2" in found["verdict"]
     assert [host["host"] for host in found["hosts"]] == ["node1", "node2"]
 
