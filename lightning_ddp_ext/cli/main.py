@@ -9,10 +9,12 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from lightning_ddp_ext.cli.doctor import doctor
 from lightning_ddp_ext.cli.problems import LaunchError, describe
 from lightning_ddp_ext.cli.train import train
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+_DOCTOR = "doctor"
 
 # Warnings that every run would print and nobody can act on.
 _UPSTREAM_WARNINGS = (
@@ -25,12 +27,14 @@ def main() -> None:
     """Run the command with the arguments of the process.
 
     The working directory is searched for people's own classes (`_target_`), and its folder `conf` for their
-    configuration. An error before the run starts ends with one message and exit code 1; `HYDRA_FULL_ERROR=1` asks for
-    the traceback.
+    configuration. With `doctor` as the first argument nothing is trained, see `cli.doctor`. An error before the run
+    starts ends with one message and exit code 1; `HYDRA_FULL_ERROR=1` asks for the traceback.
     """
     _quieten()
     _protect_files()
     sys.path.insert(0, os.getcwd())
+    if sys.argv[1:2] == [_DOCTOR]:
+        raise SystemExit(doctor(sys.argv[2:]))
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
         # In front: processes that a strategy starts put overrides behind the arguments.
         sys.argv.insert(1, "--config-dir=conf")

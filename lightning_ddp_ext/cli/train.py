@@ -22,6 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.cli.checks import check_hosts, check_settings, make, make_all
 from lightning_ddp_ext.cli.picture import draw_run
+from lightning_ddp_ext.cli.preflight import check_meeting, check_slurm, has_process_group
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.cli.reference import BatchRecorder, train_alone
 from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print_results
@@ -115,9 +116,10 @@ def _build(config: DictConfig) -> _Run:
     try:
         OmegaConf.resolve(config)
         choices: Any = HydraConfig.get().runtime.choices
-        _check_groups(config, choices)
-        _set_devices(config, choices)
+        check_groups(config, choices)
+        set_devices(config, choices)
         check_settings(config)
+        check_slurm(config)
         seed_everything(config.seed, workers=True, verbose=False)
         strategy = instantiate(config.strategy)
         model = make(config.model, "model", LightningModule)
@@ -130,7 +132,7 @@ def _build(config: DictConfig) -> _Run:
         trainer = instantiate(
             config.trainer,
             _convert_="all",  # Lightning takes dictionaries and lists, not what OmegaConf has for them
-            plugins=_plugins(config),
+            plugins=make_plugins(config),
             strategy=strategy,
             callbacks=[summary, *callbacks, *([recorder] if recorder else [])],
             logger=loggers or False,
@@ -138,6 +140,8 @@ def _build(config: DictConfig) -> _Run:
         )
         check_hosts(trainer)
         _check_fractions(config, choices, trainer)
+        if has_process_group(config):
+            check_meeting(trainer, config.strategy)
     except Exception as error:
         # Whatever a constructor raises, the run has not started: the command prints it as one message.
         raise LaunchError(str(error)) from error
@@ -180,8 +184,15 @@ def _check_fractions(config: DictConfig, choices: Any, trainer: Trainer) -> None
         )
 
 
-def _plugins(config: DictConfig) -> list[Any] | None:
-    """Add the cluster to the Trainer's plugins, if it is one that has to be told."""
+def make_plugins(config: DictConfig) -> list[Any] | None:
+    """Add the cluster to the Trainer's plugins, if it is one that has to be told.
+
+    Args:
+        config: The composed configuration.
+
+    Returns:
+        The plugins; None for none.
+    """
     plugins = config.trainer.plugins
     if "_target_" not in config.cluster:
         return plugins  # type: ignore[no-any-return]
@@ -200,8 +211,16 @@ def _wanted(callbacks: list[Callback], trainer: DictConfig) -> list[Callback]:
     return [callback for callback in callbacks if not isinstance(callback, unwanted)]
 
 
-def _check_groups(config: DictConfig, choices: Any) -> None:
-    """Refuse settings that would be ignored."""
+def check_groups(config: DictConfig, choices: Any) -> None:
+    """Refuse settings that would be ignored.
+
+    Args:
+        config: The composed configuration.
+        choices: The options that were chosen, by group.
+
+    Raises:
+        LaunchError: If there are any.
+    """
     path = config.ckpt_path
     if path not in (None, "last", "best", "hpc") and "://" not in path and not Path(path).is_file():
         raise LaunchError(f"`ckpt_path={path}` is not a file. Give the path of a checkpoint, or `last`.")
@@ -215,7 +234,16 @@ def _check_groups(config: DictConfig, choices: Any) -> None:
             )
 
 
-def _set_devices(config: DictConfig, choices: Any) -> None:
+def set_devices(config: DictConfig, choices: Any) -> None:
+    """Fill in accelerator and devices where they are left open.
+
+    Args:
+        config: The composed configuration, which is changed.
+        choices: The options that were chosen, by group.
+
+    Raises:
+        LaunchError: If the strategy has one device, and there are to be several.
+    """
     trainer = config.trainer
     single = choices.strategy == _SINGLE
     if trainer.accelerator is None:

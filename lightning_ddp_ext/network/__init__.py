@@ -10,4 +10,12 @@
     choosing.py       which interface and address a host contributes
     reachability.py   does every host reach every other one there?
     pinning.py        telling the back-ends, in each one's own syntax
+
+Before and beside it:
+
+    ports.py             is a port of this host free, and who has it?
+    slurm_arithmetic.py  has SLURM started what a run needs? (from the environment alone)
+    reports.py           what ranks say about their hosts, collected by rank 0
+    skew.py              how far clocks are apart
+    bandwidth.py         how fast a process group adds up tensors
 """

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -14,7 +15,7 @@ from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_metho
 from lightning_ddp_ext.network.interfaces import AUTO, check_interface
 from lightning_ddp_ext.network.meeting import Meeting, meet, report_problem
 from lightning_ddp_ext.network.pinning import pin_interface, unpin_interface
-from lightning_ddp_ext.network.stores import has_listener, open_store
+from lightning_ddp_ext.network.stores import OpenStore, has_listener, open_store
 
 _TELLING_LIMIT = 0.3  # seconds for rank 0 to be told that this rank cannot start
 
@@ -31,6 +32,7 @@ def init_process_group(
     network_interface: str | None = None,
     num_nodes: int = 1,
     device_id: torch.device | None = None,
+    on_meeting: Callable[[Meeting, OpenStore], None] | None = None,
 ) -> ChosenNetwork | None:
     """Make the default process group over a network interface that connects all hosts.
 
@@ -51,6 +53,8 @@ def init_process_group(
             that the other hosts are reached over; None to leave the choice to the back-end, within the same limits.
         num_nodes: Number of hosts.
         device_id: The device that this rank is bound to; None or the CPU for none.
+        on_meeting: Called with the open store, on every rank, before ranks agree on a network; what it raises ends the
+            meeting. Not called for MPI.
 
     Returns:
         What was chosen on each host, for rank 0 to say once. None if there was a process group already, or if MPI
@@ -99,6 +103,8 @@ def init_process_group(
         raise
     try:
         opened = open_store(place, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
+        if on_meeting is not None:
+            on_meeting(meeting, opened)
         network, store = meet(meeting, opened)
     except dist.DistError as error:
         raise RendezvousError(

@@ -1,6 +1,5 @@
 """Opening the store through which ranks meet, in bounded time and with an error that says where it should have been."""
 
-import errno
 import logging
 import os
 import socket
@@ -15,6 +14,7 @@ from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.network.init_method import MeetingPlace
 from lightning_ddp_ext.network.interfaces import is_local, is_loopback, loopback_address, resolve
 from lightning_ddp_ext.network.meeting_file import open_file
+from lightning_ddp_ext.network.ports import check_port, port_error
 from lightning_ddp_ext.network.reachability import listen
 
 # A host that is starting may not be known or routed to yet, but it will not take as long as a rank that queues.
@@ -91,11 +91,7 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
     try:
         listening = listen(address, port)
     except OSError as error:
-        taken = f"port {port} of host {socket.gethostname()} cannot be listened on, {address or 'any address'}"
-        remedy = "Choose another port for rank 0, or end the process that has this one."
-        if error.errno != errno.EADDRINUSE:
-            remedy = "Choose another port for rank 0."
-        raise RendezvousError(f"{taken}, rank 0: {error.strerror}. {remedy}") from error
+        raise port_error(address, port, error) from error
     own = address or loopback_address()
     store = dist.TCPStore(
         own,
@@ -107,6 +103,20 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
         master_listen_fd=listening.detach(),
     )
     return OpenStore(store, address, everywhere=address is None)
+
+
+def check_meeting_place(place: MeetingPlace, num_nodes: int) -> None:
+    """Refuse a place whose port another program has; for rank 0, some time before it opens its store.
+
+    Args:
+        place: Where ranks will meet; what is not a port of rank 0 is left alone.
+        num_nodes: Number of hosts.
+
+    Raises:
+        RendezvousError: If the port is taken.
+    """
+    if place.host is not None and place.port is not None and not _is_agents(place):
+        check_port(_listening_address(place.host, num_nodes), place.port)
 
 
 def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> OpenStore:

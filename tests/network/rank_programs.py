@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment, RendezvousError
 from lightning_ddp_ext.integration.connecting import Connection
 from lightning_ddp_ext.network import stores
+from lightning_ddp_ext.network.bandwidth import measure_all_reduce
 from lightning_ddp_ext.network.process_group import init_process_group
 from lightning_ddp_ext.strategies.upstream import ConnectedDDPStrategy
 from tests.network import rank_server
@@ -159,6 +161,32 @@ def join_twice(**settings):
     return [again, ""]
 
 
+def time_all_reduces(**settings):
+    """What is measured without a limit, and with one that is over at once."""
+    init_process_group(backend="gloo", timeout=timedelta(seconds=10), **settings)
+    cpu = torch.device("cpu")
+    rows = [measure_all_reduce(cpu, sizes=(1024, 4096), limit=limit) for limit in (60.0, 0.0)]
+    dist.destroy_process_group()
+    return [[[row.size, row.seconds, row.world_size] for row in measured] for measured in rows]
+
+
+def diagnose(*, arguments, folder):
+    """Run `lightning-ddp-ext doctor`; only what it writes to standard output is returned."""
+    from lightning_ddp_ext.cli.main import main  # not every program pays for Hydra
+
+    path = Path(folder) / f"stdout-{os.getpid()}"
+    os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), 1)
+    os.environ["COLUMNS"] = "120"
+    sys.argv = ["lightning-ddp-ext", "doctor", *arguments]
+    code = None
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    sys.stdout.flush()
+    return {"code": code, "stdout": path.read_text()}
+
+
 def serve_as_agent(*, port):
     """Be torchrun's agent: own the store of all attempts."""
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -278,4 +306,5 @@ SCENARIOS = {
     "taken port": _taken_port,
     "rank 1 missing": lambda folder: _ranks(join, folder, only=[0], timeout=1),
     "rank 0 missing": lambda folder: _ranks(join, folder, only=[1], timeout=1),
+    "timed all-reduces": lambda folder: _ranks(time_all_reduces, folder),
 }

@@ -119,3 +119,12 @@ def test_a_port_of_another_program_is_named(outcomes):
 def test_missing_ranks_are_named(outcomes):
     errors(outcomes["rank 1 missing"], "RendezvousError", "rank 1 of 2 ranks did not join in time", "Check that")
     errors(outcomes["rank 0 missing"], "RendezvousError", "rank 1 on host", "could not connect to rank 0 at 127.0.0.1:")
+
+
+def test_all_reduces_are_timed_alike_on_all_ranks_until_the_time_is_over(outcomes):
+    first, second = values(outcomes["timed all-reduces"])
+    assert first == second
+    unlimited, limited = first
+    assert [row[0] for row in unlimited] == [1024, 4096]
+    assert [row[0] for row in limited] == [1024]
+    assert all(seconds > 0 and world_size == 2 for _, seconds, world_size in unlimited + limited)
