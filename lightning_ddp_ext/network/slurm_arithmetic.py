@@ -39,8 +39,8 @@ def find_problems(environ: Mapping[str, str], num_nodes: int, devices: int, *, u
         if of_step == 1 and num_nodes == 1:
             return []  # a shell: Lightning starts the processes of this node by itself
         problems.append(
-            f"`SLURM_JOB_NAME={name}` keeps Lightning from taking the job for SLURM's: each of the {of_step} tasks would"
-            " train on its own. Give the job another name, `--job-name=train`."
+            f"`SLURM_JOB_NAME={name}` keeps Lightning from taking the job for SLURM's: each of the {of_step} tasks"
+            " would train on its own. Give the job another name, `--job-name=train`."
         )
     if tasks is None:
         return problems
@@ -66,7 +66,6 @@ def summarize(environ: Mapping[str, str]) -> str | None:
     parts = [f"job {environ['SLURM_JOB_ID']}"]
     parts += [f"`{name}={environ[name]}`" for name in _SUMMARIZED if name in environ]
     return ", ".join(parts)
-
 
 
 def tasks_per_node(text: str) -> list[int]:
