@@ -4,6 +4,7 @@ from lightning_ddp_ext.errors import (
     ActivationCheckpointingError,
     BackendError,
     BatchSplitError,
+    ClusterError,
     DDPExtError,
     LoggedKeysError,
     NetworkInterfaceError,
@@ -17,6 +18,7 @@ from lightning_ddp_ext.errors import (
     UnsynchronizedGradientsError,
 )
 from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
+from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment
 from lightning_ddp_ext.parallel.reducer import GradientReducer
 from lightning_ddp_ext.strategies import (
     BalancedDataParallelStrategy,
@@ -32,6 +34,8 @@ __all__ = [
     "BackendError",
     "BalancedDataParallelStrategy",
     "BatchSplitError",
+    "CheckedSLURMEnvironment",
+    "ClusterError",
     "DDPCheckpointStrategy",
     "DDPExtError",
     "DDPJoinStrategy",

@@ -13,6 +13,7 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     |-- LoggedKeysError                ranks that log different keys, or in another order
     |-- OtherRankError                 a rank that failed, told by another one
     |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
+    |-- ClusterError                   a job whose processes are not those that the run needs
     |-- BackendError                   a communication back-end that this installation or launch cannot use
     |-- RendezvousError                processes of a run that do not find each other
     `-- NetworkInterfaceError          a network interface that a host lacks, or that does not reach the other hosts
@@ -70,6 +71,10 @@ class OtherRankError(DDPExtError):
 
 class ReplicaMismatchError(DDPExtError):
     """Ranks were not set up alike, or their parameters, buffers or optimizer states differ."""
+
+
+class ClusterError(DDPExtError):
+    """The processes that a cluster has started, or will start, are not those that the run needs."""
 
 
 class BackendError(DDPExtError):

@@ -21,6 +21,8 @@ def test_public_names_are_these():
         "BackendError",
         "BalancedDataParallelStrategy",
         "BatchSplitError",
+        "CheckedSLURMEnvironment",
+        "ClusterError",
         "DDPCheckpointStrategy",
         "DDPExtError",
         "DDPJoinStrategy",

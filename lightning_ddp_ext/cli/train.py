@@ -16,20 +16,29 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.cli.picture import draw_run
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.cli.reference import BatchRecorder, train_alone
 from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print_results
 from lightning_ddp_ext.data.fraction_sampler import check_fractions
-from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, UnsupportedFeatureError
+from lightning_ddp_ext.errors import (
+    BackendError,
+    ClusterError,
+    NetworkInterfaceError,
+    RendezvousError,
+    UnsupportedFeatureError,
+)
+from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _SINGLE = "single"
 
 # What may go wrong between the start of a run and its first step, and needs no traceback.
 _BEFORE_TRAINING = (
-    BackendError, MisconfigurationException, NetworkInterfaceError, RendezvousError, UnsupportedFeatureError,
+    BackendError, ClusterError, MisconfigurationException, NetworkInterfaceError, RendezvousError,
+    UnsupportedFeatureError,
 )  # fmt: skip
 
 
@@ -54,7 +63,9 @@ def train(config: DictConfig) -> None:
         LaunchError: If the run cannot start; nothing has been started then.
     """
     run = _build(config)
-    OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
+    if run.trainer.is_global_zero:
+        OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
+        _keep_metrics(run.folder)
     try:
         run.trainer.fit(run.model, datamodule=run.data, ckpt_path=config.ckpt_path)
     except _BEFORE_TRAINING as error:
@@ -66,6 +77,13 @@ def train(config: DictConfig) -> None:
         print_results(results, run.trainer, run.folder)
     if run.recorder is not None:
         _compare(config, run, run.recorder, results)
+
+
+def _keep_metrics(folder: Path) -> None:
+    """Keep what a job has logged before it was requeued; Lightning's logger would delete it."""
+    metrics = folder / "metrics.csv"
+    if metrics.exists():
+        metrics.rename(folder / f"metrics-{len(list(folder.glob('metrics-*.csv'))) + 1}.csv")
 
 
 def _compare(config: DictConfig, run: _Run, recorder: BatchRecorder, results: Mapping[str, float]) -> None:
@@ -81,6 +99,7 @@ def _test(run: _Run) -> Mapping[str, float]:
     if not is_overridden("test_step", run.model) or not is_overridden("test_dataloader", run.data):
         rank_zero_info("Not tested: the model has no `test_step`, or the data no `test_dataloader`.")
         return {}
+    keep_weights_for_testing(run.trainer)
     return run.trainer.test(run.model, datamodule=run.data, verbose=False)[0]
 
 
@@ -98,15 +117,17 @@ def _build(config: DictConfig) -> _Run:
         loggers = [instantiate(node) for node in (config.logger or {}).values()]
         folder = Path(HydraConfig.get().runtime.output_dir)
         recorder = BatchRecorder() if _wants_reference(config, model, data) else None
+        plugins = _plugins(config)
         trainer = instantiate(
             config.trainer,
-            plugins=_plugins(config),
+            plugins=plugins,
             strategy=strategy,
             callbacks=[LaunchSummary(folder, str(choices.strategy)), *callbacks, *([recorder] if recorder else [])],
             logger=loggers or False,
             default_root_dir=config.trainer.default_root_dir or str(folder),
         )
         _check_fractions(config, choices, trainer)
+        _check_tasks(plugins, choices, trainer)
     except Exception as error:
         # Whatever a constructor raises, the run has not started: the command prints it as one message.
         raise LaunchError(str(error)) from error
@@ -147,6 +168,16 @@ def _check_fractions(config: DictConfig, choices: Any, trainer: Trainer) -> None
             f"`data.train_fractions={list(fractions)}` gives processes different numbers of batches, and"
             f" `strategy={choices.strategy}` needs equally many. Use `strategy=ddp_join`."
         )
+
+
+def _check_tasks(plugins: list[Any] | None, choices: Any, trainer: Trainer) -> None:
+    """Refuse tasks of a SLURM job that would each train by themselves; the other strategies compare them."""
+    for plugin in plugins or []:
+        if isinstance(plugin, CheckedSLURMEnvironment) and plugin.world_size() != trainer.world_size:
+            raise LaunchError(
+                f"`strategy={choices.strategy}` runs in {trainer.world_size} process, and the job has"
+                f" `SLURM_NTASKS={plugin.world_size()}`. Start it with `srun --ntasks=1`."
+            )
 
 
 def _plugins(config: DictConfig) -> list[Any] | None:

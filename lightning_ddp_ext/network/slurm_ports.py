@@ -5,8 +5,8 @@ from collections.abc import Mapping
 # Lightning uses these; below the range that systems take ports for outgoing connections from.
 _FIRST, _COUNT = 15000, 10000
 _TRIED = 4
-# Prime to `_COUNT`, and far from each other: jobs with neighbouring numbers, which share nodes, do not meet again.
-_NEXT, _PER_STEP, _PER_RESTART = 3001, 1009, 2003
+# Jobs with neighbouring numbers, which share nodes, and their first steps and restarts do not meet again.
+_PER_STEP, _PER_RESTART, _NEXT = 37, 307, 2503
 
 
 def lightnings_port(environ: Mapping[str, str]) -> int:
@@ -34,7 +34,7 @@ def candidate_ports(environ: Mapping[str, str]) -> list[int]:
 
     Example:
         >>> candidate_ports({"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0"})
-        [16234, 19235, 22236, 15237]
+        [16234, 18737, 21240, 23743]
     """
     step, restarts = (int(environ.get(name, 0)) for name in ("SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     start = int(environ["SLURM_JOB_ID"]) + step * _PER_STEP + restarts * _PER_RESTART
