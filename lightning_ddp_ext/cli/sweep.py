@@ -17,7 +17,7 @@ from lightning_ddp_ext.cli.problems import LaunchError
 
 # What launchers say about the number of processes that they have started; `srun` and `torchrun`.
 _SIZES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 _GRACE = 5.0  # seconds
 
 

@@ -44,7 +44,7 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
         *,
         num_nodes: int | None = None,
         auto_requeue: bool = True,
-        requeue_signal: str | signal.Signals = signal.SIGUSR1,
+        requeue_signal: str | signal.Signals = "SIGUSR1",
     ) -> None:
         # Lightning's constructor only sets these two and checks what is checked here in another way.
         super(SLURMEnvironment, self).__init__()
