@@ -154,15 +154,15 @@ def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:
 
 
 def repeats_the_command(strategy: Strategy) -> bool:
-    """Tell whether a strategy starts the other processes of its host by repeating the command, not by multiprocessing."""
+    """Tell whether a strategy starts the other processes of its host by repeating the command."""
     return str(getattr(strategy, "_start_method", _POPEN)) == _POPEN
 
 
 def keep_weights_for_testing(trainer: Trainer) -> None:
     """Let `trainer.test` use the weights as they are.
 
-    Under SLURM, Lightning loads the `hpc_ckpt_*.ckpt` of an earlier start of the job first, unless a checkpoint has been
-    chosen by `trainer.ckpt_path`; None cannot be chosen there.
+    Under SLURM, Lightning loads the `hpc_ckpt_*.ckpt` of an earlier start of the job first, unless a checkpoint has
+    been chosen by `trainer.ckpt_path`; None cannot be chosen there.
     """
     connector = trainer._checkpoint_connector
     connector._ckpt_path = None

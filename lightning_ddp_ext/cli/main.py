@@ -87,7 +87,7 @@ def _fail_job(error: LaunchError) -> NoReturn:
 
 
 def _leave_hydras_files_to_rank_0() -> None:
-    """Let only rank 0 of a SLURM step write `.hydra`, and each rank a log of its own, as with processes of Lightning."""
+    """Let only rank 0 of a SLURM step write `.hydra`, and each rank a log of its own, as Lightning does on one host."""
     rank = os.environ.get("SLURM_PROCID", "0")
     if rank != "0":
         sys.argv += ["hydra.output_subdir=null", f"hydra.job.name=train_rank_{rank}"]

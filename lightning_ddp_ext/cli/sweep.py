@@ -1,4 +1,4 @@
-"""Jobs of a sweep, `--multirun`: one configuration, one folder and, where processes are started, one process group each."""
+"""Jobs of a sweep, `--multirun`: one configuration, one folder and, with several processes, one process group each."""
 
 import os
 import signal
@@ -49,8 +49,8 @@ def check_start(config: DictConfig) -> None:
         tasks = os.environ.get(variable, "1")
         if tasks != "1" and not _is_submitted():
             raise LaunchError(
-                f"`--multirun` was started {tasks} times (`{variable}={tasks}`), and each of them would run all jobs. Start"
-                " it once, with `hydra/launcher=submitit_slurm` for jobs of several tasks."
+                f"`--multirun` was started {tasks} times (`{variable}={tasks}`), and each would run all jobs. Start it"
+                " once, with `hydra/launcher=submitit_slurm` for jobs of several tasks."
             )
 
 

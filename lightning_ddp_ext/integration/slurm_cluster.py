@@ -53,13 +53,13 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
         self._num_nodes = num_nodes
         if _JOB not in os.environ:
             raise ClusterError(
-                f"`CheckedSLURMEnvironment` was chosen, but this is no process of a SLURM job (`{_JOB}` is not set). Leave"
-                " out `cluster=slurm`, or start the command by `srun`."
+                f"`CheckedSLURMEnvironment` was chosen, but this is no process of a SLURM job (`{_JOB}` is not set)."
+                " Leave out `cluster=slurm`, or start the command by `srun`."
             )
         if _RANK not in os.environ:
             raise ClusterError(
-                f"this process is in the allocation `{_JOB}={os.environ[_JOB]}`, but `srun` has not started it (`{_RANK}`"
-                " is not set). Put `srun` before the command."
+                f"this process is in the allocation `{_JOB}={os.environ[_JOB]}`, but `srun` has not started it"
+                f" (`{_RANK}` is not set). Put `srun` before the command."
             )
 
     @property
@@ -83,8 +83,8 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         if self._num_nodes not in (None, num_nodes):
             raise ClusterError(
-                f"`num_nodes={num_nodes}` of the Trainer differs from `num_nodes={self._num_nodes}` of the cluster. Give"
-                " both the number of nodes."
+                f"`num_nodes={num_nodes}` of the Trainer differs from `num_nodes={self._num_nodes}` of the cluster."
+                " Give both the number of nodes."
             )
         _refuse(find_problems(os.environ, num_nodes, num_devices))
 

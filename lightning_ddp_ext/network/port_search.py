@@ -28,8 +28,8 @@ def open_store_of_run(
 ) -> OpenStore:
     """Open the store where ranks meet, at another port if that of the place is taken.
 
-    Ranks tell their own store from another run's by the name in its invitation. As rank 0 takes the invitation back when
-    all have come, nobody finds a store of an earlier meeting either.
+    Ranks tell their own store from another run's by the name in its invitation. As rank 0 takes the invitation back
+    when all have come, nobody finds a store of an earlier meeting either.
 
     Args:
         place: Where; with `other_ports`, or just `open_store`.
@@ -69,7 +69,8 @@ def _serve_first_free(places: list[MeetingPlace], world_size: int, num_nodes: in
             )  # fmt: skip
         return opened
     raise RendezvousError(
-        f"ports {_listed(places)} of host {socket.gethostname()}, rank 0, are all taken. Set `MASTER_PORT` to a free one."
+        f"ports {_listed(places)} of host {socket.gethostname()}, rank 0, are all taken."
+        " Set `MASTER_PORT` to a free one."
     )
 
 
@@ -105,8 +106,8 @@ class _Search:
             if time.monotonic() >= deadline:
                 raise RendezvousError(
                     f"rank {self._rank} on host {socket.gethostname()} did not find rank 0 at {self._host}, ports"
-                    f" {_listed(self._places)}, within {timeout.total_seconds():g} s. Check that rank 0 has been started"
-                    " there."
+                    f" {_listed(self._places)}, within {timeout.total_seconds():g} s. Check that rank 0 has been"
+                    " started there."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 
 class RequeueOnce(Callback):
-    """Saves where a preempted job would, and puts the job into the queue again; when that has started anew, does nothing."""
+    """Saves where a preempted job would, and puts the job into the queue; does nothing when that has started again."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step != 3 or os.environ.get("SLURM_RESTART_COUNT", "0") != "0":

@@ -28,8 +28,8 @@ _ENDED = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "PREEMPTED", "BOOT_FAIL"
 }  # fmt: skip
 
-# Nothing listens on other addresses than those of the loopback interface, and nothing is kept for accounting. A job that
-# is put into the queue again starts after `cred_expire` seconds.
+# Nothing listens on other addresses than those of the loopback interface, and nothing is kept for accounting. A job
+# that is put into the queue again starts after `cred_expire` seconds.
 _CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -65,9 +65,8 @@ SlurmdParameters=config_overrides
 KillWait=3
 PropagateResourceLimits=NONE
 GresTypes=gpu
-NodeName=DEFAULT NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 Gres=gpu:2 State=UNKNOWN
-NodeName=node1 Port={ports[1]}
-NodeName=node2 Port={ports[2]}
+NodeName=node1 Port={ports[1]} NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 Gres=gpu:2
+NodeName=node2 Port={ports[2]} NodeHostname={host} NodeAddr=127.0.0.1 CPUs=4 Gres=gpu:2
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -105,11 +104,11 @@ class SlurmCluster:
             "OMP_NUM_THREADS": "1", "COLUMNS": "120",
         }  # fmt: skip
         self._configure()
-        self._process = subprocess.Popen(
-            ["unshare", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child", "bash", "-c", _START],
-            cwd=self.folder, env=self.environment, stdin=subprocess.PIPE,
-            stdout=(self.folder / "start.log").open("w"), stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        with (self.folder / "start.log").open("w") as log:
+            self._process = subprocess.Popen(
+                ["unshare", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child", "bash", "-c", _START],
+                cwd=self.folder, env=self.environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
+            )  # fmt: skip
         with contextlib.ExitStack() as failing:
             failing.callback(self.close)
             self._await_nodes()
@@ -195,13 +194,13 @@ class SlurmCluster:
 
     def variables(self, *command):
         """The variables of SLURM in the first process that `srun ...` or `salloc ...` starts."""
-        program = 'test "${SLURM_PROCID:-0}" != 0 || env | grep ^SLURM_'
+        program = 'test "${SLURM_PROCID:-0}" != 0 || env | grep ^SLURM'
         return _read(self.call(*command, "sh", "-c", program))
 
     def variables_of_script(self, *options):
         """The variables of SLURM in a batch script."""
         path = self.folder / f"variables-{secrets.token_hex(4)}"
-        job = self.submit(*options, "--output=/dev/null", f"--wrap=env | grep ^SLURM_ >{path}", cwd=self.folder)
+        job = self.submit(*options, "--output=/dev/null", f"--wrap=env | grep ^SLURM >{path}", cwd=self.folder)
         assert self.wait(job, LIMIT) == "COMPLETED"
         return _read(path.read_text())
 
@@ -225,7 +224,7 @@ class SlurmCluster:
 
 def _read(text):
     pairs = (line.partition("=") for line in text.splitlines())
-    return {name: value for name, _, value in pairs if name.startswith("SLURM_")}
+    return {name: value for name, _, value in pairs if name.startswith("SLURM")}
 
 
 def _free_ports(count):

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "slurm"
 LIMIT = 150.0  # seconds for a job of seconds, on a busy machine
 SMALL = [
-    "trainer.max_epochs=1", "trainer.limit_train_batches=8", "trainer.limit_val_batches=1", "trainer.limit_test_batches=2",
-    "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "picture=false",
+    "trainer.max_epochs=1", "trainer.limit_train_batches=8", "trainer.limit_val_batches=1",
+    "trainer.limit_test_batches=2", "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "picture=false",
 ]  # fmt: skip
 
 

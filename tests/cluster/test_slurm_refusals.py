@@ -52,7 +52,7 @@ def become(environments, monkeypatch):
     """Give this process the environment of one that was started in some way."""
 
     def start(name):
-        for variable in [variable for variable in os.environ if variable.startswith(("SLURM_", "MASTER_"))]:
+        for variable in [variable for variable in os.environ if variable.startswith(("SLURM", "MASTER_"))]:
             monkeypatch.delenv(variable)
         for variable, value in environments(name).items():
             monkeypatch.setenv(variable, value)
@@ -79,12 +79,17 @@ def test_tasks_that_fit_are_the_ranks(become):
 @pytest.mark.parametrize(
     ("start", "num_nodes", "devices", "parts"),
     [
-        ("fits", 2, 2, ["`SLURM_NTASKS=2`", "`devices=2`", "ranks 2 to 3 are missing", "`--nodes=2 --ntasks-per-node=2`"]),
+        (
+            "fits",
+            2,
+            2,
+            ["`SLURM_NTASKS=2`", "`devices=2`", "ranks 2 to 3 are missing", "`--nodes=2 --ntasks-per-node=2`"],
+        ),
         ("four tasks", 2, 1, ["`SLURM_NTASKS=4`", "`devices=1`", "2 tasks too many"]),
         ("two tasks", 2, 2, ["`SLURM_NNODES=1` differs from `num_nodes=2`", "Set `num_nodes=1`"]),
-        ("uneven", 2, 2, ["`SLURM_NTASKS_PER_NODE=3` differs from `devices=2`"]),
+        ("uneven", 2, 2, ["`SLURM_STEP_TASKS_PER_NODE=3,1` puts 3 tasks on a node with `devices=2`"]),
         ("bash", 2, 1, ["`SLURM_JOB_NAME=bash`", "`--job-name=train`"]),
-        ("a GPU each", 1, 2, ["`SLURM_GPUS_PER_TASK=1`", "`--gpus-per-node=2`"]),
+        ("a GPU each", 1, 2, ["`SLURMD_TRES_BIND=gpu:per_task:1`", "`--gpus-per-node=2`"]),
         ("script", 2, 1, ["`SLURM_JOB_ID=", "`srun` has not started it", "Put `srun` before"]),
         ("script without tasks", 2, 1, ["`srun` has not started it", "the only one of 2"]),
         ("shell", 2, 1, ["`SLURM_PROCID` is not set", "Put `srun` before"]),

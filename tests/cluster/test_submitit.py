@@ -10,8 +10,8 @@ pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the e
 SWEEP = Path(__file__).parents[2] / "examples" / "slurm" / "sweep.sh"
 LIMIT = 240.0  # seconds, on a busy machine
 SMALL = [
-    "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
-    "trainer.enable_progress_bar=false", "picture=false",
+    "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1",
+    "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "picture=false",
 ]  # fmt: skip
 
 
@@ -40,6 +40,8 @@ def test_a_job_that_cannot_start_is_named_where_the_sweep_was_started(slurm, tmp
     )  # fmt: skip
     assert done.returncode == 1
     message = done.stderr.splitlines()[-1]
-    assert message.startswith("lightning-ddp-ext: job 0 of the sweep, `cluster=slurm strategy=ddp_join trainer.devices=2 ")
+    assert message.startswith(
+        "lightning-ddp-ext: job 0 of the sweep, `cluster=slurm strategy=ddp_join trainer.devices=2 "
+    )
     assert "`SLURM_NTASKS=1`" in message
     assert "rank 1 is missing" in message
