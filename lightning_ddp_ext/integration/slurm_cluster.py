@@ -4,7 +4,8 @@ import os
 import signal
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ClusterError

@@ -5,6 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
@@ -12,7 +13,8 @@ from lightning_ddp_ext.network.slurm_ports import candidate_ports
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "slurm"
-LIMIT = 150.0  # seconds for a job of seconds, on a busy machine
+pytestmark = pytest.mark.timeout(900)
+LIMIT = 300.0  # seconds for a job of seconds, on a busy machine
 SMALL = [
     "trainer.max_epochs=1", "trainer.limit_train_batches=8", "trainer.limit_val_batches=1",
     "trainer.limit_test_batches=2", "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "picture=false",

@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra `slurm`")
 
 SWEEP = Path(__file__).parents[2] / "examples" / "slurm" / "sweep.sh"
-LIMIT = 240.0  # seconds, on a busy machine
+pytestmark = pytest.mark.timeout(900)
+LIMIT = 600.0  # seconds, on a busy machine
 SMALL = [
     "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1",
     "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "picture=false",

@@ -77,7 +77,10 @@ def test_what_fits_is_no_problem(environ, num_nodes, devices):
             srun(4, 2, SLURM_GPUS_PER_TASK="a100:1"), 2, 2,
             ["`SLURM_GPUS_PER_TASK=a100:1` shows each task 1 GPU", "`devices=2`", "`--gpus-per-node=2`"],
         ),
-        (srun(4, 2, SLURMD_TRES_BIND="gpu:per_task:1"), 2, 2, ["`SLURMD_TRES_BIND=gpu:per_task:1` shows each task 1 GPU"]),
+        (
+            srun(4, 2, SLURMD_TRES_BIND="gpu:per_task:1"), 2, 2,
+            ["`SLURMD_TRES_BIND=gpu:per_task:1` shows each task 1 GPU"],
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_once_with_its_variables_and_a_remedy(environ, num_nodes, devices, parts):
