@@ -41,5 +41,5 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/all.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo,docs,test]"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo,docs,slurm,test]"
 	touch $@

@@ -5,6 +5,7 @@ from lightning_ddp_ext.errors import (
     BackendError,
     BatchSplitError,
     CheckpointRefusedError,
+    ClusterError,
     DDPExtError,
     LoggedKeysError,
     NetworkInterfaceError,
@@ -18,6 +19,7 @@ from lightning_ddp_ext.errors import (
     UnsynchronizedGradientsError,
 )
 from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
+from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment
 from lightning_ddp_ext.parallel.reducer import GradientReducer
 from lightning_ddp_ext.strategies import (
     BalancedDataParallelStrategy,
@@ -33,7 +35,9 @@ __all__ = [
     "BackendError",
     "BalancedDataParallelStrategy",
     "BatchSplitError",
+    "CheckedSLURMEnvironment",
     "CheckpointRefusedError",
+    "ClusterError",
     "DDPCheckpointStrategy",
     "DDPExtError",
     "DDPJoinStrategy",

@@ -130,6 +130,16 @@ class ManualClusterConfig:
 
 
 @dataclass(kw_only=True)
+class SlurmClusterConfig:
+    """Arguments of `CheckedSLURMEnvironment`."""
+
+    _target_: str = "lightning_ddp_ext.CheckedSLURMEnvironment"
+    num_nodes: int = MISSING
+    auto_requeue: bool = True
+    requeue_signal: str = "SIGUSR1"
+
+
+@dataclass(kw_only=True)
 class TrainerConfig:
     """Arguments of `lightning.pytorch.Trainer` that no other group sets.
 
@@ -224,7 +234,11 @@ def register_schemas() -> None:
         },
         "lightning_ddp_ext/process_group": {"process_group": ProcessGroupConfig},
         "lightning_ddp_ext/network": {"network": NetworkConfig},
-        "lightning_ddp_ext/cluster": {"cluster": ClusterConfig, "manual": ManualClusterConfig},
+        "lightning_ddp_ext/cluster": {
+            "cluster": ClusterConfig,
+            "manual": ManualClusterConfig,
+            "slurm": SlurmClusterConfig,
+        },
         "lightning_ddp_ext/trainer": {"trainer": TrainerConfig},
         **PARTS,
     }

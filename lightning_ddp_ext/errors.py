@@ -14,6 +14,7 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     |-- OtherRankError                 a rank that failed, told by another one
     |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
     |-- CheckpointRefusedError         a checkpoint that holds more than tensors and plain values
+    |-- ClusterError                   a job whose processes are not those that the run needs
     |-- BackendError                   a communication back-end that this installation or launch cannot use
     |-- RendezvousError                processes of a run that do not find each other
     `-- NetworkInterfaceError          a network interface that a host lacks, or that does not reach the other hosts
@@ -88,6 +89,10 @@ class CheckpointRefusedError(DDPExtError):
         super().__init__(f"{problem} {remedy}")
         self.problem = problem
         self.names = tuple(names)
+
+
+class ClusterError(DDPExtError):
+    """The processes that a cluster has started, or will start, are not those that the run needs."""
 
 
 class BackendError(DDPExtError):

@@ -19,12 +19,15 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import device as Device
 from torch import nn
 
 PRIVATE_STRATEGY_NAMES = frozenset({"_configure_launcher", "_layer_sync"})
+
+_POPEN = "popen"  # of `DDPStrategy`; strategies without a choice do the same
 
 # Attributes of a `LightningModule` that a replica has values of its own for: its device, the cache of its metrics'
 # names, which is keyed by object id, and the `log` that records.
@@ -196,6 +199,22 @@ def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:
     """Return the loader of the loop that runs; `trainer.train_dataloader` is only what it combines."""
     loop = trainer._active_loop
     return None if loop is None else loop._combined_loader
+
+
+def repeats_the_command(strategy: Strategy) -> bool:
+    """Tell whether a strategy starts the other processes of its host by repeating the command."""
+    return str(getattr(strategy, "_start_method", _POPEN)) == _POPEN
+
+
+def keep_weights_for_testing(trainer: Trainer) -> None:
+    """Let `trainer.test` use the weights as they are.
+
+    Under SLURM, Lightning loads the `hpc_ckpt_*.ckpt` of an earlier start of the job first, unless a checkpoint has
+    been chosen by `trainer.ckpt_path`; None cannot be chosen there.
+    """
+    connector = trainer._checkpoint_connector
+    connector._ckpt_path = None
+    connector._user_managed = True
 
 
 def is_hook_of_loop(module: LightningModule, hook: str) -> bool:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.cli.checks import check_hosts, check_settings, make, make_all
 from lightning_ddp_ext.cli.picture import draw_run
@@ -29,6 +30,7 @@ from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print
 from lightning_ddp_ext.data.fraction_sampler import check_fractions
 from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
 from lightning_ddp_ext.integration.checkpoint_loading import is_refusal, refusal
+from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _SINGLE = "single"
@@ -60,7 +62,9 @@ def train(config: DictConfig) -> None:
         LaunchError: If the run cannot start; nothing has been started then.
     """
     run = _build(config)
-    OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
+    if run.trainer.is_global_zero:
+        OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
+        _keep_metrics(run.folder)
     _fit(config, run)
     results = _test(run) if config.test else {}
     if run.trainer.is_global_zero:
@@ -96,6 +100,13 @@ def _is_mistake(error: Exception, run: _Run) -> bool:
     return not any(frame.f_globals.get("__name__", "").partition(".")[0] in theirs for frame in frames)
 
 
+def _keep_metrics(folder: Path) -> None:
+    """Keep what a job has logged before it was requeued; Lightning's logger would delete it."""
+    metrics = folder / "metrics.csv"
+    if metrics.exists():
+        metrics.rename(folder / f"metrics-{len(list(folder.glob('metrics-*.csv'))) + 1}.csv")
+
+
 def _compare(config: DictConfig, run: _Run, recorder: BatchRecorder, results: Mapping[str, float]) -> None:
     """Train once more in one process, on rank 0, and print both."""
     if dist.is_initialized():
@@ -109,6 +120,7 @@ def _test(run: _Run) -> Mapping[str, float]:
     if not is_overridden("test_step", run.model) or not is_overridden("test_dataloader", run.data):
         rank_zero_info("Not tested: the model has no `test_step`, or the data no `test_dataloader`.")
         return {}
+    keep_weights_for_testing(run.trainer)
     return run.trainer.test(run.model, datamodule=run.data, verbose=False)[0]
 
 
@@ -129,10 +141,11 @@ def _build(config: DictConfig) -> _Run:
         folder = Path(HydraConfig.get().runtime.output_dir)
         recorder = BatchRecorder() if _wants_reference(config, model, data) else None
         summary = LaunchSummary(folder, str(choices.strategy))
+        plugins = make_plugins(config)
         trainer = instantiate(
             config.trainer,
             _convert_="all",  # Lightning takes dictionaries and lists, not what OmegaConf has for them
-            plugins=make_plugins(config),
+            plugins=plugins,
             strategy=strategy,
             callbacks=[summary, *callbacks, *([recorder] if recorder else [])],
             logger=loggers or False,
@@ -142,6 +155,7 @@ def _build(config: DictConfig) -> _Run:
         _check_fractions(config, choices, trainer)
         if has_process_group(config):
             check_meeting(trainer, config.strategy)
+        _check_tasks(plugins, choices, trainer)
     except Exception as error:
         # Whatever a constructor raises, the run has not started: the command prints it as one message.
         raise LaunchError(str(error)) from error
@@ -182,6 +196,16 @@ def _check_fractions(config: DictConfig, choices: Any, trainer: Trainer) -> None
             f"`data.train_fractions={list(fractions)}` gives processes different numbers of batches, and"
             f" `strategy={choices.strategy}` needs equally many. Use `strategy=ddp_join`."
         )
+
+
+def _check_tasks(plugins: list[Any] | None, choices: Any, trainer: Trainer) -> None:
+    """Refuse tasks of a SLURM job that would each train by themselves; the other strategies compare them."""
+    for plugin in plugins or []:
+        if isinstance(plugin, CheckedSLURMEnvironment) and plugin.world_size() != trainer.world_size:
+            raise LaunchError(
+                f"`strategy={choices.strategy}` runs in {trainer.world_size} process, and the job has"
+                f" `SLURM_NTASKS={plugin.world_size()}`. Start it with `srun --ntasks=1`."
+            )
 
 
 def make_plugins(config: DictConfig) -> list[Any] | None:

@@ -17,11 +17,15 @@ class MeetingPlace:
         host: Name or address of rank 0's host; None for a file, and for what the cluster environment says.
         port: The port there.
         path: The file; None for a host.
+        other_ports: Ports that rank 0 tries in this order if its port is taken; the others look for its store there.
+        run: A name of the run, which the ranks know its store by if there are other ports.
     """
 
     host: str | None = None
     port: int | None = None
     path: Path | None = None
+    other_ports: tuple[int, ...] = ()
+    run: str = ""
 
 
 def parse_init_method(init_method: str | None) -> MeetingPlace:

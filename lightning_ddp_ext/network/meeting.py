@@ -54,6 +54,7 @@ class Meeting:
         requested: Name of an interface, `"loopback"`, `"auto"` or None.
         timeout: How long to wait for the others.
         remedy: What to do about ranks that do not come.
+        run: A name of the run, see `MeetingPlace`.
     """
 
     backend: str
@@ -63,6 +64,7 @@ class Meeting:
     requested: str | None
     timeout: timedelta
     remedy: str
+    run: str = ""
 
     @property
     def gloo(self) -> bool:
@@ -121,7 +123,7 @@ def _lead(meeting: Meeting, opened: OpenStore, stack: contextlib.ExitStack) -> t
         # A file: nobody knows yet where rank 0 is, so the others try all its addresses.
         port = _listening(stack, []).port
         searched = [(address, port) for address in all_addresses()]
-    invitation = {"machine": this_machine(), "searched": searched}
+    invitation = {"machine": this_machine(), "searched": searched, "run": meeting.run}
     roll = call_roll(opened.store, meeting.world_size, invitation, meeting.timeout)
     entries = collect_entries(roll, meeting.remedy)
     with _failing(roll):

@@ -2,7 +2,7 @@
 
 import atexit
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -15,7 +15,8 @@ from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_metho
 from lightning_ddp_ext.network.interfaces import AUTO, check_interface
 from lightning_ddp_ext.network.meeting import Meeting, meet, report_problem
 from lightning_ddp_ext.network.pinning import pin_interface, unpin_interface
-from lightning_ddp_ext.network.stores import OpenStore, has_listener, open_store
+from lightning_ddp_ext.network.port_search import open_store_of_run
+from lightning_ddp_ext.network.stores import OpenStore, has_listener
 
 _TELLING_LIMIT = 0.3  # seconds for rank 0 to be told that this rank cannot start
 
@@ -27,6 +28,8 @@ def init_process_group(
     world_size: int,
     main_address: str,
     main_port: int,
+    other_ports: Sequence[int] = (),
+    run: str = "",
     timeout: timedelta,
     init_method: str | None = None,
     network_interface: str | None = None,
@@ -47,6 +50,9 @@ def init_process_group(
         world_size: Number of ranks.
         main_address: Name or address of rank 0's host.
         main_port: A free port there.
+        other_ports: Ports that rank 0 tries in this order if that one is taken, the same on every rank; the others look
+            for its store there. None are tried by default.
+        run: A name of the run, the same on every rank and of no other run on these hosts; for `other_ports`.
         timeout: How long ranks wait for each other here, and the time limit of one collective afterwards.
         init_method: Another meeting place than the main address, see `parse_init_method`.
         network_interface: Name of an interface that every host has; `"loopback"`, for one host; `"auto"` for the one
@@ -85,7 +91,7 @@ def init_process_group(
         return None
     place = parse_init_method(init_method)
     if place.path is None and place.host is None:
-        place = MeetingPlace(main_address, main_port)
+        place = MeetingPlace(main_address, main_port, other_ports=tuple(other_ports), run=run)
     meeting = Meeting(
         backend=backend.lower(),
         rank=rank,
@@ -94,6 +100,7 @@ def init_process_group(
         requested=network_interface,
         timeout=timeout,
         remedy=_remedy(place),
+        run=place.run,
     )
     unpin_interface()  # what an earlier run chose is not the user's choice
     try:
@@ -102,7 +109,7 @@ def init_process_group(
         _tell_rank_0(meeting, place, error)
         raise
     try:
-        opened = open_store(place, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
+        opened = open_store_of_run(place, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
         if on_meeting is not None:
             on_meeting(meeting, opened)
         network, store = meet(meeting, opened)
@@ -145,7 +152,7 @@ def _tell_rank_0(meeting: Meeting, place: MeetingPlace, error: NetworkInterfaceE
         return
     limit = timedelta(seconds=_TELLING_LIMIT)
     with contextlib.suppress(RendezvousError):  # rank 0 was not there in time; the error of this rank follows
-        opened = open_store(
+        opened = open_store_of_run(
             place, rank=meeting.rank, world_size=meeting.world_size, num_nodes=meeting.num_nodes, timeout=limit
         )
         report_problem(meeting, opened, error, limit)

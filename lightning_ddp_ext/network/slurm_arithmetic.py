@@ -7,6 +7,8 @@ from collections.abc import Mapping
 _HIDING_NAMES = ("bash", "interactive")
 # Larger numbers are no steps of tasks but the batch script, an interactive shell and the like; see slurm.h.
 _LAST_STEP = 0xFFFFFFF0
+# All that `srun --gpus-per-task=1` says, if the batch script did not ask for it: `gpu:per_task:1`.
+_BINDING, _OF_TASK = "SLURMD_TRES_BIND", "gpu:per_task:"
 _SUMMARIZED = ("SLURM_JOB_NAME", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
 
@@ -145,12 +147,15 @@ def _explain_difference(tasks: int, wanted: int) -> str:
 
 
 def _check_gpus(environ: Mapping[str, str], devices: int) -> str | None:
-    text = environ.get("SLURM_GPUS_PER_TASK", "")
+    name = "SLURM_GPUS_PER_TASK"
+    if name not in environ and _OF_TASK in environ.get(_BINDING, ""):
+        name = _BINDING
+    text = environ.get(name, "")
     of_task = text.rpartition(":")[2]  # with the model of the GPU, `a100:1`
     if not of_task.isdecimal() or int(of_task) >= devices:
         return None
     return (
-        f"`SLURM_GPUS_PER_TASK={text}` shows each task {_plural(int(of_task), 'GPU')}, with the index 0, and"
+        f"`{name}={text}` shows each task {_plural(int(of_task), 'GPU')}, with the index 0, and"
         f" `devices={devices}` looks for {devices}. Replace `--gpus-per-task` by `--gpus-per-node={devices}`."
     )
 

@@ -67,10 +67,7 @@ def open_store(place: MeetingPlace, *, rank: int, world_size: int, num_nodes: in
     assert place.port is not None
     if rank == 0 and not _is_agents(place):
         return serve_store(_listening_address(place.host, num_nodes), place.port, world_size, timeout)
-    host = place.host
-    if num_nodes == 1 and _is_this_host(host):
-        host = loopback_address()
-    return connect_store(host, place.port, rank=rank, timeout=timeout)
+    return connect_store(connecting_host(place.host, num_nodes), place.port, rank=rank, timeout=timeout)
 
 
 def serve_store(address: str | None, port: int, world_size: int, timeout: timedelta) -> OpenStore:
@@ -149,6 +146,34 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
     return OpenStore(store, local)
 
 
+def connecting_host(host: str, num_nodes: int) -> str:
+    """Return where to connect to in order to reach a host.
+
+    Args:
+        host: Its name or address.
+        num_nodes: Number of hosts.
+
+    Returns:
+        The same; the loopback address if this is the only host.
+    """
+    return loopback_address() if num_nodes == 1 and _is_this_host(host) else host
+
+
+def await_host(host: str, port: int, *, rank: int, timeout: timedelta) -> None:
+    """Wait until a host answers, even if nothing listens at the port.
+
+    Args:
+        host: Name or address of rank 0's host.
+        port: The port there.
+        rank: This rank.
+        timeout: How long to wait.
+
+    Raises:
+        RendezvousError: If there is no such host or no way to it, in the limit that `connect_store` has for that.
+    """
+    _await_listener(host, port, rank, timeout, refusal_will_do=True)
+
+
 def has_listener(host: str, port: int, limit: float) -> bool:
     """Tell whether something listens right now.
 
@@ -167,8 +192,10 @@ def has_listener(host: str, port: int, limit: float) -> bool:
         return False
 
 
-def _await_listener(host: str, port: int, rank: int, timeout: timedelta) -> tuple[str, str]:
-    """Return the addresses of rank 0 and of this host, of a connection that worked."""
+def _await_listener(
+    host: str, port: int, rank: int, timeout: timedelta, refusal_will_do: bool = False
+) -> tuple[str, str]:
+    """Return the addresses of rank 0 and of this host, of a connection that worked; none if it was refused."""
     started = time.monotonic()
     patience = timeout.total_seconds()
     said = False
@@ -178,6 +205,8 @@ def _await_listener(host: str, port: int, rank: int, timeout: timedelta) -> tupl
                 return str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError as error:
             waits_for_rank_0 = isinstance(error, ConnectionRefusedError | ConnectionResetError)
+            if waits_for_rank_0 and refusal_will_do:
+                return "", ""
             limit = patience if waits_for_rank_0 else min(patience, _UNREACHABLE_LIMIT)
             waited = time.monotonic() - started
             if waited >= _PATIENCE and not said:

@@ -9,7 +9,8 @@ import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torchmetrics import Metric, MetricCollection
@@ -82,6 +83,35 @@ def test_the_loop_is_asked_before_each_batch(tmp_path):
     compat_lightning.not_before_each_batch(trainer)
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
     assert compat_lightning.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
+
+
+def test_how_a_strategy_starts_processes_is_known():
+    assert compat_lightning.repeats_the_command(DDPStrategy())
+    assert not compat_lightning.repeats_the_command(DDPStrategy(start_method="spawn"))
+    assert compat_lightning.repeats_the_command(FSDPStrategy())
+
+
+class Constant(LightningModule):
+    def __init__(self, value):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(float(value)))
+
+    def test_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_restarted_job_is_tested_with_the_weights_it_has(tmp_path, monkeypatch, kept):
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    trainer = Trainer(default_root_dir=tmp_path, plugins=[LightningEnvironment()], **options)
+    trainer.strategy.connect(Constant(1))
+    trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    module = Constant(2)
+    if kept:
+        compat_lightning.keep_weights_for_testing(trainer)
+    trainer.test(module, [0], verbose=False)
+    assert module.value.item() == (2 if kept else 1)
 
 
 def test_parts_of_a_flat_tensor_are_views():

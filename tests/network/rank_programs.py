@@ -1,10 +1,12 @@
 """What ranks do in the network tests; imported by every process, and cheap apart from torch and Lightning."""
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -187,9 +189,11 @@ def diagnose(*, arguments, folder):
     return {"code": code, "stdout": path.read_text()}
 
 
-def serve_as_agent(*, port):
-    """Be torchrun's agent: own the store of all attempts."""
+def serve_as_agent(*, port, invitation=None):
+    """Be torchrun's agent: own the store of all attempts. Or be another run, which calls its ranks."""
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    if invitation is not None:
+        store.set("invitation", json.dumps(invitation))
     while store.check([]):
         time.sleep(0.1)
 
@@ -217,18 +221,24 @@ def free_port():
         return found.getsockname()[1]
 
 
-def _with_agent(folder, attempts):
-    """Run attempts one after the other on one store, as torchrun does when it restarts workers."""
+@contextmanager
+def _agent(folder, **arguments):
     port = free_port()
     agent = os.fork()
     if agent == 0:
-        rank_server.work(serve_as_agent, {"port": port}, folder / "agent")
+        rank_server.work(serve_as_agent, {"port": port, **arguments}, folder / "agent")
     try:
-        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        return [attempt(env=env, main_port=port) for attempt in attempts]
+        yield port
     finally:
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)
+
+
+def _with_agent(folder, attempts):
+    """Run attempts one after the other on one store, as torchrun does when it restarts workers."""
+    with _agent(folder) as port:
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [attempt(env=env, main_port=port) for attempt in attempts]
 
 
 def _restarts(folder, function, *, late, **settings):
@@ -281,6 +291,35 @@ def _unknown_address(folder):
     return _ranks(join_unaware, folder, network_interface="auto")
 
 
+def _moved_from_a_mute_program(folder, **settings):
+    with socket.create_server(("127.0.0.1", 0)) as other:  # accepts, and never answers
+        return _ranks(join, folder, main_port=other.getsockname()[1], run="mine", **settings)
+
+
+def _moved_from_another_run(folder):
+    with _agent(folder, invitation={"run": "other", "name": "other"}) as port:
+        return _ranks(join, folder, main_port=port, other_ports=[free_port(), free_port()], run="mine")
+
+
+def _two_runs(folder):
+    """Four ranks of two runs, which want the same ports; those that search come first."""
+    ports = [free_port() for _ in range(3)]
+    jobs = []
+    for number, (run, rank) in enumerate((run, rank) for run in ("one", "two") for rank in (0, 1)):
+        arguments = {
+            "world_size": 2, "rank": rank, "main_address": "127.0.0.1", "main_port": ports[0],
+            "other_ports": ports[1:], "run": run, "delay": 0.0 if rank else 0.5,
+        }  # fmt: skip
+        jobs.append({"rank": number, "arguments": arguments})
+    return rank_server.run(join, jobs, 20.0, folder)
+
+
+def _no_free_port(folder):
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        ports = [taken.getsockname()[1] for taken in (one, two)]
+        return _ranks(join, folder, only=[0], main_port=ports[0], other_ports=ports[1:], run="mine", timeout=2)
+
+
 SCENARIOS = {
     "auto": lambda folder: _ranks(join, folder, network_interface="auto"),
     "loopback": lambda folder: _ranks(join, folder, network_interface="loopback"),
@@ -304,6 +343,11 @@ SCENARIOS = {
     "training, Lightning's ddp": partial(_train, "Lightning's ddp"),
     "missing folder": lambda folder: _ranks(join, folder, init_method=f"file://{folder}/missing/meeting"),
     "taken port": _taken_port,
+    "moved from a mute program": lambda folder: _moved_from_a_mute_program(folder, other_ports=[free_port()]),
+    "moved from another run": _moved_from_another_run,
+    "two runs": _two_runs,
+    "no free port": _no_free_port,
+    "rank 0 not found": lambda folder: _ranks(join, folder, only=[1], timeout=1, other_ports=[free_port()], run="mine"),
     "rank 1 missing": lambda folder: _ranks(join, folder, only=[0], timeout=1),
     "rank 0 missing": lambda folder: _ranks(join, folder, only=[1], timeout=1),
     "timed all-reduces": lambda folder: _ranks(time_all_reduces, folder),

@@ -34,7 +34,8 @@ def errors(rows, kind, *parts):
     ("name", "total"),
     [
         ("auto", 3), ("loopback", 3), ("nothing chosen", 3), ("one rank", 1), ("three ranks", 6), ("tcp", 3),
-        ("file", 3), ("tcp under torchrun", 3), ("restarts", 3),
+        ("file", 3), ("tcp under torchrun", 3), ("restarts", 3), ("moved from a mute program", 3),
+        ("moved from another run", 3), ("two runs", 3),
     ],
 )  # fmt: skip
 def test_the_ranks_of_one_host_find_each_other(outcomes, name, total):
@@ -114,6 +115,14 @@ def test_a_port_of_another_program_is_named(outcomes):
     rank_0, rank_1 = outcomes["taken port"]
     errors([rank_0], "RendezvousError", "cannot be listened on", "Address already in use", "Choose another port")
     errors([rank_1], "RendezvousError", "is not the store of rank 0", "Choose a port that nothing else uses")
+
+
+def test_ports_that_are_all_taken_are_named(outcomes):
+    errors(outcomes["no free port"], "RendezvousError", "rank 0, are all taken", "Set `MASTER_PORT` to a free one")
+
+
+def test_a_rank_0_that_is_at_none_of_its_ports_is_named(outcomes):
+    errors(outcomes["rank 0 not found"], "RendezvousError", "rank 1 on host", "did not find rank 0 at 127.0.0.1, ports")
 
 
 def test_missing_ranks_are_named(outcomes):

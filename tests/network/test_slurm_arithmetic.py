@@ -35,6 +35,7 @@ def srun(tasks, per_node, spread=None, nodes=2, **changes):
         (srun(1, None, nodes=1), 1, 1),
         (srun(2, 1, SLURM_GPUS_PER_TASK="1"), 2, 1),
         (srun(4, 2, SLURM_GPUS_PER_TASK="a100:2"), 2, 2),
+        (srun(4, 2, SLURMD_TRES_BIND="gpu:per_task:2"), 2, 2),
         # a script or a shell on one node, whose processes Lightning starts
         (changed(SCRIPT, SLURM_NTASKS=None, SLURM_NTASKS_PER_NODE=None, SLURM_NNODES="1"), 1, 2),
         (changed(SCRIPT, SLURM_JOB_NAME="interactive", SLURM_PROCID=None), 1, 2),
@@ -75,6 +76,10 @@ def test_what_fits_is_no_problem(environ, num_nodes, devices):
         (
             srun(4, 2, SLURM_GPUS_PER_TASK="a100:1"), 2, 2,
             ["`SLURM_GPUS_PER_TASK=a100:1` shows each task 1 GPU", "`devices=2`", "`--gpus-per-node=2`"],
+        ),
+        (
+            srun(4, 2, SLURMD_TRES_BIND="gpu:per_task:1"), 2, 2,
+            ["`SLURMD_TRES_BIND=gpu:per_task:1` shows each task 1 GPU"],
         ),
     ],
 )  # fmt: skip
