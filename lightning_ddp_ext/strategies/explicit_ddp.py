@@ -20,7 +20,9 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_ddp_ext._compat.lightning import surround_launch
 from lightning_ddp_ext.integration.connecting import Connection
+from lightning_ddp_ext.integration.stall_watch import StallWatch
 from lightning_ddp_ext.integration.synchronized_step import SynchronizedStep
 from lightning_ddp_ext.parallel.activation_checkpointing import (
     ActivationCheckpointing,
@@ -36,6 +38,7 @@ from lightning_ddp_ext.parallel.setups import (
 from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
+_ONE_MINUTE = timedelta(minutes=1)
 
 _NOT_NEEDED = {
     "find_unused_parameters": "parameters that no rank uses are found in every step",
@@ -75,6 +78,8 @@ class ExplicitDDPStrategy(DDPStrategy):
             `"loopback"` for one host; None to leave the choice to the back-end.
         activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
             string, several of these, or a predicate. See `ActivationCheckpointing`; what it saves is said once.
+        stall_timeout: How long a rank may give no sign of life before all ranks say where they are and end; None for
+            ever. A rank that is only slow does give signs of life; what bounds the wait for it is `timeout`.
 
     Raises:
         TypeError: If an argument is unknown, or is one of `DistributedDataParallel` that is not needed here.
@@ -104,6 +109,7 @@ class ExplicitDDPStrategy(DDPStrategy):
         init_method: str | None = None,
         network_interface: str | None = None,
         activation_checkpointing: ActivationCheckpointingPolicy | None = None,
+        stall_timeout: timedelta | None = _ONE_MINUTE,
         **unknown: object,
     ) -> None:
         _refuse(unknown)
@@ -117,6 +123,7 @@ class ExplicitDDPStrategy(DDPStrategy):
             network_interface=network_interface,
         )
         self._connection.check_arguments()
+        self._watch = StallWatch(stall_timeout)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -158,12 +165,14 @@ class ExplicitDDPStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         self._connection.check_launch(self)
         super()._configure_launcher()
+        surround_launch(self.launcher, self._watch.explaining)
 
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         self._connection.open(self)
         super().setup_distributed()  # finds a process group, and leaves it at that
+        self._watch.start(self._module.trainer)
 
     @override
     def configure_ddp(self) -> None:
@@ -250,6 +259,7 @@ class ExplicitDDPStrategy(DDPStrategy):
         if self._recomputing is not None and self.lightning_module is not None:
             self._recomputing.remove(self.lightning_module)
         super().teardown()
+        self._watch.stop()
 
     def _arguments(self) -> dict[str, object]:
         """What has to be the same on every rank."""
@@ -261,6 +271,7 @@ class ExplicitDDPStrategy(DDPStrategy):
             "weight_by": self.weight_by,
             "ddp_comm_hook": self._comm_hook,
             "activation_checkpointing": self._recomputing is not None and self._recomputing.policy,
+            "stall_timeout": self._watch.limit,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
