@@ -34,6 +34,7 @@ _PATIENCE = 2.0  # seconds for a rank to notice by itself that another one has f
 _GRACE = 4.0  # seconds for the main thread to end the run once it has been interrupted after a stall
 _FINISH = 60.0  # seconds to end the run after an error, if there is no limit
 _LOOK = 0.1
+_LOOK_AT_RANK_0 = "Its process has been stopped, or its host or the link to it is gone."
 
 
 class Interruption(BaseException):
@@ -139,6 +140,7 @@ class RunWatch:
         beats = self._beats
         missed = _MISSED * beats.interval
         deadline = time.monotonic() + missed + 2 * beats.interval + 1
+        exchanges = beats.exchanges
         while time.monotonic() < deadline and beats.lost_store is None and not beats.silent(missed):
             beats.ask()
             time.sleep(_LOOK)
@@ -149,6 +151,8 @@ class RunWatch:
             return Failure("lost", f"the process of {list_ranks(silent)} is gone: {describe_silent(beats, silent)}")
         if beats.lost_store is not None:
             return self._describe_lost_store()
+        if beats.exchanges <= exchanges + 1:  # one may have been under way
+            return Failure("lost", f"the store of rank 0 does not answer rank {beats.rank} ({said}). {_LOOK_AT_RANK_0}")
         if ended := [rank for rank, peer in beats.peers.items() if peer.has_ended]:
             return Failure(
                 "lost",
@@ -195,8 +199,8 @@ class RunWatch:
         if self._unanswered >= limit:
             return Failure(
                 "stalled",
-                f"rank 0 has stalled: its store has not answered rank {beats.rank} for {self._unanswered:.0f} s. Its"
-                " process has been stopped, or its host or the link to it is gone.",
+                f"rank 0 has stalled: its store has not answered rank {beats.rank} for {self._unanswered:.0f} s. "
+                f"{_LOOK_AT_RANK_0}",
             )
         silent = beats.silent(limit)
         if not silent:
