@@ -12,29 +12,20 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ddp_ext._compat.collectives import abort_groups, keeps_store_in_file
+from lightning_ddp_ext.network.diagnosis import describe_lost_store, find_reason, find_stall
 from lightning_ddp_ext.network.heartbeats import Failure, Heartbeats
-from lightning_ddp_ext.network.stall_report import (
-    describe_all,
-    describe_own_state,
-    describe_place,
-    describe_silent,
-    make_report,
-)
+from lightning_ddp_ext.network.stall_report import describe_own_state, describe_place, make_report
 from lightning_ddp_ext.network.whereabouts import find_main_thread
 from lightning_ddp_ext.parallel.connections import break_connections
-from lightning_ddp_ext.parallel.exchange import list_ranks
 
 STALL_EXIT_CODE = 74
 """Exit code of a process whose main thread could not be made to end the run in an orderly way."""
 
 _INTERVAL, _INTERVAL_IN_FILE = 1.0, 2.0  # seconds between heartbeats; every one makes a file longer
 _BEATS = 6  # heartbeats within the limit, at least
-_MISSED = 2  # heartbeats that a rank misses before it is taken for gone, where a connection is gone too
 _PATIENCE = 2.0  # seconds for a rank to notice by itself that another one has failed
 _GRACE = 4.0  # seconds for the main thread to end the run once it has been interrupted after a stall
 _FINISH = 60.0  # seconds to end the run after an error, if there is no limit
-_LOOK = 0.1
-_LOOK_AT_RANK_0 = "Its process has been stopped, or its host or the link to it is gone."
 
 
 class Interruption(BaseException):
@@ -131,50 +122,10 @@ class RunWatch:
             error: What this rank sees.
         """
         self._is_leaving.set()
-        self._beats.tell(self._beats.failure or self._search(error))
+        self._beats.tell(self._beats.failure or find_reason(self._beats, error))
         break_connections()
         assert self._beats.failure is not None
         return self._beats.failure.text
-
-    def _search(self, error: BaseException) -> Failure:
-        beats = self._beats
-        missed = _MISSED * beats.interval
-        deadline = time.monotonic() + missed + 2 * beats.interval + 1
-        exchanges = beats.exchanges
-        while time.monotonic() < deadline and beats.lost_store is None and not beats.silent(missed):
-            beats.ask()
-            time.sleep(_LOOK)
-            if beats.failure is not None:
-                return beats.failure
-        said = str(error).partition("\n")[0]
-        if silent := beats.silent(missed):
-            return Failure("lost", f"the process of {list_ranks(silent)} is gone: {describe_silent(beats, silent)}")
-        if beats.lost_store is not None:
-            return self._describe_lost_store()
-        if beats.exchanges <= exchanges + 1:  # one may have been under way
-            return Failure("lost", f"the store of rank 0 does not answer rank {beats.rank} ({said}). {_LOOK_AT_RANK_0}")
-        if ended := [rank for rank, peer in beats.peers.items() if peer.has_ended]:
-            return Failure(
-                "lost",
-                f"{list_ranks(ended)} ended the run while rank {beats.rank} still waited ({said}). Run equally many steps"
-                " on every rank.",
-            )
-        return Failure(
-            "lost",
-            f"rank {beats.rank} waited in vain for another one ({said}). All ranks live: {describe_all(beats)}. Look at"
-            " the rank that is elsewhere than the others; if it is only slow, raise `timeout`.",
-        )
-
-    def _describe_lost_store(self) -> Failure:
-        rank_0 = self._beats.peers.get(0)
-        if rank_0 is not None and rank_0.has_ended:
-            text = f"rank 0 ended the run while rank {self._beats.rank} still waited. Run equally many steps on every rank."
-        else:
-            text = (
-                f"the process of rank 0 is gone, and its store with it ({self._beats.lost_store}). Look for its last lines"
-                " of output, and whether its host ran out of memory."
-            )
-        return Failure("lost", text)
 
     def _watch(self) -> None:
         pause = self._beats.interval / 2
@@ -196,20 +147,7 @@ class RunWatch:
             return self._find_stuck(passed, limit)
         self._unanswered = self._unanswered + passed if beats.exchanges == self._exchanges else 0.0
         self._exchanges = beats.exchanges
-        if self._unanswered >= limit:
-            return Failure(
-                "stalled",
-                f"rank 0 has stalled: its store has not answered rank {beats.rank} for {self._unanswered:.0f} s. "
-                f"{_LOOK_AT_RANK_0}",
-            )
-        silent = beats.silent(limit)
-        if not silent:
-            return None
-        return Failure(
-            "stalled",
-            f"{list_ranks(silent)} stalled: {describe_silent(beats, silent)} A process has been stopped, or a host or the"
-            " link to it is gone.",
-        )
+        return find_stall(beats, self._unanswered, limit)
 
     def _find_stuck(self, passed: float, limit: float) -> Failure | None:
         """Without a store, what remains to be seen is whether this rank goes on."""
@@ -217,7 +155,7 @@ class RunWatch:
         is_stuck = bool(place.collective) and str(place) == self._place
         self._stuck = self._stuck + passed if is_stuck else 0.0
         self._place = str(place)
-        return self._describe_lost_store() if self._stuck >= limit else None
+        return describe_lost_store(self._beats) if self._stuck >= limit else None
 
     def _end(self, failure: Failure) -> None:
         """See to it that the main thread ends the run, or end the process."""
