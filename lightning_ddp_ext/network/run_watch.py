@@ -15,7 +15,7 @@ from lightning_ddp_ext._compat.collectives import abort_groups, keeps_store_in_f
 from lightning_ddp_ext.network.diagnosis import describe_lost_store, find_reason, find_stall
 from lightning_ddp_ext.network.heartbeats import Failure, Heartbeats
 from lightning_ddp_ext.network.stall_report import describe_own_state, describe_place, make_report
-from lightning_ddp_ext.network.whereabouts import find_main_thread
+from lightning_ddp_ext.network.whereabouts import find_error, find_main_thread
 from lightning_ddp_ext.parallel.connections import break_connections
 
 STALL_EXIT_CODE = 74
@@ -109,7 +109,7 @@ class RunWatch:
         """
         self._is_leaving.set()
         told = f"{type(error).__name__}: {error}".rstrip(": ")
-        at = describe_place(self._describe())
+        at = describe_place({**self._describe(), "where": str(find_error(error))})
         self._beats.tell(Failure("failed", f"rank {self._beats.rank} failed: {told} (at {at})"))
         break_connections()
 

@@ -13,6 +13,8 @@ _WAITING = (f"{_OURS}.parallel.", f"{_OURS}.data.")  # code of ours that waits f
 _LIBRARIES = {"torch", "lightning", "torchmetrics", _OURS}
 _ENTRY = ("lightning.pytorch.trainer.call", "_call_and_handle_interrupt")  # what is outside says nothing
 
+_Line = tuple[FrameType, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -27,7 +29,8 @@ class Place:
     code: str
 
     def __str__(self) -> str:
-        return " <- ".join(part for part in (self.collective, self.code) if part)
+        is_said = self.code.startswith(f"{self.collective} (")
+        return " <- ".join(part for part in ("" if is_said else self.collective, self.code) if part)
 
 
 def find_main_thread() -> Place:
@@ -47,17 +50,26 @@ def find_place(frame: FrameType | None) -> Place:
     Args:
         frame: Its innermost frame.
     """
-    frames = list(_walk(frame))
+    return _make_place(list(_walk(frame)))
+
+
+def find_error(error: BaseException) -> Place:
+    """Return where an error was raised."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return _make_place(frames[::-1])
+
+
+def _make_place(frames: list[_Line]) -> Place:
     collective = ""
     while frames and _module(frames[0]).split(".")[0] == "torch":
         inner = frames.pop(0)
         # The outermost function is the one that was called: an `all_gather_object` is made of several collectives.
-        if _module(inner).startswith("torch.distributed") and inner.f_code.co_name != "wrapper":
-            collective = inner.f_code.co_name
+        if _module(inner).startswith("torch.distributed") and _function(inner) != "wrapper":
+            collective = _function(inner)
     if not frames:
         return Place(collective, "")
     if not collective and _module(frames[0]).startswith(_WAITING):
-        collective = frames[0].f_code.co_name
+        collective = _function(frames[0])
     shown = frames[:2]
     user = next((outer for outer in frames if _is_users(outer)), None)
     if user is not None and user not in shown:
@@ -65,9 +77,9 @@ def find_place(frame: FrameType | None) -> Place:
     return Place(collective, " <- ".join(map(_describe, shown)))
 
 
-def _walk(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None and (_module(frame), frame.f_code.co_name) != _ENTRY:
-        yield frame
+def _walk(frame: FrameType | None) -> Iterator[_Line]:
+    while frame is not None and (_module((frame, 0)), frame.f_code.co_name) != _ENTRY:
+        yield frame, frame.f_lineno
         frame = frame.f_back
 
 
@@ -76,14 +88,18 @@ def _main_frame() -> FrameType | None:
     return None if identity is None else sys._current_frames().get(identity)
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _module(line: _Line) -> str:
+    return str(line[0].f_globals.get("__name__", ""))
 
 
-def _is_users(frame: FrameType) -> bool:
-    root = _module(frame).split(".")[0]
+def _function(line: _Line) -> str:
+    return line[0].f_code.co_name
+
+
+def _is_users(line: _Line) -> bool:
+    root = _module(line).split(".")[0]
     return root not in _LIBRARIES and root not in sys.stdlib_module_names
 
 
-def _describe(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+def _describe(line: _Line) -> str:
+    return f"{_function(line)} ({Path(line[0].f_code.co_filename).name}:{line[1]})"
