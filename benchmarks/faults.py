@@ -52,7 +52,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
     parser.add_argument("--phases", nargs="+", choices=list(WHEN), default=list(WHEN), help=", ".join(WHEN))
-    parser.add_argument("--ranks", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="where something goes wrong")
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, choices=(0, 1), default=[0, 1], help="where something goes wrong"
+    )
     parser.add_argument("--strategy", choices=("ddp_join", "ddp_checkpoint"), default="ddp_join")
     parser.add_argument("--stall-timeout", type=float, default=_SHORT_LIMIT, help="seconds")
     parser.add_argument("--workers", type=int, default=1, help="worker processes of each loader")

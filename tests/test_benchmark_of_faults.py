@@ -46,7 +46,16 @@ def test_the_table_has_a_row_for_every_fault():
     assert "stall limit of 6 s: 2 of 3 as promised" in text
     rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["kill"], ["SIGSTOP"], ["slow"])]
     assert rows[0][:6] == ["kill", "-9", "1", "tail", "2.0", "3"]
-    assert rows[1] == ["SIGSTOP", "0", "even", "hung", "broken:", "half.ckpt", "2", *"the process of rank 1 is gone".split()]
+    assert rows[1] == [
+        "SIGSTOP",
+        "0",
+        "even",
+        "hung",
+        "broken:",
+        "half.ckpt",
+        "2",
+        *["the", "process", "of", "rank", "1", "is", "gone"],
+    ]
     assert rows[2][-2:] == ["(training", "completed)"]
 
 

@@ -196,7 +196,11 @@ def surround_launch(launcher: Any, surround: Callable[[], AbstractContextManager
 
 
 def _launch(
-    launcher: Any, surround: Callable[[], AbstractContextManager[None]], function: Callable[..., Any], *args: Any, **kwargs: Any
+    launcher: Any,
+    surround: Callable[[], AbstractContextManager[None]],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     return type(launcher).launch(launcher, partial(_run_within, surround, function), *args, **kwargs)
 

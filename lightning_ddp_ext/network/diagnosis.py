@@ -49,8 +49,8 @@ def describe_lost_store(beats: Heartbeats) -> Failure:
         return _describe_ended(beats, [0])
     return Failure(
         "lost",
-        f"the process of {_owner()} is gone, and its store with it ({beats.lost_store}). Look for its last lines of output,"
-        " and whether its host ran out of memory.",
+        f"the process of {_owner()} is gone, and its store with it ({beats.lost_store}). Look for its last lines of"
+        " output, and whether its host ran out of memory.",
     )
 
 
@@ -65,13 +65,14 @@ def find_stall(beats: Heartbeats, unanswered: float, limit: float) -> Failure | 
     if unanswered >= limit:
         return Failure(
             "stalled",
-            f"{_owner()} has stalled: its store has not answered rank {beats.rank} for {unanswered:.0f} s. {_LOOK_AT_OWNER}",
+            f"{_owner()} has stalled: its store has not answered rank {beats.rank} for {unanswered:.0f} s."
+            f" {_LOOK_AT_OWNER}",
         )
     if silent := beats.silent(limit):
         return Failure(
             "stalled",
-            f"{list_ranks(silent)} stalled: {describe_silent(beats, silent)} A process has been stopped, or a host or the"
-            " link to it is gone.",
+            f"{list_ranks(silent)} stalled: {describe_silent(beats, silent)} A process has been stopped, or a host or"
+            " the link to it is gone.",
         )
     return None
 
@@ -82,7 +83,8 @@ _LOOK_AT_OWNER = "Its process has been stopped, or its host or the link to it is
 def _describe_ended(beats: Heartbeats, ranks: list[int]) -> Failure:
     return Failure(
         "lost",
-        f"{list_ranks(ranks)} ended the run while rank {beats.rank} still waited. Run equally many steps on every rank.",
+        f"{list_ranks(ranks)} ended the run while rank {beats.rank} still waited. Run equally many steps on every"
+        " rank.",
     )
 
 

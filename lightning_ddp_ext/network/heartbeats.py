@@ -6,6 +6,7 @@ reaches all of them, also when the connections between them are gone.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import torch.distributed as dist
 _FAILURE = "failure"
 _LOOK = 0.05  # seconds
 _STOP_LIMIT = 2.0  # seconds that the end of a run waits for the last word to be written
+_FAREWELL = 3.0  # seconds that rank 0 stays for others, since the store ends with its process
 MOST_READERS = 64  # ranks up to which every rank reads all others; above, all but rank 0 read rank 0 only
 
 
@@ -34,7 +36,7 @@ class Failure:
     text: str
 
 
-@dataclass@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Peer:
     """What is known about a rank.
 
@@ -43,19 +45,21 @@ class Peer:
         silence: Seconds since this rank has seen another one.
         state: Where the rank was, see `Heartbeats`.
         has_ended: Whether it has ended its run properly.
+        knows: Whether it has heard why the run ends.
     """
 
     number: int
     silence: float
     state: Mapping[str, Any]
-    has_ended: bool
+    has_ended: bool = False
+    knows: bool = False
 
 
 class Heartbeats:
     """Writes the heartbeats of this rank and reads those of others, in a thread.
 
-    Calls to a store whose process is stopped, or whose host is gone, do not return. So this thread decides nothing; what
-    it found is in the attributes, and `exchanges` tells whether it still gets answers.
+    Calls to a store whose process is stopped, or whose host is gone, do not return. So this thread decides nothing;
+    what it found is in the attributes, and `exchanges` tells whether it still gets answers.
 
     Args:
         store: Of this run alone, over a connection that nothing else uses.
@@ -92,6 +96,7 @@ class Heartbeats:
         self._number = 0
         self._told: Failure | None = None
         self._has_ended = False
+        self._leaves_at = math.inf
         self._wake = threading.Event()
         self._last = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
@@ -102,10 +107,11 @@ class Heartbeats:
 
     def stop(self) -> None:
         """End with a last word, so that others do not miss this rank."""
+        self._leaves_at = time.monotonic() + _FAREWELL
         self._has_ended = True
         self._wake.set()
         # It may never come back from a store that does not answer; it is a daemon.
-        self._thread.join(_STOP_LIMIT)
+        self._thread.join(_STOP_LIMIT + _FAREWELL)
 
     def tell(self, failure: Failure, limit: float = _STOP_LIMIT) -> None:
         """Tell all ranks why the run ends, unless one has told already.
@@ -136,22 +142,33 @@ class Heartbeats:
 
     def _run(self) -> None:
         while True:
-            is_last = self._has_ended
+            is_last, knew = self._has_ended, self.failure is not None
             try:
                 self._exchange(is_last)
             except Exception as error:  # whatever it is, it must not be taken for a rank that has stalled
                 self.lost_store = str(error).partition("\n")[0] or type(error).__name__
                 return
             self.exchanges += 1
-            if is_last:
+            if is_last and not self._is_needed():
                 return
-            self._wake.wait(self.interval)
+            learnt = self.failure is not None and not knew  # let rank 0 know at once
+            self._wake.wait(_LOOK if is_last or learnt else self.interval)
             self._wake.clear()
+
+    def _is_needed(self) -> bool:
+        """Whether another rank has still to end, or to hear why the run ends, before the store may go."""
+        has_failed = self.failure is not None
+        waiting = [
+            rank
+            for rank in self.silent(0.0)
+            if self.peers[rank].silence < 2 * self.interval and not (has_failed and self.peers[rank].knows)
+        ]
+        return self.rank == 0 and bool(waiting) and time.monotonic() < self._leaves_at
 
     def _exchange(self, is_last: bool) -> None:
         self._number += 1
-        beat = {"number": self._number, "has_ended": is_last, "state": dict(self._describe())}
-        self._store.set(_key(self.rank), json.dumps(beat))
+        beat = {"number": self._number, "has_ended": is_last, "knows": self.failure is not None}
+        self._store.set(_key(self.rank), json.dumps({**beat, "state": dict(self._describe())}))
         told, self._told = self._told, None
         if told is not None:
             self._store.compare_set(_FAILURE, "", json.dumps(asdict(told)))  # unless another rank was first
@@ -176,7 +193,7 @@ class Heartbeats:
 
 def _update(known: Peer | None, beat: dict[str, Any], passed: float) -> Peer:
     silence = 0.0 if known is None or known.number != beat["number"] else known.silence + passed
-    return Peer(beat["number"], silence, beat["state"], beat["has_ended"])
+    return Peer(**{**beat, "silence": silence})
 
 
 def _key(rank: int) -> str:

@@ -70,7 +70,8 @@ class RunWatch:
     ) -> None:
         interval = _INTERVAL_IN_FILE if keeps_store_in_file(store) else _INTERVAL
         interval = interval if limit is None else min(interval, limit / _BEATS)
-        self._describe = lambda: describe_own_state(position)
+        self._position = position
+        self._last_state: Mapping[str, Any] | None = None  # where this rank was when it met an error
         self._beats = Heartbeats(store, rank, world_size, interval, self._describe)
         self._limit = limit
         self._before_exit = before_exit
@@ -101,15 +102,23 @@ class RunWatch:
         failure = self._beats.failure
         return None if failure is None else failure.text
 
+    def _describe(self) -> Mapping[str, Any]:
+        return describe_own_state(self._position) if self._last_state is None else self._last_state
+
+    def _leave(self, error: BaseException) -> None:
+        place = find_error(error)
+        self._last_state = {**self._describe(), "where": str(place), "collective": place.collective}
+        self._is_leaving.set()
+
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, and let nobody wait for what it does no more.
 
         Args:
             error: What it has failed of.
         """
-        self._is_leaving.set()
+        self._leave(error)
         told = f"{type(error).__name__}: {error}".rstrip(": ")
-        at = describe_place({**self._describe(), "where": str(find_error(error))})
+        at = describe_place(self._describe())
         self._beats.tell(Failure("failed", f"rank {self._beats.rank} failed: {told} (at {at})"))
         break_connections()
 
@@ -121,7 +130,7 @@ class RunWatch:
         Args:
             error: What this rank sees.
         """
-        self._is_leaving.set()
+        self._leave(error)
         self._beats.tell(self._beats.failure or find_reason(self._beats, error))
         break_connections()
         assert self._beats.failure is not None

@@ -58,7 +58,7 @@ def make_report(beats: Heartbeats, failure: Failure, own_state: Mapping[str, Any
         failure: Why the run ends.
         own_state: Where this rank is now.
     """
-    peers = {**beats.peers, beats.rank: Peer(0, 0.0, own_state, False)}
+    peers = {**beats.peers, beats.rank: Peer(0, 0.0, own_state)}
     rows = [_COLUMNS, *(_make_row(rank, peers[rank], rank == beats.rank) for rank in sorted(peers))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -85,7 +85,9 @@ def make_report(beats: Heartbeats, failure: Failure, own_state: Mapping[str, Any
 def _make_row(rank: int, peer: Peer, is_own: bool) -> tuple[str, ...]:
     state = peer.state
     sign = "this rank" if is_own else "has ended" if peer.has_ended else f"{peer.silence:.1f} s ago"
-    cells = (str(state.get(name, "")) for name in ("host", "process", "step", "phase", "where"))
+    shown = ("host", "process", "step", "phase", *(() if peer.has_ended else ("where",)))
+    cells = [str(state.get(name, "")) for name in shown]
+    cells += [""] * (len(_COLUMNS) - 2 - len(cells))
     return (str(rank), *cells, sign)
 
 

@@ -60,7 +60,7 @@ def break_rest() -> None:
 
 
 def spare_port(port: int) -> None:
-    """Leave connections to a port of this process alone: those of a store, which other ranks need to hear what is wrong.
+    """Leave connections to a port of this process alone, such as a store, in which others look what is wrong.
 
     Args:
         port: The port.

@@ -65,7 +65,7 @@ def test_other_ends_are_not_planned(error):
     assert not lightning.is_planned_end(error)
 
 
-EVENTS = []
+events = []
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def surround():
     try:
         yield
     except ArithmeticError as error:
-        EVENTS.append("surrounded")
+        events.append("surrounded")
         raise RuntimeError("explained") from error
 
 
@@ -82,18 +82,18 @@ class Failing(Callback):
         raise ArithmeticError
 
     def on_exception(self, trainer, pl_module, exception):
-        EVENTS.append(type(exception))
+        events.append(type(exception))
 
 
 def test_an_error_passes_what_surrounds_a_launch_before_callbacks_hear_of_it():
-    EVENTS.clear()
+    events.clear()
     trainer = Trainer(
         strategy="ddp", accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, callbacks=[Failing()]
     )
     lightning.surround_launch(trainer.strategy.launcher, surround)
     with pytest.raises(RuntimeError, match="explained"):
         trainer.fit(BoringModel())
-    assert EVENTS == ["surrounded", RuntimeError]
+    assert events == ["surrounded", RuntimeError]
 
 
 def test_what_surrounds_a_launch_is_pickled_with_the_launcher():

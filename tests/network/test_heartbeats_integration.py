@@ -34,12 +34,19 @@ def test_ranks_that_only_take_their_time_are_left_alone(outcomes, name):
 @pytest.mark.parametrize(("name", "living"), [("rank 1 is stopped", 0), ("rank 1 is stopped, file", 0)])
 def test_a_rank_without_a_sign_of_life_ends_the_others(outcomes, name, living):
     row = outcomes[name][living]
-    failed(row, "OtherRankError: rank 1 stalled: no sign of life of rank 1 for", "step 3, counting", "in stop (watch_programs.py")
+    failed(
+        row,
+        "OtherRankError: rank 1 stalled: no sign of life of rank 1 for",
+        "step 3, counting",
+        "in stop (watch_programs.py",
+    )
     assert row["seconds"] > LIMIT
 
 
 def test_a_stopped_rank_0_ends_the_others_though_its_store_does_not_answer(outcomes):
-    failed(outcomes["rank 0 is stopped"][1], "OtherRankError: rank 0 has stalled: its store has not answered rank 1 for")
+    failed(
+        outcomes["rank 0 is stopped"][1], "OtherRankError: rank 0 has stalled: its store has not answered rank 1 for"
+    )
 
 
 @pytest.mark.parametrize(("name", "living"), [("rank 1 is stopped", 0), ("rank 0 is stopped", 1)])
@@ -62,7 +69,11 @@ def test_without_a_limit_a_stopped_rank_is_found_when_a_collective_times_out(out
 
 
 def test_a_rank_that_does_not_come_in_time_is_named_with_where_it_is(outcomes):
-    failed(outcomes["rank 1 does not come"][0], "OtherRankError: rank 0 waited in vain", "rank 1: step 3, counting, in sleep_long")
+    failed(
+        outcomes["rank 1 does not come"][0],
+        "OtherRankError: rank 0 waited in vain",
+        "rank 1: step 3, counting, in sleep_long",
+    )
     failed(outcomes["rank 1 does not come"][1], "OtherRankError: rank 0 waited in vain")
 
 

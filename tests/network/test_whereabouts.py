@@ -22,7 +22,10 @@ def test_the_main_thread_is_found_from_another_one():
 def test_a_function_of_torch_distributed_is_named_with_its_caller():
     frames = {}
     namespace = {"__name__": "torch.distributed.distributed_c10d", "look": lambda: frames.update(f=sys._getframe(1))}
-    exec("def all_gather():\n    look()\ndef wrapper():\n    all_gather()\ndef all_gather_object():\n    wrapper()", namespace)
+    exec(
+        "def all_gather():\n    look()\ndef wrapper():\n    all_gather()\ndef all_gather_object():\n    wrapper()",
+        namespace,
+    )
 
     def training_step():
         namespace["all_gather_object"]()

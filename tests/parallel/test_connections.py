@@ -82,7 +82,8 @@ def test_a_listener_and_connections_to_a_spared_port_stay():
             served = stack.enter_context(listener.accept()[0])
         assert break_connections() == 1
         assert not works((served, own))  # the end of the client is
-        assert works((stack.enter_context(socket.create_connection(listener.getsockname())), listener.accept()[0]))
+        later = stack.enter_context(socket.create_connection(listener.getsockname()))
+        assert works((later, stack.enter_context(listener.accept()[0])))
 
 
 def test_a_descriptor_that_is_used_again_is_left_alone(connect):

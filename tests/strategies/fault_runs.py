@@ -97,7 +97,9 @@ def list_faults(kinds: Sequence[str], phases: Sequence[str], ranks: Sequence[int
     ]
 
 
-def run_fault(fault: Fault, folder: Path, limit: float, hosts: Any = None, port: int = 29500, **options: Any) -> FaultOutcome:
+def run_fault(
+    fault: Fault, folder: Path, limit: float, hosts: Any = None, port: int = 29500, **options: Any
+) -> FaultOutcome:
     """Train on two ranks until the end, whichever it is.
 
     Args:
@@ -110,7 +112,8 @@ def run_fault(fault: Fault, folder: Path, limit: float, hosts: Any = None, port:
     """
     (folder / CHECKPOINTS).mkdir(parents=True)
     settings = {
-        "folder": str(folder), "fault": fault.kind, "culprit": fault.rank, "phase": fault.phase, "limit": limit, **options
+        "folder": str(folder), "fault": fault.kind, "culprit": fault.rank, "phase": fault.phase, "limit": limit,
+        **options,
     }  # fmt: skip
     hard_limit = limit + 60
     before = {process.pid for process in psutil.Process().children(recursive=True)}
@@ -151,7 +154,11 @@ def _count_left(before: set[int]) -> int:
 
 
 def _list_left(before: set[int]) -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if process.pid not in before and _lives(process)]
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.pid not in before and _lives(process)
+    ]
 
 
 def _lives(process: psutil.Process) -> bool:
