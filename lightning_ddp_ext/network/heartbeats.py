@@ -111,7 +111,7 @@ class Heartbeats:
         self._has_ended = True
         self._wake.set()
         # It may never come back from a store that does not answer; it is a daemon.
-        self._thread.join(_STOP_LIMIT + _FAREWELL)
+        self._thread.join(_STOP_LIMIT + (_FAREWELL if self.rank == 0 else 0))
 
     def tell(self, failure: Failure, limit: float = _STOP_LIMIT) -> None:
         """Tell all ranks why the run ends, unless one has told already.
