@@ -36,6 +36,7 @@ class ExplicitDDPConfig:
     bucket_cap_mb: float = 25.0
     weight_by: Any = "samples"
     activation_checkpointing: Any = None
+    stall_timeout: Any = None
 
 
 @dataclass(kw_only=True)
@@ -96,11 +97,13 @@ class ProcessGroupConfig:
     Attributes:
         backend: The back-end; None for what suits the devices.
         timeout_seconds: How long ranks wait for each other, and the time limit of one collective.
+        stall_timeout_seconds: How long `ddp_checkpoint` and `ddp_join` do without a sign of life; None for ever.
         init_method: `"tcp://host:port"` or `"file:///path"`; None for what the cluster says.
     """
 
     backend: Optional[str] = None
     timeout_seconds: float = 1800.0
+    stall_timeout_seconds: Optional[float] = 60.0
     init_method: Optional[str] = None
 
 

@@ -11,7 +11,7 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     |-- RankJoinedError                a collective that needs a rank which has run out of data
     |-- UnevenInputsError              ranks with different amounts of data where that is refused
     |-- LoggedKeysError                ranks that log different keys, or in another order
-    |-- OtherRankError                 a rank that failed, told by another one
+    |-- OtherRankError                 another rank that failed, is gone, gives no sign of life, or did not come
     |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
     |-- CheckpointRefusedError         a checkpoint that holds more than tensors and plain values
     |-- ClusterError                   a job whose processes are not those that the run needs
@@ -69,7 +69,7 @@ class LoggedKeysError(DDPExtError):
 
 
 class OtherRankError(DDPExtError):
-    """Another rank has failed while this one waited for it."""
+    """Another rank has failed, is gone, gives no sign of life, or did not come in time; this one ends with it."""
 
 
 class ReplicaMismatchError(DDPExtError):

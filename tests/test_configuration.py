@@ -87,6 +87,20 @@ def test_process_group_and_network_reach_the_strategy(composed, option):
     )
 
 
+@pytest.mark.parametrize("option", ["ddp_checkpoint", "ddp_join"])
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ((), timedelta(minutes=1)),
+        (("process_group=gloo", "process_group.stall_timeout_seconds=7"), timedelta(seconds=7)),
+        (("process_group=gloo", "process_group.stall_timeout_seconds=null"), None),
+        (("strategy.stall_timeout=null",), None),
+    ],
+)
+def test_the_stall_limit_reaches_the_strategy(composed, option, given, limit):
+    assert instantiate(composed(f"strategy={option}", *given).strategy)._watch.limit == limit
+
+
 def test_uneven_inputs_reach_the_strategy(composed):
     assert instantiate(composed("strategy=ddp_join").strategy).uneven_inputs == "join"
     assert instantiate(composed("strategy=ddp_join", "strategy.uneven_inputs=stop").strategy).uneven_inputs == "stop"

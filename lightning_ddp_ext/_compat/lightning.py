@@ -11,7 +11,8 @@ calls to save and load its position.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
@@ -21,6 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import device as Device
 from torch import nn
@@ -238,3 +240,40 @@ def without_batch_hooks(trainer: Trainer) -> Iterator[None]:
         for name in names:
             del vars(module)[name]
         vars(module).update(kept)
+
+
+def is_planned_end(error: BaseException) -> bool:
+    """Tell whether an exception only ends a run that all ranks end: on SIGTERM, and where Lightning's tuner is done."""
+    return isinstance(error, SIGTERMException | _TunerExitException) or (
+        isinstance(error, SystemExit) and error.code in (None, 0)
+    )
+
+
+def surround_launch(launcher: Any, surround: Callable[[], AbstractContextManager[None]]) -> None:
+    """Put a context around what a launcher runs on each rank.
+
+    An error passes it before the Trainer calls `on_exception` of callbacks, which may wait for other ranks. There is no
+    hook of a strategy that comes that early, or that may raise another error instead.
+
+    Args:
+        launcher: Of a strategy.
+        surround: Makes the context; picklable, since it is used in the processes that the launcher starts.
+    """
+    launcher.launch = partial(_launch, launcher, surround)
+
+
+def _launch(
+    launcher: Any,
+    surround: Callable[[], AbstractContextManager[None]],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return type(launcher).launch(launcher, partial(_run_within, surround, function), *args, **kwargs)
+
+
+def _run_within(
+    surround: Callable[[], AbstractContextManager[None]], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with surround():
+        return function(*args, **kwargs)

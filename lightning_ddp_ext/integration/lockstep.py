@@ -26,7 +26,7 @@ from lightning_ddp_ext._compat.lightning import (
 from lightning_ddp_ext._compat.torchmetrics import forget_computed
 from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
 from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
-from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
 from lightning_ddp_ext.integration.logged_values import LoggedValues
 from lightning_ddp_ext.integration.resumable_lockstep import ResumableLockstepLoader
@@ -47,6 +47,7 @@ class Lockstep:
         uneven_inputs: What to do when a rank runs out of data.
         timeout: Time limit of a collective.
         own: Other process groups in which every rank takes part at any time.
+        failure: Returns what any rank has failed of.
         fetches: Knows the random states of this process, if it trains.
     """
 
@@ -57,6 +58,7 @@ class Lockstep:
         uneven_inputs: UnevenInputs,
         timeout: timedelta | None,
         own: Iterable[dist.ProcessGroup],
+        failure: Callable[[], str | None],
         fetches: RepeatableFetches | None,
     ) -> None:
         self.group = own_group(timeout)
@@ -66,7 +68,7 @@ class Lockstep:
         self._uneven_inputs = uneven_inputs
         self._fetches = fetches
         self._tail = TailCollectives([self.group, *own], timeout)
-        self._messages = RankMessages(self.group, timeout)
+        self._messages = RankMessages(self.group, timeout, failure)
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
         self._samples = 1.0
@@ -207,26 +209,6 @@ class Lockstep:
             for metric in self._metrics:
                 metric.process_group = None
                 forget_computed(metric)
-
-    def fail(self, error: BaseException) -> None:
-        """Tell other ranks that this one has failed."""
-        self._turn_stack.close()
-        self._messages.fail(error)
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Say what another rank has failed of, where this one only sees that the connection is gone.
-
-        Raises:
-            OtherRankError: If another rank has failed.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            reason = self._messages.failure()
-            if reason is None:
-                raise
-            raise OtherRankError(reason) from error
 
     def _ghost_output(self) -> STEP_OUTPUT:
         dtype = cast(torch.dtype, self._module.dtype)

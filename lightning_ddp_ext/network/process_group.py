@@ -17,6 +17,7 @@ from lightning_ddp_ext.network.meeting import Meeting, meet, report_problem
 from lightning_ddp_ext.network.pinning import pin_interface, unpin_interface
 from lightning_ddp_ext.network.port_search import open_store_of_run
 from lightning_ddp_ext.network.stores import OpenStore, has_listener
+from lightning_ddp_ext.parallel.connections import break_rest, tracked_connections
 
 _TELLING_LIMIT = 0.3  # seconds for rank 0 to be told that this rank cannot start
 
@@ -121,9 +122,10 @@ def init_process_group(
     chosen = network.host_of(rank).interface
     if network_interface is not None and chosen is not None:
         pin_interface(chosen, keep=network_interface == AUTO)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
-    )
+    with tracked_connections(lasting=True):
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+        )
     # NCCL warns about a group that is left behind; a thread of gloo's may abort the interpreter while it ends.
     atexit.register(_destroy)
     return network
@@ -159,5 +161,6 @@ def _tell_rank_0(meeting: Meeting, place: MeetingPlace, error: NetworkInterfaceE
 
 
 def _destroy() -> None:
+    break_rest()
     if dist.is_initialized():
         dist.destroy_process_group()

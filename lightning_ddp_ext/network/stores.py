@@ -16,6 +16,7 @@ from lightning_ddp_ext.network.interfaces import is_local, is_loopback, loopback
 from lightning_ddp_ext.network.meeting_file import open_file
 from lightning_ddp_ext.network.ports import check_port, port_error
 from lightning_ddp_ext.network.reachability import listen
+from lightning_ddp_ext.parallel.connections import spare_port
 
 # A host that is starting may not be known or routed to yet, but it will not take as long as a rank that queues.
 _UNREACHABLE_LIMIT = 20.0  # seconds
@@ -90,9 +91,11 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
     except OSError as error:
         raise port_error(address, port, error) from error
     own = address or loopback_address()
+    chosen = int(listening.getsockname()[1])
+    spare_port(chosen)
     store = dist.TCPStore(
         own,
-        int(listening.getsockname()[1]),
+        chosen,
         world_size,
         is_master=True,
         timeout=timeout,

@@ -8,12 +8,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from lightning_ddp_ext.parallel.connections import tracked_connections
+
 
 def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Make a group of all ranks that has CPU tensors too, for what ranks tell each other."""
     backends = dist.get_backend_config()
     backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    with tracked_connections():
+        group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
     return group
 
 

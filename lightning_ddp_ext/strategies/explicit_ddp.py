@@ -22,13 +22,14 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import restore_signal_handling
-from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
-from lightning_ddp_ext.integration.preemption import leave_at_once
-from lightning_ddp_ext.integration.resumable_run import RANKS, ResumableRun
+from lightning_ddp_ext._compat.lightning import restore_signal_handling, surround_launch
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
+from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
 from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
 from lightning_ddp_ext.integration.connecting import Connection, check_objects, check_start_method
+from lightning_ddp_ext.integration.preemption import leave_at_once
+from lightning_ddp_ext.integration.resumable_run import RANKS, ResumableRun
+from lightning_ddp_ext.integration.stall_watch import StallWatch
 from lightning_ddp_ext.integration.synchronized_step import SynchronizedStep
 from lightning_ddp_ext.parallel.activation_checkpointing import (
     ActivationCheckpointing,
@@ -44,6 +45,7 @@ from lightning_ddp_ext.parallel.setups import (
 from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
+_ONE_MINUTE = timedelta(minutes=1)
 
 _NOT_NEEDED = {
     "find_unused_parameters": "parameters that no rank uses are found in every step",
@@ -84,6 +86,8 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
             `"loopback"` for one host; None to leave the choice to the back-end.
         activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
             string, several of these, or a predicate. See `ActivationCheckpointing`; what it saves is said once.
+        stall_timeout: How long a rank may give no sign of life before all ranks say where they are and end; None for
+            ever. A rank that is only slow does give signs of life; what bounds the wait for it is `timeout`.
 
     Raises:
         TypeError: If an argument is unknown or of the wrong type, or one of `DistributedDataParallel` that is not
@@ -114,6 +118,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         init_method: str | None = None,
         network_interface: str | None = None,
         activation_checkpointing: ActivationCheckpointingPolicy | None = None,
+        stall_timeout: timedelta | float | None = _ONE_MINUTE,
         **unknown: object,
     ) -> None:
         _refuse(unknown)
@@ -133,6 +138,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
             network_interface=network_interface,
         )
         self._connection.check_arguments()
+        self._watch = StallWatch(stall_timeout)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -176,12 +182,14 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
     def _configure_launcher(self) -> None:
         self._connection.check_launch(self)
         super()._configure_launcher()
+        surround_launch(self.launcher, self._watch.explaining)
 
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         self._connection.open(self)
         super().setup_distributed()  # finds a process group, and leaves it at that
+        self._watch.start(self._module.trainer)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -294,6 +302,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         if self._recomputing is not None and self.lightning_module is not None:
             self._recomputing.remove(self.lightning_module)
         super().teardown()
+        self._watch.stop()
 
     def _arguments(self) -> dict[str, object]:
         """What has to be the same on every rank."""
@@ -305,6 +314,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
             "weight_by": self.weight_by,
             "ddp_comm_hook": self._comm_hook,
             "activation_checkpointing": self._recomputing is not None and self._recomputing.policy,
+            "stall_timeout": self._watch.limit,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,

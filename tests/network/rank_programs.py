@@ -150,6 +150,13 @@ def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_si
     }
 
 
+def train_with_fault(**settings):
+    """Train while something goes wrong, see `fault_ranks`."""
+    from tests.strategies import fault_ranks  # only where it is wanted: it imports the strategies
+
+    return fault_ranks.train(**settings)
+
+
 def join_twice(**settings):
     """Ask for a process group that is there already, and for one of another size."""
     settings = {"backend": "gloo", "network_interface": "auto", **settings, "timeout": timedelta(seconds=10)}

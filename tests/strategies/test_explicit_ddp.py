@@ -41,6 +41,17 @@ def test_the_registered_name_makes_the_strategy():
     assert "ddp_checkpoint" in StrategyRegistry
 
 
+@pytest.mark.parametrize("limit", [timedelta(), timedelta(seconds=-1)])
+def test_a_stall_limit_is_above_0(limit):
+    with pytest.raises(ValueError, match=r"`stall_timeout` must be above 0, got .* Use None to switch it off\."):
+        DDPCheckpointStrategy(stall_timeout=limit)
+
+
+def test_a_stall_limit_is_a_timedelta():
+    with pytest.raises(TypeError, match="`stall_timeout` must be a `timedelta` or None, got 60"):
+        DDPCheckpointStrategy(stall_timeout=60)
+
+
 def test_arguments_keep_lightnings_names():
     strategy = DDPCheckpointStrategy(process_group_backend="gloo", timeout=timedelta(seconds=5), start_method="fork")
     assert isinstance(strategy, ExplicitDDPStrategy)
