@@ -1,7 +1,5 @@
 """One process per device; gradients are synchronised explicitly, after any backward pass."""
 
-import difflib
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -43,16 +41,10 @@ from lightning_ddp_ext.parallel.setups import (
     describe_versions,
 )
 from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
+from lightning_ddp_ext.strategies.unknown_arguments import refuse_unknown
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
 _ONE_MINUTE = timedelta(minutes=1)
-
-_NOT_NEEDED = {
-    "find_unused_parameters": "parameters that no rank uses are found in every step",
-    "static_graph": "nothing is assumed about the graph",
-    "gradient_as_bucket_view": "gradients are views of the buckets already",
-    "broadcast_buffers": "buffers are equal after every step already",
-}
 
 
 class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
@@ -73,8 +65,8 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         ddp_comm_wrapper: A function that wraps `ddp_comm_hook`.
         model_averaging_period: Steps between two averages of the model, for a `PostLocalSGDState`.
         process_group_backend: `"gloo"`, `"nccl"` and so on; by default what suits the devices.
-        timeout: How long ranks wait for each other at the start, and the time limit of one collective, as a timedelta or
-            in seconds.
+        timeout: How long ranks wait for each other at the start, and the time limit of one collective: a timedelta, or
+            seconds.
         start_method: How this process starts the others of its node.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
         weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
@@ -121,7 +113,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         stall_timeout: timedelta | float | None = _ONE_MINUTE,
         **unknown: object,
     ) -> None:
-        _refuse(unknown)
+        refuse_unknown(unknown, ExplicitDDPStrategy)
         check_weight_by(weight_by)
         check_bucket_cap(bucket_cap_mb)
         check_objects(
@@ -325,13 +317,3 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         module = self.lightning_module
         assert module is not None
         return module
-
-
-def _refuse(unknown: dict[str, object]) -> None:
-    for name in unknown:
-        if name in _NOT_NEEDED:
-            raise TypeError(f"`{name}` is not needed: {_NOT_NEEDED[name]}. Delete the argument.")
-        names = list(inspect.signature(ExplicitDDPStrategy.__init__).parameters)
-        close = difflib.get_close_matches(name, names, n=1)
-        remedy = f"Did you mean `{close[0]}`?" if close else "See its documentation for those that are."
-        raise TypeError(f"`{name}` is not an argument of this strategy. {remedy}")

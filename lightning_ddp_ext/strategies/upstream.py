@@ -65,8 +65,7 @@ class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
     def _configure_launcher(self) -> None:
         if self.root_device.type != "cuda":
             raise UnsupportedFeatureError(
-                f"`fsdp` shards over CUDA devices, got {self.root_device.type}. Use"
-                " `strategy=ddp` on the CPU."
+                f"`fsdp` shards over CUDA devices, got {self.root_device.type}. Use `strategy=ddp` on the CPU."
             )
         super()._configure_launcher()
 

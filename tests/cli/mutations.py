@@ -122,7 +122,16 @@ def _draw_override(
     if kind == "below":
         return Override(base, f"+{key}.{draw.choice(['deeper', 'a.b.c'])}={draw.choice(VALUES)}", key)
     group = draw.choice(sorted(options))
-    wrong = ["nosuch", "null", "''", "[]", "[a,b]", "{a:1}", "1", draw.choice(sum(options.values(), []))]
+    wrong = [
+        "nosuch",
+        "null",
+        "''",
+        "[]",
+        "[a,b]",
+        "{a:1}",
+        "1",
+        draw.choice([name for names in options.values() for name in names]),
+    ]
     return Override(base, f"{group}={draw.choice(wrong)}", group)
 
 

@@ -206,7 +206,7 @@ def complaint_about_error(argument, error):
     """Why an error of a constructor is not readable; None if it is."""
     if not isinstance(error, TypeError | ValueError | DDPExtError):
         return f"{type(error).__name__}: {error}"
-    if f"`{argument.name}" not in str(error) and f"`{str(argument.value)}`" not in str(error):
+    if f"`{argument.name}" not in str(error) and f"`{argument.value!s}`" not in str(error):
         return f"the argument is not named: {error}"
     return None
 
