@@ -128,9 +128,10 @@ def as_timeout(name: str, value: object) -> timedelta:
         ValueError: If it is not above zero, or longer than a year.
     """
     remedy = "Use for example `timedelta(minutes=30)`, or 1800 seconds."
-    seconds: Any = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+    given = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(given, bool) or not isinstance(given, Real):
         raise TypeError(f"`{name}` must be a timedelta or a number of seconds, got {value!r}. {remedy}")
+    seconds: Any = given
     if not 0 < seconds <= _LONGEST.total_seconds():
         raise ValueError(f"`{name}` must be above 0 seconds and at most {_LONGEST.days} days, got {value!r}. {remedy}")
     return value if isinstance(value, timedelta) else timedelta(seconds=float(seconds))

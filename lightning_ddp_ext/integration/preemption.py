@@ -67,7 +67,7 @@ class Departure:
         trainer = self._trainer
         _let_children_end(trainer)
         path = preemption_path(trainer)
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         code = _SHELL + signum
         rank_zero_info(
             f"{signum.name} was received: all ranks leave after step {trainer.global_step}, exit code {code}. Saved"

@@ -24,7 +24,7 @@ def refuse_unknown(unknown: dict[str, object], strategy: type) -> None:
     for name in unknown:
         if name in _NOT_NEEDED:
             raise TypeError(f"`{name}` is not needed: {_NOT_NEEDED[name]}. Delete the argument.")
-        names = list(inspect.signature(strategy.__init__).parameters)
+        names = list(inspect.signature(strategy).parameters)
         close = difflib.get_close_matches(name, names, n=1)
         remedy = f"Did you mean `{close[0]}`?" if close else "See its documentation for those that are."
         raise TypeError(f"`{name}` is not an argument of this strategy. {remedy}")

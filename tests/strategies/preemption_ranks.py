@@ -153,28 +153,41 @@ CASES = {
 }
 
 
-class Trace(Callback):
-    """A digest of this rank's replica after each batch; sends a signal after so many batches."""
+@dataclass
+class Trail:
+    """What a run has left on a rank.
 
-    def __init__(self, case: Case | None = None) -> None:
-        self.digests: list[str] = []
-        self.validated: list[tuple[int, float]] = []
-        self.steps: list[tuple[int, ...]] = []
+    Attributes:
+        digests: Of the replica, after each batch.
+        steps: Epoch and numbers of steps, after each batch.
+        validated: Global step and loss of each validation.
+    """
+
+    digests: list[str] = field(default_factory=list)
+    steps: list[tuple[int, ...]] = field(default_factory=list)
+    validated: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Tracing(Callback):
+    """Follows a run, and sends a signal after some batches."""
+
+    def __init__(self, trail: Trail, case: Case | None) -> None:
+        self._trail = trail
         self._case = case
         self._batches = 0
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self.digests.append("".join(digest_of(module, optimizer) for optimizer in trainer.optimizers))
+        self._trail.digests.append("".join(digest_of(module, optimizer) for optimizer in trainer.optimizers))
         loop = trainer.fit_loop.epoch_loop
         # The last one is what loggers count.
         counts = trainer.global_step, loop.total_batch_idx, loop._batches_that_stepped
-        self.steps.append((trainer.current_epoch, *counts))
+        self._trail.steps.append((trainer.current_epoch, *counts))
         self._send("on_train_batch_end")
         self._batches += 1
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            self.validated.append((trainer.global_step, float(trainer.callback_metrics.get("val_loss", 0.0))))
+            self._trail.validated.append((trainer.global_step, float(trainer.callback_metrics.get("val_loss", 0.0))))
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._send("on_train_batch_start")
@@ -196,9 +209,9 @@ class Trace(Callback):
 class Found:
     """What a rank has after the whole run, after the interrupted one, and after the resumed one."""
 
-    whole: Trace
-    interrupted: Trace
-    resumed: Trace
+    whole: Trail
+    interrupted: Trail
+    resumed: Trail
     code: Any
     files: list[str]
     keys: int
@@ -212,21 +225,21 @@ def run_all(folder: str) -> dict[str, Found]:
 
 
 def _run(case: Case, folder: Path) -> Found:
-    whole, interrupted, resumed = Trace(), Trace(case), Trace()
-    _fit(case, folder, whole)
+    whole, interrupted, resumed = Trail(), Trail(), Trail()
+    _fit(case, folder, Tracing(whole, None))
     code = None
     try:
-        _fit(case, folder, interrupted)
+        _fit(case, folder, Tracing(interrupted, case))
     except SystemExit as end:
         code = end.code
     files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     keys = len(torch.load(folder / files[0], weights_only=True)) if files else 0
     if files:
-        _fit(case, folder, resumed, ckpt_path="hpc")
+        _fit(case, folder, Tracing(resumed, None), ckpt_path="hpc")
     return Found(whole, interrupted, resumed, code, files, keys)
 
 
-def _fit(case: Case, folder: Path, trace: Trace, ckpt_path: str | None = None) -> None:
+def _fit(case: Case, folder: Path, tracing: Tracing, ckpt_path: str | None = None) -> None:
     seed_everything(RANK if ckpt_path is None else 100 + RANK, verbose=False)
     trainer = quiet_trainer(
         **{
@@ -234,7 +247,7 @@ def _fit(case: Case, folder: Path, trace: Trace, ckpt_path: str | None = None) -
             "devices": WORLD_SIZE,
             "precision": "64-true",
             "max_epochs": 2,
-            "callbacks": [trace],
+            "callbacks": [tracing],
             "use_distributed_sampler": True,
             "default_root_dir": folder,
             **case.options,
