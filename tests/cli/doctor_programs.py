@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+import lightning_ddp_ext.cli.main  # noqa: F401  once for all that are forked
 from lightning_ddp_ext.network.bandwidth import SIZES
 from tests.network import rank_server
 from tests.network.rank_programs import diagnose, free_port

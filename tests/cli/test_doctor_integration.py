@@ -19,7 +19,7 @@ def outcomes(tmp_path_factory):
     """All situations in one launch, which imports everything once."""
     unset = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))  # nobody has launched it
     folder = str(tmp_path_factory.mktemp("doctor"))
-    (played,) = run_processes(play_doctor, 1, folder, env=unset, timeout=280)
+    (played,) = run_processes(play_doctor, 1, folder, env=unset, timeout=290)
     return played
 
 
