@@ -26,6 +26,7 @@ from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
 from lightning_ddp_ext.integration.logged_values import LoggedValues
+from lightning_ddp_ext.integration.stall_watch import StallWatch
 from lightning_ddp_ext.parallel.exchange import own_group
 from lightning_ddp_ext.parallel.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.tail import TailCollectives
@@ -43,7 +44,7 @@ class Lockstep:
         uneven_inputs: What to do when a rank runs out of data.
         timeout: Time limit of a collective.
         own: Other process groups in which every rank takes part at any time.
-        failure: Returns what any rank has failed of.
+        watch: Knows what any rank has failed of.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Lockstep:
         uneven_inputs: UnevenInputs,
         timeout: timedelta | None,
         own: Iterable[dist.ProcessGroup],
-        failure: Callable[[], str | None],
+        watch: StallWatch,
     ) -> None:
         self.group = own_group(timeout)
         self.turn: Turn | None = None
@@ -61,7 +62,8 @@ class Lockstep:
         self._module = module
         self._uneven_inputs = uneven_inputs
         self._tail = TailCollectives([self.group, *own], timeout)
-        self._messages = RankMessages(self.group, timeout, failure)
+        self._messages = RankMessages(self.group, timeout, watch.failure)
+        watch.on_failure(self._messages.wake)
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
         self._samples = 1.0

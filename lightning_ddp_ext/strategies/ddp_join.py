@@ -85,9 +85,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             # A rank may have no samples at all.
             self._allowed_no_batch = self._module.allow_zero_length_dataloader_with_multiple_devices
             self._module.allow_zero_length_dataloader_with_multiple_devices = True
-            self._lockstep = Lockstep(
-                trainer, self._module, self.uneven_inputs, self._timeout, own, self._watch.failure
-            )
+            self._lockstep = Lockstep(trainer, self._module, self.uneven_inputs, self._timeout, own, self._watch)
 
     @property
     @override
