@@ -30,6 +30,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
 from lightning_ddp_ext.integration.logged_values import LoggedValues
 from lightning_ddp_ext.integration.resumable_lockstep import ResumableLockstepLoader
+from lightning_ddp_ext.integration.stall_watch import StallWatch
 from lightning_ddp_ext.parallel.exchange import own_group
 from lightning_ddp_ext.parallel.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.tail import TailCollectives
@@ -47,7 +48,7 @@ class Lockstep:
         uneven_inputs: What to do when a rank runs out of data.
         timeout: Time limit of a collective.
         own: Other process groups in which every rank takes part at any time.
-        failure: Returns what any rank has failed of.
+        watch: Knows what any rank has failed of.
         fetches: Knows the random states of this process, if it trains.
     """
 
@@ -58,7 +59,7 @@ class Lockstep:
         uneven_inputs: UnevenInputs,
         timeout: timedelta | None,
         own: Iterable[dist.ProcessGroup],
-        failure: Callable[[], str | None],
+        watch: StallWatch,
         fetches: RepeatableFetches | None,
     ) -> None:
         self.group = own_group(timeout)
@@ -68,7 +69,8 @@ class Lockstep:
         self._uneven_inputs = uneven_inputs
         self._fetches = fetches
         self._tail = TailCollectives([self.group, *own], timeout)
-        self._messages = RankMessages(self.group, timeout, failure)
+        self._messages = RankMessages(self.group, timeout, watch.failure)
+        watch.on_failure(self._messages.wake)
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
         self._samples = 1.0

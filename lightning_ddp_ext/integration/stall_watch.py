@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -78,6 +78,15 @@ class StallWatch:
     def failure(self) -> str | None:
         """Return what any rank has failed of, or None."""
         return None if self._watch is None else self._watch.failure
+
+    def on_failure(self, wake: Callable[[], None]) -> None:
+        """Have something called in a thread of this rank, in this run, when any rank has failed.
+
+        Args:
+            wake: Wakes a main thread that waits for a rank without a process group.
+        """
+        if self._watch is not None:
+            self._watch.wakers.append(wake)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:

@@ -45,6 +45,9 @@ class RunWatch:
         position: Returns the `"step"` and the `"phase"` of this rank; called about once a second in a thread.
         before_exit: Called before this process is ended the hard way, for a second at most.
 
+    Attributes:
+        wakers: Called in a thread when a failure is known, for a second at most.
+
     Example:
         ```python
         watch = RunWatch(store.clone(), rank, world_size, 60.0, lambda: {"step": step}, lambda: None)
@@ -75,6 +78,7 @@ class RunWatch:
         self._beats = Heartbeats(store, rank, world_size, interval, self._describe)
         self._limit = limit
         self._before_exit = before_exit
+        self.wakers: list[Callable[[], object]] = []
         self._is_leaving = threading.Event()  # the main thread has an error, and ends the run
         self._is_over = threading.Event()
         self._has_reported = False
@@ -172,6 +176,8 @@ class RunWatch:
         if is_stall:
             self._report(failure)
             self._beats.tell(failure, limit=0)
+        for wake in self.wakers:
+            _run_briefly(wake)
         if is_stall or not self._is_leaving.wait(_PATIENCE):
             self._interrupt()
         if not self._is_leaving.wait(_GRACE):

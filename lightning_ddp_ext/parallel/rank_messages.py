@@ -1,6 +1,5 @@
 """Messages from a rank that has data to those that wait for it."""
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -11,7 +10,6 @@ from lightning_ddp_ext.errors import OtherRankError
 from lightning_ddp_ext.parallel.connections import tracked_connections
 
 _TIMEOUT = timedelta(minutes=30)
-_LOOK = timedelta(seconds=0.5)  # how often who waits looks whether a rank has failed
 
 
 def _no_failure() -> None:
@@ -24,7 +22,8 @@ class RankMessages:
     Args:
         group: The ranks.
         timeout: How long to wait.
-        failure: Returns what any rank has failed of; whoever waits asks, whichever rank it waits for.
+        failure: Returns what any rank has failed of; whoever waits hears of it, whichever rank it waits for, if `wake`
+            is called.
     """
 
     def __init__(
@@ -34,8 +33,9 @@ class RankMessages:
         failure: Callable[[], str | None] = _no_failure,
     ) -> None:
         with tracked_connections():
-            # A connection of its own: who waits holds it, and other threads use the group's.
+            # Connections of its own: who waits holds one, and other threads use the group's.
             self._store = dist.PrefixStore("messages", cloned_store(group))
+            self._other_store = dist.PrefixStore("messages", cloned_store(group))
         self._timeout = _TIMEOUT if timeout is None else timeout
         self._failure = failure
         self._number = 0
@@ -44,7 +44,7 @@ class RankMessages:
     def publish(self, text: str) -> None:
         """Send the message of this step; on one rank."""
         key = self._next_key()
-        self._store.set(key, text)
+        self._store.set(key, f"+{text}")
         self._published.append(key)
 
     def pass_over(self) -> None:
@@ -56,21 +56,24 @@ class RankMessages:
 
         Raises:
             OtherRankError: If a rank has failed.
-            torch.distributed.DistStoreError: If none comes in time.
+            torch.distributed.DistStoreError: If no message comes in time.
         """
         key = self._next_key()
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while True:
-            try:
-                self._store.wait([key], min(_LOOK, self._timeout))
-                break
-            except dist.DistStoreError:
-                failure = self._failure()
-                if failure is not None:
-                    raise OtherRankError(failure) from None
-                if time.monotonic() > deadline:
-                    raise
-        return self._store.get(key).decode()
+        failure = self._failure()
+        if failure is not None:
+            raise OtherRankError(failure)
+        self._store.wait([key], self._timeout)
+        text = self._store.get(key).decode()
+        if text.startswith("-"):
+            raise OtherRankError(text[1:])
+        return text[1:]
+
+    def wake(self) -> None:
+        """Wake who waits on this rank, from another thread, when a failure is known."""
+        failure = self._failure()
+        if failure is not None:
+            # Who begins to wait later sees the failure itself: it looks after it has counted.
+            self._other_store.set(f"{self._number}", f"-{failure}")
 
     def forget(self) -> None:
         """Delete the messages of this rank; when every rank is known to have read them."""

@@ -87,7 +87,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             self._module.allow_zero_length_dataloader_with_multiple_devices = True
             fetches = None if self._run is None else self._run.fetches
             self._lockstep = Lockstep(
-                trainer, self._module, self.uneven_inputs, self._timeout, own, self._watch.failure, fetches
+                trainer, self._module, self.uneven_inputs, self._timeout, own, self._watch, fetches
             )
 
     @property
