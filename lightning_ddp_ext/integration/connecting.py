@@ -120,9 +120,7 @@ def check_start_method(start_method: object) -> None:
     check_choice("start_method", start_method, _START_METHODS, 'Use "popen" for processes that run the program again.')
 
 
-def check_objects(
-    *, parallel_devices: object = None, model_averaging_period: object = None, **objects: object
-) -> None:
+def check_objects(*, parallel_devices: object = None, model_averaging_period: object = None, **objects: object) -> None:
     """Refuse what cannot be what Lightning's strategies take under these names; each of them is optional.
 
     Args:

@@ -114,9 +114,7 @@ def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_si
     plugins = []
     if num_nodes > 1:
         plugins = [
-            ManualEnvironment(
-                num_nodes=num_nodes, node_rank=node_rank, main_address=main_address, main_port=main_port
-            )
+            ManualEnvironment(num_nodes=num_nodes, node_rank=node_rank, main_address=main_address, main_port=main_port)
         ]
     else:
         os.environ.update(MASTER_ADDR=main_address, MASTER_PORT=str(main_port), LOCAL_RANK=str(rank))
