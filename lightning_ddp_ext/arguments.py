@@ -48,11 +48,15 @@ def check_number(name: str, value: object, *, least: float = 0.0, most: float | 
         TypeError: If it is not a number.
         ValueError: If it is out of range.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not _is_number(value):
         raise TypeError(f"`{name}` must be a number, got {value!r}. {remedy}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"`{name}` must be a finite number, got {value!r}. {remedy}")
     _check_range(name, value, least, most, remedy)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_range(name: str, value: Any, least: float, most: float | None, remedy: str) -> None:
@@ -128,10 +132,9 @@ def as_timeout(name: str, value: object) -> timedelta:
         ValueError: If it is not above zero, or longer than a year.
     """
     remedy = "Use for example `timedelta(minutes=30)`, or 1800 seconds."
-    given = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(given, bool) or not isinstance(given, Real):
+    seconds: Any = value.total_seconds() if isinstance(value, timedelta) else value
+    if not _is_number(seconds):
         raise TypeError(f"`{name}` must be a timedelta or a number of seconds, got {value!r}. {remedy}")
-    seconds: Any = given
     if not 0 < seconds <= _LONGEST.total_seconds():
         raise ValueError(f"`{name}` must be above 0 seconds and at most {_LONGEST.days} days, got {value!r}. {remedy}")
     return value if isinstance(value, timedelta) else timedelta(seconds=float(seconds))
@@ -163,7 +166,7 @@ def check_bucket_cap(value: object) -> None:
         ValueError: If it is not above 0, or above a tebibyte.
     """
     remedy = "Use 25, the default."
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not _is_number(value):
         raise TypeError(f"`bucket_cap_mb` must be a number of MiB, got {value!r}. {remedy}")
     number: Any = value
     if not 0 < number <= _LARGEST_BUCKET:

@@ -67,10 +67,10 @@ def make(node: Any, key: str, kind: type[_Part]) -> _Part:
     return part
 
 
-def make_all(entries: Any, group: str, kind: type[_Part]) -> list[_Part]:
+def make_all(entries: Any, group: str, kind: type[Any]) -> list[Any]:
     """Make every entry of a group, see `make`; those that are null are left out."""
     if not isinstance(entries, DictConfig):
-        raise LaunchError(f"`{group}` must have a name for each entry, got {entries}. Use `{group}=none` for none.")
+        raise LaunchError(f"`{group}` must have a name for each entry, got {entries!r}. Use `{group}=none` for none.")
     return [make(node, f"{group}.{name}", kind) for name, node in entries.items() if node is not None]
 
 

@@ -79,8 +79,8 @@ def _pack_state(trainer: Trainer, parameters: list[nn.Parameter], has_own_gradie
         return packed
     what = Packed(None, [], strange).name_left_out()
     problem = (
-        "`ddp_join` under manual optimization sends the state of optimizers and schedulers to ranks that have run out"
-        f" of data, and it holds {what}, which is neither a number nor a tensor."
+        "`ddp_join` under manual optimization sends the state of optimizers and schedulers to ranks without data, and"
+        f" it holds {what}, which is neither a number nor a tensor."
         ' Use `uneven_inputs="stop"`.'
     )
     return pack({"problem": problem})

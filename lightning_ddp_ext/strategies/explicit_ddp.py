@@ -65,7 +65,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         ddp_comm_wrapper: A function that wraps `ddp_comm_hook`.
         model_averaging_period: Steps between two averages of the model, for a `PostLocalSGDState`.
         process_group_backend: `"gloo"`, `"nccl"` and so on; by default what suits the devices.
-        timeout: How long ranks wait for each other at the start, and the time limit of one collective: a timedelta, or
+        timeout: How long ranks wait for each other at the start, and the time limit of one collective; a timedelta or
             seconds.
         start_method: How this process starts the others of its node.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.

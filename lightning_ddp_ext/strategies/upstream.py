@@ -1,6 +1,7 @@
 """Lightning's own strategies, with our process-group and network settings: what the Hydra groups construct."""
 
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy
@@ -119,8 +120,9 @@ def fsdp_strategy(
 ) -> ConnectedFSDPStrategy:
     """Construct Lightning's `FSDPStrategy` over a chosen network; see `ddp_strategy`, also for what it raises."""
     sharding, states = options.get("sharding_strategy", "FULL_SHARD"), options.get("state_dict_type", "full")
-    if isinstance(sharding, str):  # torch's own enumeration will do as well
-        check_choice("sharding_strategy", sharding.upper(), _SHARDING_STRATEGIES, "Leave it out to shard everything.")
+    if not isinstance(sharding, Enum):  # torch's own will do as well
+        name = sharding.upper() if isinstance(sharding, str) else sharding
+        check_choice("sharding_strategy", name, _SHARDING_STRATEGIES, "Leave it out to shard everything.")
     check_choice("state_dict_type", states, ("full", "sharded"), 'Use "full" for one file.')
     return ConnectedFSDPStrategy(_connection(process_group_backend, timeout, init_method, network_interface), **options)
 

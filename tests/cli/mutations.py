@@ -1,6 +1,7 @@
 """Mistakes that people could make on the command line and in constructors, drawn from a seed."""
 
 import datetime
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,16 +123,8 @@ def _draw_override(
     if kind == "below":
         return Override(base, f"+{key}.{draw.choice(['deeper', 'a.b.c'])}={draw.choice(VALUES)}", key)
     group = draw.choice(sorted(options))
-    wrong = [
-        "nosuch",
-        "null",
-        "''",
-        "[]",
-        "[a,b]",
-        "{a:1}",
-        "1",
-        draw.choice([name for names in options.values() for name in names]),
-    ]
+    others = sorted({*itertools.chain(*options.values())})
+    wrong = ["nosuch", "null", "''", "[]", "[a,b]", "{a:1}", "1", draw.choice(others)]
     return Override(base, f"{group}={draw.choice(wrong)}", group)
 
 

@@ -84,7 +84,7 @@ def test_the_number_of_steps_of_equal_lengths_is_theirs():
 
 
 def test_a_rank_without_data_is_given_a_batch_without_running_code():
-    rank_0, rank_1 = run_processes(ranks.fill, 2, ["tensors", "opaque part", "opaque"], timeout=60)
+    rank_0, rank_1 = run_processes(ranks.fill, 2, ["tensors", "opaque part", "opaque"], timeout=180)
     (((seen,), caught), ((partial,), caught_partial), (refused, _)) = rank_1
     assert torch.equal(seen["features"], torch.arange(6.0).reshape(2, 3))
     assert seen["names"] == ["a", "b"]

@@ -114,7 +114,7 @@ def test_a_form_that_asks_for_anything_else_is_refused(form):
 
 
 def test_ranks_receive_a_value():
-    by_rank = run_processes(values.exchange, 2, timeout=60)
+    by_rank = run_processes(values.exchange, 2, timeout=180)
     expected = values.describable()
     for received, filled, left_out, named in by_rank:
         assert left_out == {"['opaque']": "Opaque", "['inner'][0]": "Opaque"}
