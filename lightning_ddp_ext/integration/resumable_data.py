@@ -4,8 +4,8 @@ import warnings
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import combination_mode, has_state

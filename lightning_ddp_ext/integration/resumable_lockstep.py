@@ -95,7 +95,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         steps = self._steps_made
-        state = {POSITION: steps or 0, WORLD_SIZE: dist.get_world_size(self._group)}
+        state: dict[str, Any] = {POSITION: steps or 0, WORLD_SIZE: dist.get_world_size(self._group)}
         if steps:
             taken = self._taken(steps - self._before)
             state.update({_BEFORE: self._before, _DEALT: self._dealt, _TAKEN: taken})

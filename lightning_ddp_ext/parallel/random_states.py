@@ -2,6 +2,7 @@
 
 import random
 import struct
+from typing import Any
 
 import numpy
 import torch
@@ -23,7 +24,8 @@ def capture_random_states(device: torch.device | None = None) -> Tensor:
     """
     version, words, gauss = random.getstate()
     assert (version, len(words)) == (3, _PYTHON_WORDS)
-    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    of_numpy: Any = numpy.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = of_numpy
     assert (kind, len(keys)) == ("MT19937", _NUMPY_WORDS)
     packed = struct.pack(
         f"<{_PYTHON_WORDS}Id{_NUMPY_WORDS}Iiid",
@@ -35,7 +37,7 @@ def capture_random_states(device: torch.device | None = None) -> Tensor:
         cached,
     )
     parts = [torch.frombuffer(bytearray(packed), dtype=torch.uint8), torch.get_rng_state()]
-    if _is_cuda(device):
+    if device is not None and device.type == "cuda":
         parts.append(torch.cuda.get_rng_state(device))
     return torch.cat(parts)
 
@@ -52,13 +54,10 @@ def restore_random_states(states: Tensor, device: torch.device | None = None) ->
     words, gauss = numbers[:_PYTHON_WORDS], numbers[_PYTHON_WORDS]
     random.setstate((3, words, None if gauss != gauss else gauss))
     keys, (position, has_gauss, cached) = numbers[_PYTHON_WORDS + 1 : -3], numbers[-3:]
-    numpy.random.set_state(("MT19937", keys, position, has_gauss, cached))
+    of_numpy: Any = ("MT19937", keys, position, has_gauss, cached)
+    numpy.random.set_state(of_numpy)
     of_torch = torch.get_rng_state().numel()
     # Copies, because torch needs memory that begins at a multiple of its words.
     torch.set_rng_state(states[layout.size : layout.size + of_torch].clone())
-    if _is_cuda(device):
+    if device is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states[layout.size + of_torch :].clone(), device)
-
-
-def _is_cuda(device: torch.device | None) -> bool:
-    return device is not None and device.type == "cuda"

@@ -126,7 +126,9 @@ def complaint_about_message(key, code, errors):
 def names(key, text):
     parts = key.split(".")
     # A misspelt key may be found out before its end.
-    return f"`{parts[-1]}" in text or any(".".join(parts[:end]) in text for end in range(min(2, len(parts)), len(parts) + 1))
+    return f"`{parts[-1]}" in text or any(
+        ".".join(parts[:end]) in text for end in range(min(2, len(parts)), len(parts) + 1)
+    )
 
 
 def try_override(command, mutation):
@@ -207,12 +209,8 @@ def complaint_about_error(argument, error):
     """Why an error of a constructor is not readable; None if it is."""
     if not isinstance(error, TypeError | ValueError | DDPExtError):
         return f"{type(error).__name__}: {error}"
-<<<<<<< HEAD
-    if f"`{argument.name}" not in str(error) and f"`{argument.value!s}`" not in str(error):
-=======
     named = (f"`{argument.name}", f"`{argument.value!s}`", f"`{argument.name.replace('_', '.', 1)}`")
     if not any(name in str(error) for name in named):
->>>>>>> hardening
         return f"the argument is not named: {error}"
     return None
 
