@@ -72,7 +72,10 @@ def _describe(error: BaseException) -> str:
         return str(error)
     if "Config group override must be a string" in str(error):
         # Hydra does not say which.
-        return "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none` leave those out."
+        return (
+            "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none` leave those"
+            " out."
+        )
     return _text(error)
 
 

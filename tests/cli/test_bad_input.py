@@ -126,9 +126,8 @@ def complaint_about_message(key, code, errors):
 def names(key, text):
     parts = key.split(".")
     # A misspelt key may be found out before its end.
-    return f"`{parts[-1]}" in text or any(
-        ".".join(parts[:end]) in text for end in range(min(2, len(parts)), len(parts) + 1)
-    )
+    starts = (".".join(parts[:end]) for end in range(min(2, len(parts)), len(parts) + 1))
+    return f"`{parts[-1]}" in text or any(start in text for start in starts)
 
 
 def try_override(command, mutation):

@@ -14,6 +14,11 @@ from lightning_ddp_ext.demo.digits import DigitsCNN
 from lightning_ddp_ext.demo.slowed_digits import SlowedDigitsCNN
 from lightning_ddp_ext.integration.checkpoint_loading import refusal
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
+
 STRATEGIES = ["balanced_dp", "ddp_checkpoint", "ddp_join"]
 
 
