@@ -13,7 +13,7 @@ from hydra.errors import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-_SETTINGS, _SHOWN = 5, 100  # settings in a message, and letters of each
+_SETTINGS, _SHOWN = 8, 100  # settings in a message, and letters of each
 
 
 class LaunchError(Exception):
@@ -43,12 +43,17 @@ def _name_settings(message: str, arguments: Sequence[str]) -> str:
     """Put what was set in front of a message that names none of it."""
     given = [text for text in arguments if text[:1] != "-" and ("=" in text or text[:1] == "~")]
     given = [text for text in given if not text.lstrip("+~").startswith("hydra.")]
-    for text in given:
-        key = text.lstrip("+~").partition("=")[0]
+    # The choice of a group is named by most messages, and seldom what is wrong if there is a setting, too.
+    for text in [text for text in given if "." in _key(text)] or given:
+        key = _key(text)
         if f"`{key}" in message or f"`{key.rpartition('.')[2]}" in message or ("." in key and key in message):
             return message
-    shown = ", ".join(f"`{text[:_SHOWN]}`" for text in given[:_SETTINGS])
+    shown = ", ".join(f"`{text[:_SHOWN]}`" for text in given[-_SETTINGS:])
     return f"with {shown}: {message}" if given else message
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0]
 
 
 def _describe(error: BaseException) -> str:
@@ -67,7 +72,10 @@ def _describe(error: BaseException) -> str:
         return str(error)
     if "Config group override must be a string" in str(error):
         # Hydra does not say which.
-        return "a group is null. Leave it out for its default; `callbacks=none` and `logger=none` leave those out."
+        return (
+            "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none` leave those"
+            " out."
+        )
     return _text(error)
 
 

@@ -126,9 +126,8 @@ def complaint_about_message(key, code, errors):
 def names(key, text):
     parts = key.split(".")
     # A misspelt key may be found out before its end.
-    return f"`{parts[-1]}" in text or any(
-        ".".join(parts[:end]) in text for end in range(min(2, len(parts)), len(parts) + 1)
-    )
+    starts = (".".join(parts[:end]) for end in range(min(2, len(parts)), len(parts) + 1))
+    return f"`{parts[-1]}" in text or any(start in text for start in starts)
 
 
 def try_override(command, mutation):
@@ -333,7 +332,7 @@ def test_what_was_found_before_is_refused(monkeypatch, tmp_path):
 FOUND_AT_THE_START = [
     ["trainer.val_check_interval=1000"],
     ["trainer.max_steps=-1", "trainer.max_epochs=-1"],
-    ["strategy.batch_dim=3"],
+    ["strategy.batch_dim=7"],
     ["experiment=slow_replica", "model.milliseconds_per_sample=[1.0]"],
     ["strategy=single", "experiment=byte_transformer", "model.block_size=16"],
     ["strategy=single", "experiment=byte_transformer", "data.max_bytes=1000"],

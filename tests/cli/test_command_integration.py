@@ -207,7 +207,10 @@ def test_a_persons_own_classes_and_configuration_are_found_in_the_working_direct
         ),
         (["strategy=ddp", "cluster=manual", "cluster.num_nodes=2"], "`cluster.node_rank` has no value"),
         (["+trainer.callbacks=[]"], "trainer"),
-        (["logger=null"], "a group is null. Leave it out for its default; `callbacks=none` and `logger=none`"),
+        (
+            ["logger=null"],
+            "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none`",
+        ),
         (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` is not a file"),
         (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
         (["seed=${foo}"], "foo"),

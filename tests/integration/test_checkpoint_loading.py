@@ -14,6 +14,11 @@ from lightning_ddp_ext.demo.digits import DigitsCNN
 from lightning_ddp_ext.demo.slowed_digits import SlowedDigitsCNN
 from lightning_ddp_ext.integration.checkpoint_loading import refusal
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
+
 STRATEGIES = ["balanced_dp", "ddp_checkpoint", "ddp_join"]
 
 
@@ -31,6 +36,10 @@ def loader():
     return DataLoader(TensorDataset(torch.randn(16, 1, 8, 8), torch.randint(10, (16,))), batch_size=4)
 
 
+def keep(folder):
+    return ModelCheckpoint(folder, "last", every_n_train_steps=2, enable_version_counter=False, monitor="train_loss")
+
+
 def trainer_with(strategy, folder, **options):
     devices = 2 if strategy == "balanced_dp" else 1
     strategy = BalancedDataParallelStrategy(balance="auto") if strategy == "balanced_dp" else strategy
@@ -44,13 +53,16 @@ def trainer_with(strategy, folder, **options):
 def saved(request, tmp_path_factory):
     """A strategy, and the checkpoint of a run of two steps under it."""
     folder = tmp_path_factory.mktemp(request.param)
-    keeping = ModelCheckpoint(folder, "last", every_n_train_steps=2, enable_version_counter=False, monitor="train_loss")
+    environment = dict(os.environ)  # to which Lightning adds an address and a port
+    keeping = keep(folder)
     module = SlowedDigitsCNN([0.0, 0.0]) if request.param == "balanced_dp" else DigitsCNN()
     trainer = trainer_with(request.param, folder, max_steps=2, callbacks=[keeping], log_every_n_steps=1)
     trainer.fit(module, loader())
     trainer.strategy.teardown()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
     return request.param, folder / "last.ckpt", module
 
 
@@ -63,7 +75,7 @@ def with_touch(path, folder):
 
 
 def resume(strategy, path, module, folder, **options):
-    trainer = trainer_with(strategy, folder, max_steps=3, enable_checkpointing=False)
+    trainer = trainer_with(strategy, folder, max_steps=3, callbacks=[keep(folder)])
     trainer.fit(module, loader(), ckpt_path=str(path), **options)
     return trainer
 

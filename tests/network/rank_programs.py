@@ -97,7 +97,8 @@ class SocketTable(Callback):
     def on_train_batch_end(self, *args):
         for connection in psutil.Process().net_connections(kind="inet"):
             listens = connection.status == psutil.CONN_LISTEN
-            (self.listening if listens else self.connected).add(connection.laddr.ip)
+            address = connection.laddr.ip.removeprefix("::ffff:")  # IPv4 over a socket of IPv6
+            (self.listening if listens else self.connected).add(address)
 
 
 STRATEGIES = {
