@@ -100,9 +100,9 @@ def check_jobs(folder, expected):
 
 
 def test_every_job_has_its_own_processes_configuration_and_folder(tmp_path):
-    done = sweep(tmp_path, "strategy=ddp,ddp_join", "trainer.devices=2,3", "process_group=gloo")
+    done = sweep(tmp_path, "strategy=ddp_join", "trainer.devices=2,3", "process_group=gloo")
     assert done.returncode == 0, done.stderr
-    check_jobs(tmp_path, [("ddp", 2, 2), ("ddp", 3, 3), ("ddp_join", 2, 2), ("ddp_join", 3, 3)])
+    check_jobs(tmp_path, [("ddp_join", 2, 2), ("ddp_join", 3, 3)])
 
 
 @pytest.mark.slow
