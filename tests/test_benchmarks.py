@@ -231,6 +231,7 @@ def test_a_contender_that_fails_is_an_error_with_its_last_lines():
         contender.run(steps=1)
 
 
+@pytest.mark.slow
 def test_peers_that_fail_leave_the_others(monkeypatch, tmp_path):
     """The quickest way to fail that there is: a peer whose processes do not even find its case."""
     monkeypatch.setattr(sys, "argv", ["command", "--quick", "--output", str(tmp_path)])
@@ -351,7 +352,7 @@ def test_every_way_of_redirecting_reaches_the_ranks_that_have_data():
             contender.run(ranks=len(ACTIVE), work=SMALL, way="missing", in_tail=True, steps=10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_leaves_tables_numbers_and_pictures(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "balanced_dp.py", "--quick", "--output", tmp_path]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True, cwd=tmp_path).stdout
@@ -360,7 +361,7 @@ def test_a_quick_run_leaves_tables_numbers_and_pictures(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["steps"][TINY]["rounds counted"] == 6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_quick_run_of_ddp_checkpoint_leaves_tables_numbers_and_pictures(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "ddp_checkpoint.py", "--quick", "--output", tmp_path]
@@ -373,7 +374,7 @@ def test_a_quick_run_of_ddp_checkpoint_leaves_tables_numbers_and_pictures(tmp_pa
     assert results["memory"][OURS][ONE]["held"] <= 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_quick_run_of_ddp_join_leaves_tables_numbers_and_pictures(tmp_path):
     command = [sys.executable, ROOT / "benchmarks" / "ddp_join.py", "--quick", "--output", tmp_path]
@@ -386,6 +387,7 @@ def test_a_quick_run_of_ddp_join_leaves_tables_numbers_and_pictures(tmp_path):
     assert {"tables.txt", "results.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.slow
 def test_signals_at_random_moments_end_runs_that_resume(tmp_path):
     output = tmp_path / "counts.json"
     command = [sys.executable, ROOT / "benchmarks" / "preemption.py", "--signals", "10", "--output", output]

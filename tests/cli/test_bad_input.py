@@ -168,7 +168,7 @@ def test_a_wrong_command_line_is_one_message_that_names_the_setting(monkeypatch,
     fuzz_overrides(int(SHARE * MUTATIONS), SEED, monkeypatch, tmp_path, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
 def test_a_thousand_more_wrong_command_lines_are_messages(monkeypatch, tmp_path, capsys):
     fuzz_overrides(1000, SEED + 1, monkeypatch, tmp_path, capsys)
@@ -245,7 +245,7 @@ def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it(capsys):
     fuzz_arguments(MUTATIONS - int(SHARE * MUTATIONS), SEED, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_thousand_more_wrong_arguments_are_named(capsys):
     fuzz_arguments(10_000, SEED + 1, capsys)
 

@@ -68,6 +68,7 @@ def test_a_umask_of_zero_makes_files_that_everybody_can_write(tmp_path):
     assert (tmp_path / "file").stat().st_mode & stat.S_IWOTH
 
 
+@pytest.mark.slow
 def test_the_test_result_is_that_of_one_device(tmp_path):
     def accuracies(*overrides):
         folder = tmp_path / overrides[0].replace("=", "-")
@@ -80,6 +81,7 @@ def test_the_test_result_is_that_of_one_device(tmp_path):
     assert accuracies("strategy.split=[1,3]") == pytest.approx(accuracies("strategy=single"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_accumulation_is_counted_in_the_summary(tmp_path):
     done = command(
         tmp_path, "strategy.split=[1,3]", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=1", "test=false"
@@ -89,12 +91,14 @@ def test_accumulation_is_counted_in_the_summary(tmp_path):
     assert "20 (40 batches)" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_text_experiment_runs(tmp_path):
     done = command(tmp_path, "experiment=byte_transformer", "trainer.max_steps=10", "trainer.limit_test_batches=3")
     assert done.returncode == 0, done.stderr
     assert "test_bits_per_byte" in done.stdout
 
 
+@pytest.mark.slow
 def test_lightnings_ddp_runs_with_two_processes_on_the_loopback_interface(tmp_path):
     done = command(
         tmp_path, "strategy=ddp", "trainer.devices=2", "process_group=gloo", "network=loopback", "trainer.max_epochs=1"
@@ -112,6 +116,7 @@ def compared(printed):
     return {name: [float(cell) for cell in others if cell] for name, *others in cells}
 
 
+@pytest.mark.slow
 def test_ranks_with_different_shares_of_the_data_train_as_one_process_does(tmp_path):
     done = command(
         tmp_path, "strategy=ddp_join", "trainer.devices=2", "data.train_fractions=[0.7,0.3]", "trainer.max_epochs=1",
@@ -127,6 +132,7 @@ def test_ranks_with_different_shares_of_the_data_train_as_one_process_does(tmp_p
     assert done.stdout.count("ghost steps") == 1
 
 
+@pytest.mark.slow
 def test_streams_of_different_length_are_read_to_their_end(tmp_path):
     done = command(
         tmp_path, "strategy=ddp_join", "experiment=stdlib_stream", "trainer.devices=2", "data.files=3",
@@ -143,6 +149,7 @@ def test_streams_of_different_length_are_read_to_their_end(tmp_path):
     assert compared(done.stdout)["all parameters, relative"][-1] < 1e-9
 
 
+@pytest.mark.slow
 def test_a_reference_can_be_asked_for_with_every_strategy(tmp_path):
     done = command(
         tmp_path, "strategy.split=[1,3]", "reference=true", "trainer.accumulate_grad_batches=3",
@@ -270,6 +277,7 @@ def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path):
     assert "Raised in replica 0 of 2 on device cpu, whose chunk is samples 0 to 3 of a batch of 8." in done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_process_behind(tmp_path):
     process = subprocess.Popen(
         [*COMMAND, "trainer.max_epochs=1000", "callbacks=none"],
@@ -310,6 +318,7 @@ def test_a_sweep_writes_one_folder_per_job(tmp_path):
     assert "replica 0 on cpu: 4 samples" in done.stdout
 
 
+@pytest.mark.slow
 def test_processes_find_the_configuration_of_the_working_directory(tmp_path):
     (tmp_path / "conf").symlink_to(CONF)
     overrides = ["strategy=ddp", "trainer.devices=2", "trainer.max_steps=2", "test=false"]
@@ -319,6 +328,7 @@ def test_processes_find_the_configuration_of_the_working_directory(tmp_path):
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
 def test_the_checkouts_own_experiment_runs_from_its_folder(tmp_path):
     (tmp_path / "conf").symlink_to(CONF)
     done = command(tmp_path, "experiment=digits_three_replicas", "trainer.max_epochs=1", "test=false")

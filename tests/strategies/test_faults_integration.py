@@ -91,7 +91,7 @@ def test_a_stall_report_names_step_phase_and_collective(few):
     assert "on_train_batch_start" not in output.partition("Python stack")[2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp_join", "ddp_checkpoint"])
 @pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind not in OF_LINKS])
 def test_every_fault_on_every_rank_in_every_phase(kind, strategy):
