@@ -52,7 +52,7 @@ def doctor(arguments: Sequence[str]) -> int:
         arguments: What follows `lightning-ddp-ext doctor`.
 
     Returns:
-        The exit code: 0 if all is well, otherwise 1.
+        The exit code: 0 if all is well, otherwise 1; another rank than 0 leaves it to rank 0 if that knows all.
     """
     options = _parse(arguments)
     # What Lightning says at every start.
@@ -66,7 +66,7 @@ def doctor(arguments: Sequence[str]) -> int:
             print(json.dumps(diagnosis.as_json(), indent=2), file=output, flush=True)
         else:
             print_diagnosis(diagnosis, output)
-    return 0 if diagnosis.healthy else 1
+    return _exit_code(diagnosis)
 
 
 def _parse(arguments: Sequence[str]) -> _Options:
@@ -100,6 +100,11 @@ def _own_output() -> Iterator[TextIO]:
             sys.stdout.flush()
             output.flush()
             os.dup2(output.fileno(), 1)
+
+
+def _exit_code(diagnosis: Diagnosis) -> int:
+    # Launchers end everybody when one rank fails, and rank 0 may not have printed yet what all know.
+    return 0 if diagnosis.healthy or (diagnosis.rank != 0 and diagnosis.shared) else 1
 
 
 def _complain(diagnosis: Diagnosis) -> None:
@@ -228,4 +233,4 @@ def _run_local_rank(options: _Options, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     diagnosis = _diagnose(options)
     _complain(diagnosis)
-    raise SystemExit(0 if diagnosis.healthy else 1)
+    raise SystemExit(_exit_code(diagnosis))
