@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig
 
 from lightning_ddp_ext.cli.diagnosis import SETTINGS, SLURM, Diagnosis
@@ -210,7 +210,7 @@ def _local_ranks(
         "WORLD_SIZE": str(strategy.num_nodes * strategy.num_processes),
     }
     forks = strategy.root_device.type == "cpu" and "fork" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("fork" if forks else "spawn")
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
     ranks = [
         context.Process(target=_run_local_rank, args=(options, {**variables, "LOCAL_RANK": str(rank)}), daemon=True)
         for rank in range(1, strategy.num_processes)
