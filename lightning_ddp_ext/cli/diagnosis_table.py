@@ -92,7 +92,8 @@ def _backends(diagnosis: Diagnosis, reports: Sequence[RankReport]) -> str:
 
 
 def _interfaces(ranks: list[int], report: RankReport) -> str:
-    listed = "; ".join(f"{name} {', '.join(found)}".rstrip() for name, found in report.interfaces.items())
+    useful = {name: [a for a in found if "%" not in a] for name, found in report.interfaces.items()}  # not link-local
+    listed = "; ".join(f"{name} {', '.join(found)}".rstrip() for name, found in useful.items())
     return f"{report.host} ({list_ranks(ranks)}): {listed}"
 
 
@@ -113,7 +114,7 @@ def _rendezvous(diagnosis: Diagnosis, reports: Sequence[RankReport]) -> str:
 
 def _clocks(diagnosis: Diagnosis) -> list[str]:
     return [
-        f"{diagnosis.reports[rank].host}: {1e3 * clock.seconds:+.3f} ms, known to {time_text(clock.uncertainty)}"
+        f"{diagnosis.reports[rank].host}: {1e3 * clock.seconds:+.3f} ms, within {1e3 * clock.uncertainty:.3f} ms"
         for rank, clock in diagnosis.clocks.items()
     ]
 

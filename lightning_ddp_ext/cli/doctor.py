@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from omegaconf import DictConfig
 
 from lightning_ddp_ext.cli.diagnosis import SETTINGS, SLURM, Diagnosis
@@ -52,7 +52,7 @@ def doctor(arguments: Sequence[str]) -> int:
         arguments: What follows `lightning-ddp-ext doctor`.
 
     Returns:
-        The exit code: 0 if all is well, otherwise 1.
+        The exit code: 0 if all is well, otherwise 1; another rank than 0 leaves it to rank 0 if that knows all.
     """
     options = _parse(arguments)
     # What Lightning says at every start.
@@ -66,7 +66,7 @@ def doctor(arguments: Sequence[str]) -> int:
             print(json.dumps(diagnosis.as_json(), indent=2), file=output, flush=True)
         else:
             print_diagnosis(diagnosis, output)
-    return 0 if diagnosis.healthy else 1
+    return _exit_code(diagnosis)
 
 
 def _parse(arguments: Sequence[str]) -> _Options:
@@ -100,6 +100,11 @@ def _own_output() -> Iterator[TextIO]:
             sys.stdout.flush()
             output.flush()
             os.dup2(output.fileno(), 1)
+
+
+def _exit_code(diagnosis: Diagnosis) -> int:
+    # Launchers end everybody when one rank fails, and rank 0 may not have printed yet what all know.
+    return 0 if diagnosis.healthy or (diagnosis.rank != 0 and diagnosis.shared) else 1
 
 
 def _complain(diagnosis: Diagnosis) -> None:
@@ -205,7 +210,7 @@ def _local_ranks(
         "WORLD_SIZE": str(strategy.num_nodes * strategy.num_processes),
     }
     forks = strategy.root_device.type == "cpu" and "fork" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("fork" if forks else "spawn")
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
     ranks = [
         context.Process(target=_run_local_rank, args=(options, {**variables, "LOCAL_RANK": str(rank)}), daemon=True)
         for rank in range(1, strategy.num_processes)
@@ -228,4 +233,4 @@ def _run_local_rank(options: _Options, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     diagnosis = _diagnose(options)
     _complain(diagnosis)
-    raise SystemExit(0 if diagnosis.healthy else 1)
+    raise SystemExit(_exit_code(diagnosis))

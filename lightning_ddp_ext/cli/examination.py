@@ -125,6 +125,7 @@ def _try(connect_and_measure: Callable[[], None], diagnosis: Diagnosis) -> None:
     except DDPExtError as error:
         diagnosis.add_problems([Problem(RENDEZVOUS, str(error))])
     except RuntimeError as error:  # of the back-end
+        diagnosis.shared = False  # ranks may have met different errors
         reason = str(error).partition("\n")[0]
         text = (
             f"the process group of `{diagnosis.backend}` failed on rank {diagnosis.rank}: {reason}."

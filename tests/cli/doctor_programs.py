@@ -42,7 +42,7 @@ SITUATIONS = {
     "one process": lambda folder: _doctor(folder, "--json", "strategy=balanced_dp"),
     "taken port": _taken_port,
     "missing rank": lambda folder: _doctor(
-        folder, *_by_hand(free_port(), nodes=2), "--timeout=1", "--json", "trainer.devices=1"
+        folder, *_by_hand(free_port(), nodes=2), "--timeout=4", "--json", "trainer.devices=1"
     ),
     "missing interface": lambda folder: _doctor(folder, "--json", "network=interface", "network.interface=nosuch0"),
     "missing back-end": lambda folder: _doctor(folder, "process_group=mpi"),
