@@ -88,7 +88,11 @@ def test_a_stall_report_names_step_phase_and_collective(few):
     assert "stall report of rank 0 of 2" in output
     assert output.count("training, batch 2") >= 2
     assert "all_reduce <- " in output
-    assert "on_train_batch_start" not in output.partition("Python stack")[2]
+    other = next(line for line in output.splitlines() if line.startswith("1 "))
+    assert "_act (fault_ranks.py" in other
+    stack = output.partition("Python stack")[2].partition("ends now")[0]
+    assert "sync_control.py" in stack
+    assert "fault_ranks.py" in stack
 
 
 @pytest.mark.exhaustive
