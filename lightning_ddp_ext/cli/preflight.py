@@ -16,6 +16,9 @@ from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_metho
 from lightning_ddp_ext.network.interfaces import check_gloos_variable
 from lightning_ddp_ext.network.stores import check_meeting_place
 
+# Ranks that somebody has set by hand, and a shell for a person, whatever the number of tasks: SLURM starts nothing there.
+_BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "SLURM_PTY_PORT")
+
 
 def has_process_group(config: DictConfig) -> bool:
     """Tell whether the chosen strategy has one process per device.
@@ -37,6 +40,7 @@ def find_slurm_problems(config: DictConfig) -> list[str]:
     """
     devices = _count(config.trainer.devices, config.trainer.accelerator)
     by_hand = str(config.cluster.get("_target_", "")).endswith(ManualEnvironment.__name__)
+    by_hand = by_hand or any(name in os.environ for name in _BY_HAND)
     if by_hand or config.trainer.plugins is not None or devices is None or not has_process_group(config):
         return []
     uses_gpus = config.trainer.accelerator != "cpu"

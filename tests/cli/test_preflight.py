@@ -82,3 +82,5 @@ def test_devices_are_counted_as_the_trainer_does(monkeypatch, devices):
     assert len(problems(devices=[0, 1, 2])) == 1
     assert problems(devices="auto") == []  # unknown before the Trainer is made
     assert problems(devices=[0, 1, 2], plugins=["my_environment"]) == []
+    monkeypatch.setenv("NODE_RANK", "0")
+    assert problems(devices=[0, 1, 2]) == []  # somebody has set the ranks by hand
