@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 _SAID = 110  # characters
@@ -45,7 +46,7 @@ def make_fault_table(outcomes: Sequence[Outcome], limit: float) -> Table:
     for name in ("fault", "rank", "phase", "seconds", "checkpoints", "left", "what a rank said"):
         table.add_column(name, justify="right" if name in ("rank", "seconds", "left") else "left")
     for outcome in outcomes:
-        table.add_row(*_make_row(outcome), style=None if outcome.is_right else "bold")
+        table.add_row(*map(escape, _make_row(outcome)), style=None if outcome.is_right else "bold")
     return table
 
 

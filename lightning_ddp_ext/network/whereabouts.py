@@ -39,9 +39,9 @@ def find_main_thread() -> Place:
 
 
 def describe_main_stack() -> str:
-    """Return the Python stack of the main thread, the innermost call last."""
-    frame = _main_frame()
-    return "".join(traceback.format_stack(frame)) if frame is not None else "  (the main thread has ended)\n"
+    """Return the Python stack of the main thread below the Trainer's entry, the innermost call last."""
+    lines = list(_walk(_main_frame()))
+    return "".join(traceback.StackSummary.extract(iter(lines[::-1])).format())
 
 
 def find_place(frame: FrameType | None) -> Place:
