@@ -19,7 +19,7 @@ def found():
     results = {}
     for world_size in (2, 3):
         cases = [case for case in CASES if len(case[0]) == world_size]
-        by_rank = run_processes(ranks.iterate, world_size, cases, timeout=60)
+        by_rank = run_processes(ranks.iterate, world_size, cases, timeout=180)
         results.update({repr(case): [of_rank[index] for of_rank in by_rank] for index, case in enumerate(cases)})
     return results
 
@@ -67,7 +67,7 @@ def test_errors_name_the_rank_and_the_batch():
         ((2, 2), False, {"uneven_inputs": "error"}),
         ((3, 3), True, {"true_length": (2, 2)}),
     ]
-    sized, unsized, even, wrong = zip(*run_processes(ranks.iterate, 2, cases, timeout=60), strict=True)
+    sized, unsized, even, wrong = zip(*run_processes(ranks.iterate, 2, cases, timeout=180), strict=True)
     for message in sized:
         assert "UnevenInputsError: rank 1 runs out of data after batch 1, while rank 0 has 3 batches" in message
     for message in unsized:
