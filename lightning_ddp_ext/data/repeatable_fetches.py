@@ -62,7 +62,7 @@ class RepeatableFetches:
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._resumed: FetchRecord | None = None
-        self._has_begun = False
+        self._has_begun = self._is_back = self._is_going = False
         self._start = self._capture()
         self._states: deque[Tensor] = deque(maxlen=LOOKAHEAD)
         self._fetched = self._used = 0
@@ -71,13 +71,15 @@ class RepeatableFetches:
     def resume(self, record: FetchRecord) -> None:
         """Let the next iteration go on where a record was made."""
         self._resumed = record
-        self._has_begun = False
+        self._has_begun = self._is_back = self._is_going = False
 
     def go_on(self) -> None:
-        """Set the random states to those of the interruption; to be called before every step, and its fetch."""
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None and (resumed.has_begun or not self._has_begun):
-            restore_random_states(resumed.now, self._device)
+        """Have the random states of the interruption; to be called before every step, and its fetch."""
+        self._is_going = True
+        if self._resumed is not None and self._is_back:
+            self._come_back(self._resumed)  # something else may have drawn meanwhile
+        elif self._resumed is not None and self._has_begun and not self._resumed.has_begun:
+            self._resumed = None
 
     def record(self, used: int | None) -> FetchRecord:
         """Say where this rank is.
@@ -100,6 +102,8 @@ class RepeatableFetches:
         """
         if self._resumed is not None:
             restore_random_states(self._resumed.start, self._device)
+            if self._is_going and not self._resumed.has_begun:
+                self._resumed = None
         self._has_begun = True
         self._start = self._capture()
         self._states.clear()
@@ -107,15 +111,36 @@ class RepeatableFetches:
 
     def fetch(self, fetch_next: Callable[[], T]) -> T:
         """Fetch the next batch; raises what the function raises."""
-        ahead = self._fetched - self._used
-        if self._resumed is not None and 0 <= ahead < len(self._resumed.ahead):
-            restore_random_states(self._resumed.ahead[ahead], self._device)
+        self._set_back()
         state = self._capture() if self._looks_ahead else None
-        batch = fetch_next()
+        try:
+            batch = fetch_next()
+        except StopIteration:
+            if self._resumed is not None:
+                self._come_back(self._resumed)
+            raise
         self._fetched += 1
         if state is not None:
             self._states.append(state)
+        self._set_back()
         return batch
+
+    def _set_back(self) -> None:
+        """Have the random states that the next batch was fetched from, or those of the interruption."""
+        resumed, ahead = self._resumed, self._fetched - self._used
+        if resumed is None or not resumed.has_begun or ahead < 0:
+            return
+        if ahead < len(resumed.ahead):
+            restore_random_states(resumed.ahead[ahead], self._device)
+        else:
+            self._come_back(resumed)
+
+    def _come_back(self, resumed: FetchRecord) -> None:
+        """Have the random states of the interruption; for good if steps are made already."""
+        restore_random_states(resumed.now, self._device)
+        self._is_back = True
+        if self._is_going:
+            self._resumed = None
 
     def iterate(self, source: Iterable[T], used: int = 0, looks_ahead: bool = True) -> Iterator[T]:
         """Iterate over a source; arguments are those of `begin`."""

@@ -68,7 +68,9 @@ class LockstepCombinedLoader(CombinedLoader):
         known = all(loader.lengths is not None for loader in self.flattened)
         lengths = [int(length) for length in self._lengths_of_ranks()[0]] if known else None
         limit = combine_lengths(self._mode, self.limits or [ENDLESS])
-        batches = _Batches(self._fetched(combined, skip, looks_ahead=not known))
+        # A rank that has run out of data passes over no more than it has.
+        own = skip if lengths is None else min(skip, lengths[dist.get_rank(self._group)])
+        batches = _Batches(self._fetched(combined, own, looks_ahead=not known))
         yield from self._make_steps(batches, lengths, limit, 0, skip)
 
     def _fetched(self, combined: CombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:

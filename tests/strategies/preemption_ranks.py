@@ -79,6 +79,14 @@ class Random(LightningModule):
         ]
 
 
+class Unnormalised(Random):
+    """Has no buffers, which ranks have of their own within an accumulation window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network[1] = nn.Identity()
+
+
 class RandomAdversaries(Adversaries):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         batch = batch[1][:, :5] if isinstance(batch, list | tuple) else batch
@@ -97,6 +105,7 @@ class Case:
         rank: Who sends it to itself.
         signum: The signal.
         module: Makes the module.
+        is_dealt: Whether the strategy deals the samples out.
         options: Other arguments of the Trainer.
     """
 
@@ -107,6 +116,7 @@ class Case:
     rank: int = 1
     signum: signal.Signals = signal.SIGTERM
     module: Callable[[], LightningModule] = Random
+    is_dealt: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -136,16 +146,16 @@ CASES = {
     "before a validation": Case(1, dealt(), options={"val_check_interval": 2}),
     "in a validation": Case(1, dealt(), hook="on_validation_batch_start", options={"val_check_interval": 2}),
     "in the last validation": Case(3, dealt(), hook="on_validation_batch_start"),
-    "in a window": Case(4, dealt(34), options={"accumulate_grad_batches": 3}),
+    "in a window": Case(4, dealt(34), module=Unnormalised, options={"accumulate_grad_batches": 3}),
     "with workers": Case(5, dealt(num_workers=2)),
     "by number of steps": Case(5, dealt(), options={"max_epochs": -1, "max_steps": 9}),
     "by number of steps, at the end of an epoch": Case(3, dealt(), options={"max_epochs": -1, "max_steps": 9}),
-    "in the tail": Case(2, own(12, 5), rank=0),
-    "in the tail, on a joined rank": Case(3, own(12, 5), hook="on_train_batch_end"),
+    "in the tail": Case(2, own(12, 5), is_dealt=False, rank=0),
+    "in the tail, on a joined rank": Case(3, own(12, 5), is_dealt=False, hook="on_train_batch_end"),
     "in a stream": Case(1, streams(14, 11)),
     "in the tail of a stream": Case(3, streams(14, 5), rank=0),
     "in a stream, at the end of an epoch": Case(4, streams(14, 5), rank=0),
-    "manual optimization": Case(2, own(12, 5), rank=0, module=RandomAdversaries),
+    "manual optimization": Case(2, own(12, 5), is_dealt=False, rank=0, module=RandomAdversaries),
     "ddp_checkpoint": Case(2, dealt(), "ddp_checkpoint"),
     "ddp_checkpoint, at the end of an epoch": Case(3, dealt(), "ddp_checkpoint"),
     "ddp_checkpoint, in a stream": Case(2, streams(14, 14), "ddp_checkpoint"),
@@ -248,14 +258,14 @@ def _fit(case: Case, folder: Path, tracing: Tracing, ckpt_path: str | None = Non
             "precision": "64-true",
             "max_epochs": 2,
             "callbacks": [tracing],
-            "use_distributed_sampler": True,
+            "use_distributed_sampler": case.is_dealt,
             "default_root_dir": folder,
             **case.options,
         }
     )
     validation = DataLoader(list(zip(*samples(5), strict=True)), batch_size=2)
     module = case.module()
-    loaders = [case.loader(), *([validation] if case.module is Random else [])]
+    loaders = [case.loader(), *([validation] if case.module is not RandomAdversaries else [])]
     trainer.fit(module, *loaders, ckpt_path=ckpt_path, weights_only=True)
 
 
@@ -292,8 +302,7 @@ def _train_on(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     seed_everything(0, verbose=False)
-    module = Random()
-    module.network[1] = nn.Identity()  # a batch may have one sample
+    module = Unnormalised()  # a batch may have one sample
     by_epoch: dict[int, list[int]] = {0: [], 1: []}
 
     class Collect(Callback):
