@@ -16,7 +16,7 @@ from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_metho
 from lightning_ddp_ext.network.interfaces import check_gloos_variable
 from lightning_ddp_ext.network.stores import check_meeting_place
 
-# Ranks that somebody has set by hand, and a shell for a person, whatever the number of tasks: SLURM starts nothing there.
+# Ranks that somebody has set by hand, and a shell for a person, whatever the number of tasks: SLURM starts no rank.
 _BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "SLURM_PTY_PORT")
 
 
