@@ -131,7 +131,7 @@ def run_fault(
         left = _count_left(before)
         checkpoints, broken = count_checkpoints(folder), list_broken_checkpoints(folder)
     outcome = FaultOutcome(fault, None, rows, checkpoints, broken, left)
-    marker = folder / "fault"
+    marker = folder / ("cut" if fault.kind in OF_LINKS else "fault")
     if marker.exists() and not any(row["timed_out"] for row in rows):
         outcome.seconds = max(row["ended"] for row in outcome.living) - float(marker.read_text())
     return outcome
@@ -194,7 +194,7 @@ def _cutting(fault: Fault, hosts: Any, folder: Path) -> Iterator[None]:
             if is_over.wait(0.05):
                 return
         hosts.configure(host, "link set eth0 down")
-        (folder / "cut").touch()
+        (folder / "cut").write_text(str(time.monotonic()))
         is_over.wait(_CUT if fault.kind == "link cut for 4 s" else None)
         hosts.configure(host, "link set eth0 up")
 
