@@ -46,6 +46,7 @@ def main() -> None:
     wants_traceback = os.environ.get(_FULL_ERROR)
     # Hydra prints and exits by itself unless told to raise; the run then gets its own setting back.
     os.environ[_FULL_ERROR] = "1"
+    failed: list[LaunchError] = []
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_ddp_ext.conf", config_name="train")
     def application(config: DictConfig) -> None:
@@ -57,8 +58,13 @@ def main() -> None:
             if wants_traceback == "1":
                 raise
             if in_sweep():
-                _fail_job(error)
+                failed.append(_fail_job(error))
+                raise failed[-1] from None
             _exit(error.__cause__ or error)
+        finally:
+            if failed:
+                # At its end a sweep raises the error of the first job that failed; Hydra lets it through to `main`.
+                os.environ[_FULL_ERROR] = "1"
 
     try:
         application()
@@ -80,13 +86,11 @@ def _run(config: DictConfig) -> None:
         train(config)
 
 
-def _fail_job(error: LaunchError) -> NoReturn:
-    """Fail a job of a sweep, which goes on with the next."""
+def _fail_job(error: LaunchError) -> LaunchError:
+    """Say which job of a sweep failed and why; the sweep goes on with the next."""
     problem = sweep.describe_job(describe(error.__cause__ or error))
     sys.stderr.write(f"lightning-ddp-ext: {problem}\n")
-    # At its end the sweep raises the error of the first job that failed; so Hydra lets it through to `main`.
-    os.environ[_FULL_ERROR] = "1"
-    raise LaunchError(problem) from None
+    return LaunchError(problem)
 
 
 def _leave_hydras_files_to_rank_0() -> None:

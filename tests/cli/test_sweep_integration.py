@@ -127,7 +127,7 @@ def test_a_job_that_fails_on_one_rank_is_named_and_the_next_one_runs(tmp_path):
     assert "ArithmeticError: own bug of rank 1" in done.stderr
     message = done.stderr.splitlines()[-1]
     assert message.startswith("lightning-ddp-ext: job 0 of the sweep, `")
-    assert "+model.fails=true" in message
+    assert "+model.fails=True" in message  # as Hydra writes it
     assert "ended with exit code" in message
     assert message.count("runs/") == 1
     assert [len(records) for _, records in sorted(jobs(tmp_path).items())] == [2, 2]

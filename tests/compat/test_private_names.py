@@ -103,7 +103,7 @@ class Constant(LightningModule):
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_restarted_job_is_tested_with_the_weights_it_has(tmp_path, monkeypatch, kept):
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
     trainer = Trainer(default_root_dir=tmp_path, plugins=[LightningEnvironment()], **options)
     trainer.strategy.connect(Constant(1))
     trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
