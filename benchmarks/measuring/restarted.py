@@ -43,7 +43,8 @@ def main(folder: Path, agents: int) -> None:
     """Train, from the last checkpoint if there is one."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    seed_everything(int(os.environ["RANK"]), verbose=False)
+    seed_everything(0, verbose=False)  # deals the samples out
+    torch.manual_seed(int(os.environ["RANK"]) + 10 * int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(SAMPLES, 6, generator=generator)
     data = TensorDataset(features, features[:, :3].argmax(1))

@@ -71,12 +71,8 @@ def make_all(entries: Any, group: str, kind: type[Any]) -> list[Any]:
     """Make every entry of a group, see `make`; those that are null are left out."""
     if not isinstance(entries, DictConfig):
         raise LaunchError(f"`{group}` must have a name for each entry, got {entries!r}. Use `{group}=none` for none.")
-<<<<<<< ours
-    return [make(node, f"{group}.{name!s}", kind) for name, node in entries.items() if node is not None]
-=======
     named = {str(name): node for name, node in entries.items()}
     return [make(node, f"{group}.{name}", kind) for name, node in named.items() if node is not None]
->>>>>>> theirs
 
 
 def check_hosts(trainer: Trainer) -> None:

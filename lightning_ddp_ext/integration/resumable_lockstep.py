@@ -80,7 +80,8 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
     def used(self) -> int | None:
         """How many batches of this epoch this rank has used since it resumed; None between epochs."""
         steps = self._steps_made
-        return None if steps is None else steps - self._before
+        has_fetched = self._position > self._before
+        return steps - self._before if steps is not None and has_fetched else None
 
     @property
     def _steps_made(self) -> int | None:

@@ -29,7 +29,8 @@ def steps(fetches, loader, ahead, stop=None, used=0):
         if number == stop or not waiting:
             break
         made.append((waiting.pop(0).tolist(), float(torch.rand(()))))
-    return made, fetches.record(number if number == stop else None).pack()
+    has_fetched = number or ahead
+    return made, fetches.record(number if number == stop and has_fetched else None).pack()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

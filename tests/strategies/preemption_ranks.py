@@ -250,7 +250,11 @@ def _run(case: Case, folder: Path) -> Found:
 
 
 def _fit(case: Case, folder: Path, tracing: Tracing, ckpt_path: str | None = None) -> None:
-    seed_everything(RANK if ckpt_path is None else 100 + RANK, verbose=False)
+    seed_everything(0, verbose=False)  # deals the samples out
+    own = RANK if ckpt_path is None else 100 + RANK
+    random.seed(own)
+    numpy.random.seed(own)
+    torch.manual_seed(own)
     trainer = quiet_trainer(
         **{
             "strategy": STRATEGIES[case.strategy](),
