@@ -268,7 +268,7 @@ def _fit(case: Case, folder: Path, tracing: Tracing, ckpt_path: str | None = Non
         }
     )
     validation = DataLoader(list(zip(*samples(5), strict=True)), batch_size=2)
-    module = case.module()
+    module = case.module().double()  # Lightning would load into single precision, and convert afterwards
     loaders = [case.loader(), *([validation] if case.module is not RandomAdversaries else [])]
     trainer.fit(module, *loaders, ckpt_path=ckpt_path, weights_only=True)
 
