@@ -10,7 +10,7 @@ Private methods of `CombinedLoader` that are overridden: `_state_dicts` and `_lo
 calls to save and load its position.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -24,8 +24,8 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
 from torch import device as Device
-from torch import nn
 
 PRIVATE_STRATEGY_NAMES = frozenset({"_configure_launcher", "_layer_sync"})
 
@@ -120,6 +120,32 @@ def before_each_batch(trainer: Trainer, action: Callable[[], None]) -> None:
 def not_before_each_batch(trainer: Trainer) -> None:
     """Undo `before_each_batch`."""
     trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+
+
+@contextmanager
+def saved_between_batches(trainer: Trainer) -> Iterator[None]:
+    """Save within this block what a resumed run counts as the uninterrupted one does.
+
+    Where a validation was due after the last batch, Lightning goes through the end of that batch once more, and counts
+    a step of the loggers again.
+    """
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    repeated = int(fetcher is not None and loop._should_check_val_fx(fetcher))
+    loop._batches_that_stepped -= repeated
+    try:
+        yield
+    finally:
+        loop._batches_that_stepped += repeated
+
+
+def go_on_as_uninterrupted(trainer: Trainer) -> None:
+    """Let the epoch that was resumed end as any other: Lightning leaves `ReduceLROnPlateau` out at its end."""
+    trainer.fit_loop._restarting = False
+
+
+def restore_callback_metrics(trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
+    """Let callbacks and schedulers find the values that were logged before the run was interrupted."""
+    trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def training_loader(trainer: Trainer) -> CombinedLoader | None:

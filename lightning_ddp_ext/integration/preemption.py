@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_ddp_ext._compat.lightning import preemption_path, replace_signal_handling
+from lightning_ddp_ext._compat.lightning import preemption_path, replace_signal_handling, saved_between_batches
 
 LEAVE, REQUEUE = 1, 2
 
@@ -67,7 +67,8 @@ class Departure:
         trainer = self._trainer
         _let_children_end(trainer)
         path = preemption_path(trainer)
-        trainer.save_checkpoint(path, weights_only=False)
+        with saved_between_batches(trainer):
+            trainer.save_checkpoint(path, weights_only=False)
         code = _SHELL + signum
         rank_zero_info(
             f"{signum.name} was received: all ranks leave after step {trainer.global_step}, exit code {code}. Saved"

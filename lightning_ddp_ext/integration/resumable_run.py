@@ -10,8 +10,10 @@ from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import (
     before_each_batch,
+    go_on_as_uninterrupted,
     not_before_each_batch,
     replace_loaders,
+    restore_callback_metrics,
     restore_loaders,
     restore_signal_handling,
     training_loader,
@@ -27,25 +29,28 @@ class ResumableRun:
     """Saves and loads what differs between ranks, of which Lightning saves nothing, or that of rank 0.
 
     These are the random states of Python, NumPy and torch, now and when the batches were fetched that are under way.
+    The values that were logged last, of rank 0, are saved too: callbacks and schedulers may look at them.
     How many batches have been used is part of the state of the training loop's loader, which is the same on all ranks.
 
     Args:
         trainer: Which is fitting.
         group: The ranks, over a back-end that has CPU tensors.
-        records: What `save` has added to the checkpoint that is resumed; None for nothing.
+        resumed: What `save` has added to the checkpoint that is resumed; None for nothing.
 
     Attributes:
         departure: Lets all ranks leave together.
         fetches: Knows the random states of this rank.
     """
 
-    def __init__(self, trainer: Trainer, group: dist.ProcessGroup, records: Tensor | None) -> None:
+    def __init__(self, trainer: Trainer, group: dist.ProcessGroup, resumed: dict[str, Any] | None) -> None:
         self.departure = Departure(trainer)
         self.fetches = RepeatableFetches(trainer.strategy.root_device)
         self._trainer = trainer
         self._group = group
-        if records is not None:
-            self._load(records)
+        self._is_resumed = resumed is not None
+        if resumed is not None:
+            restore_callback_metrics(trainer, resumed["metrics"])
+            self._load(resumed["fetches"])
         replace_loaders(trainer, self._combine)
         before_each_batch(trainer, self._between_batches)
 
@@ -57,7 +62,11 @@ class ResumableRun:
         own = self.fetches.record(used).pack()
         gathered = [torch.empty_like(own) for _ in range(self._trainer.world_size)]
         dist.all_gather(gathered, own, group=self._group)
-        checkpoint[RANKS] = torch.stack(gathered)
+        metrics = self._trainer.callback_metrics
+        checkpoint[RANKS] = {
+            "fetches": torch.stack(gathered),
+            "metrics": {name: metrics[name].cpu() for name in metrics},
+        }
 
     def close(self) -> None:
         """Give loops and signals back."""
@@ -80,5 +89,8 @@ class ResumableRun:
         )
 
     def _between_batches(self) -> None:
+        if self._is_resumed:
+            self._is_resumed = False
+            go_on_as_uninterrupted(self._trainer)
         self.fetches.go_on()
         self.departure.leave_if_agreed()

@@ -157,7 +157,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         self._reported_recomputing = False
         self._step: SynchronizedStep | None = None
         self._run: ResumableRun | None = None
-        self._resumed: Tensor | None = None
+        self._resumed: dict[str, Any] | None = None
 
     @classmethod
     @override
