@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from lightning_ddp_ext.testing import run_processes
-from tests.strategies import join_feature_ranks as ranks
+from tests.strategies.join_cases import evaluation, run_cases
 
 RANKS = range(3)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_processes(ranks.run_cases, 3, str(tmp_path_factory.mktemp("checkpoints")), timeout=240)
+    return run_processes(run_cases, 3, str(tmp_path_factory.mktemp("checkpoints")), timeout=240)
 
 
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
 @pytest.mark.filterwarnings("ignore:`pos_label` automatically set")
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 10])
 def test_evaluation_counts_every_sample_once(found, number):
-    expected, confusion, _ = ranks.evaluate(number, strategy="auto", devices=1)
+    expected, confusion, _ = evaluation.evaluate(number, strategy="auto", devices=1)
     for rank in RANKS:
         values, found_confusion, collected = found[rank]["evaluation"][number]
         assert values == pytest.approx(expected, rel=1e-9)

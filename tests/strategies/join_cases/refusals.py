@@ -1,0 +1,80 @@
+"""What cannot be made right, and failures."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader
+from tests.strategies.join_ranks import Classifier
+
+
+@case
+def a_broadcast_from_a_joined_rank(folder: str) -> Any:
+    class Broadcasting(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            dist.broadcast(torch.zeros(1), 2)
+            return self.loss(batch)
+
+    fit(Broadcasting())
+
+
+class OddKeys(Classifier):
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def _log_in(self, hook: str) -> None:
+        if RANK == 1 and hook == self.hook:
+            self.log("odd", 1.0, sync_dist=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._log_in("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_in("validation_step")
+        super().validation_step(batch, batch_idx)
+
+
+@case
+def keys_that_differ_in_training(folder: str) -> Any:
+    fit(OddKeys("training_step"))
+
+
+@case
+def keys_that_differ_in_validation(folder: str) -> Any:
+    fit(OddKeys("validation_step"), loader(2, 2, 2), loader(*COUNTS))
+
+
+@case
+def keys_in_another_order(folder: str) -> Any:
+    class Shuffled(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            for name in ("a", "b") if RANK else ("b", "a"):
+                self.log(name, {"a": 1.0, "b": 2.0}[name], sync_dist=True)
+
+    made, _ = fit(Shuffled(), loader(2, 2, 2), loader(*COUNTS))
+    return float(made.callback_metrics["a"]), float(made.callback_metrics["b"])
+
+
+@case
+def refusing_uneven_data(folder: str) -> Any:
+    fit(Classifier(), strategy={"uneven_inputs": "error"})
+
+
+@case
+def refusing_uneven_streams(folder: str) -> Any:
+    fit(Classifier(), loader(*COUNTS, stream=True), strategy={"uneven_inputs": "error"})
+
+
+@case
+def a_failure_in_the_tail(folder: str) -> Any:
+    class Failing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                raise ArithmeticError("boom")
+            return super().training_step(batch, batch_idx)
+
+    fit(Failing())

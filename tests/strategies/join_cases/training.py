@@ -1,0 +1,95 @@
+"""Loaders, kinds of optimization, and resuming."""
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.strategies.ddp_modules import Adversaries
+from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader, trainer
+from tests.strategies.join_ranks import Classifier, Trace, digest_of, samples
+
+
+@case
+def batches_that_are_changed(folder: str) -> Any:
+    class Changing(Classifier):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            batch["features"] = batch.pop("raw")
+            return batch
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.network(batch.pop("features").double()), batch["labels"])
+
+    number = COUNTS[RANK] // 2
+    _, features, labels = samples(2 * number)
+    batches = [{"raw": features[i : i + 2], "labels": labels[i : i + 2]} for i in range(0, 2 * number, 2)]
+    return fit(Changing(), DataLoader(batches, batch_size=None), max_epochs=1)[1].digests
+
+
+@case
+def several_loaders(folder: str) -> Any:
+    found = {}
+    for mode in ("min_size", "max_size", "max_size_cycle"):
+
+        class Several(Classifier):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                parts = [part for part in batch.values() if part is not None]
+                self.seen.append([part[0].tolist() for part in parts])
+                return sum(self.loss(part) for part in parts)
+
+        module = Several()
+        combined = CombinedLoader({"a": loader(8, 2, 4), "b": loader(2, 6, 4, stream=mode == "max_size")}, mode)
+        _, trace = fit(module, combined, strategy={"weight_by": "ranks"})
+        found[mode] = (module.seen, trace.ghosts, trace.digests)
+    return found
+
+
+@case
+def normalisation(folder: str) -> Any:
+    module = Classifier()
+    module.network.insert(1, nn.BatchNorm1d(8))
+    return fit(module, max_epochs=2)[1].digests
+
+
+@case
+def manual_optimization(folder: str) -> Any:
+    module = Adversaries()
+    parts = [part[1][:, :5] for part in loader(*COUNTS)]
+    made = trainer(max_epochs=2)
+    made.fit(module, DataLoader([(part, part) for part in parts], batch_size=None))
+    return made.global_step, [digest_of(module, optimizer) for optimizer in made.optimizers]
+
+
+@case
+def resuming(folder: str) -> Any:
+    """Resume in an epoch: before any rank has joined, and in the tail."""
+    found = {}
+    for steps in (1, 3, 6):
+        whole = fit(Classifier(), max_epochs=2)[1].digests
+        seed_everything(0, verbose=False)
+        saving = ModelCheckpoint(f"{folder}/{steps}", every_n_train_steps=steps, save_top_k=-1)
+        fit(Classifier(), max_epochs=2, max_steps=steps, callbacks=[saving], enable_checkpointing=True)
+        trace = Trace()
+        trainer(trace, max_epochs=2).fit(
+            Classifier().double(), loader(*COUNTS), ckpt_path=_broadcast(saving.best_model_path), weights_only=False
+        )
+        found[steps] = (trace.digests, whole[steps:])
+        seed_everything(0, verbose=False)
+    return found
+
+
+def _broadcast(path: str) -> str:
+    paths = [path]
+    dist.broadcast_object_list(paths, 0)
+    return str(paths[0])
+
+
+@case
+def stopping_at_the_shortest(folder: str) -> Any:
+    module = Classifier()
+    trace = fit(module, strategy={"uneven_inputs": "stop"})[1]
+    return trace.ghosts, module.seen, trace.digests
