@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ README = (ROOT / "README.md").read_text()
 
 
 def run(*arguments):
+    # Without a buffer, Python writes a line and its end apart, and those of two ranks mix.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=True, cwd=ROOT
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=True, cwd=ROOT, env=buffered
     ).stdout
 
 

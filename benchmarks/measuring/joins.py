@@ -94,11 +94,7 @@ def make_even_table(results: Mapping[str, PairsResult], any_load: bool) -> Table
     table = start_table("Even data: time of a training step in milliseconds, 2 ranks, 1 thread", any_load)
     add_columns(table, "model,\nloaders", DDP, OURS, f"{OURS} / {DDP}", "rounds\ncounted")
     table.caption = f"{table.caption} Aim: at most 1.00."
-    for model, result in results.items():
-        table.add_row(Text(model, "bold"))
-        for name, (ours, theirs) in result.pairs.items():
-            times = (format_milliseconds(result.measurement.time(one)) for one in (theirs, ours))
-            table.add_row(f"  {name}", *times, format_estimate(result.ratio(name)), format_rounds(result.measurement))
+    _add_pairs(table, results)
     return table
 
 
@@ -130,12 +126,17 @@ def make_tail_table(results: Mapping[str, PairsResult], any_load: bool) -> Table
         f"{table.caption} Collectives: a value that is logged with `sync_dist`, and one that is gathered. Aim: at most"
         " 1.20 without."
     )
+    _add_pairs(table, results)
+    return table
+
+
+def _add_pairs(table: Table, results: Mapping[str, PairsResult]) -> None:
+    """Add a row for each pair: the time of the reference, that of the contender, and their ratio."""
     for model, result in results.items():
         table.add_row(Text(model, "bold"))
-        for name, (tail, even) in result.pairs.items():
-            times = (format_milliseconds(result.measurement.time(one)) for one in (even, tail))
+        for name, (contender, reference) in result.pairs.items():
+            times = (format_milliseconds(result.measurement.time(one)) for one in (reference, contender))
             table.add_row(f"  {name}", *times, format_estimate(result.ratio(name)), format_rounds(result.measurement))
-    return table
 
 
 def make_redirection_table(result: PairsResult) -> Table:

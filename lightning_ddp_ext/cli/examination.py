@@ -1,5 +1,6 @@
 """Meeting the other ranks for `lightning-ddp-ext doctor`, as training would, and asking more questions on the way."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,12 +10,14 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_ddp_ext.cli.diagnosis import ALL_REDUCE, BACKEND, INTERFACES, NETWORK, RENDEZVOUS, Diagnosis
 from lightning_ddp_ext.errors import DDPExtError, NetworkInterfaceError
+from lightning_ddp_ext.integration.slurm_cluster import meeting_ports
 from lightning_ddp_ext.network.backends import check_backend
 from lightning_ddp_ext.network.bandwidth import measure_all_reduce
 from lightning_ddp_ext.network.interfaces import check_gloos_variable, check_interface
 from lightning_ddp_ext.network.meeting import Meeting
 from lightning_ddp_ext.network.process_group import init_process_group
 from lightning_ddp_ext.network.reports import Problem, consult, report_here
+from lightning_ddp_ext.network.slurm_ports import step_name
 from lightning_ddp_ext.network.stores import OpenStore
 
 _ALWAYS_THERE = "gloo"  # what to meet with where the chosen back-end or interface is missing
@@ -57,7 +60,7 @@ def examine(strategy: DDPStrategy | FSDPStrategy, settings: NetworkSettings, dia
     backend = settings.backend or dist.get_default_backend_for_device(device)
     # The same order on every rank: MPI finds address and port by collective operations.
     rank, world_size = environment.global_rank(), environment.world_size()
-    main_address, main_port = environment.main_address, environment.main_port
+    main_address, (main_port, *other_ports) = environment.main_address, meeting_ports(environment)
     diagnosis.rank, diagnosis.world_size, diagnosis.num_nodes = rank, world_size, strategy.num_nodes
     diagnosis.backend = backend
     diagnosis.meeting_place = settings.init_method or _place(main_address, main_port)
@@ -84,6 +87,8 @@ def examine(strategy: DDPStrategy | FSDPStrategy, settings: NetworkSettings, dia
             world_size=world_size,
             main_address=main_address,
             main_port=main_port,
+            other_ports=other_ports,
+            run=step_name(os.environ) if other_ports else "",
             timeout=settings.timeout,
             init_method=settings.init_method,
             network_interface=None if own else settings.network_interface,

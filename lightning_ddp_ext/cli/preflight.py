@@ -11,6 +11,7 @@ from omegaconf import DictConfig, ListConfig
 
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
+from lightning_ddp_ext.integration.slurm_cluster import meeting_ports
 from lightning_ddp_ext.network import slurm_arithmetic
 from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
 from lightning_ddp_ext.network.interfaces import check_gloos_variable
@@ -84,16 +85,15 @@ def check_meeting(trainer: Trainer, settings: DictConfig) -> None:
 
 def _known_place(environment: ClusterEnvironment, init_method: str | None) -> MeetingPlace | None:
     """Return where ranks will meet; None if that is not chosen yet, or may still change."""
-    # To ask MPI is a collective operation; SLURM's port follows from the number of the job, and whoever cares about
-    # clashes chooses another one.
-    if isinstance(environment, MPIEnvironment):
+    if isinstance(environment, MPIEnvironment):  # to ask it is a collective operation
         return None
     place = parse_init_method(init_method)
     if place != MeetingPlace():
         return place
     if "MASTER_PORT" not in os.environ and not isinstance(environment, ManualEnvironment):
         return None
-    return MeetingPlace(environment.main_address, environment.main_port)
+    port, *others = meeting_ports(environment)
+    return None if others else MeetingPlace(environment.main_address, port)
 
 
 def _count(devices: object, accelerator: object) -> int | None:

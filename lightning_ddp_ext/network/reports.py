@@ -139,7 +139,7 @@ def consult(meeting: Meeting, opened: OpenStore, report: RankReport) -> Consulta
 
 
 def _collect(meeting: Meeting, store: dist.Store, own: RankReport) -> Consultation:
-    roll = call_roll(store, meeting.world_size, {}, meeting.timeout)
+    roll = call_roll(store, meeting.world_size, {"run": meeting.run}, meeting.timeout)
     entries = collect_entries(roll, meeting.remedy)
     reports = {0: own, **{rank: _report_from(entry) for rank, entry in entries.items()}}
     machines = {own.machine: 0}

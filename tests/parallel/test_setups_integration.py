@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from . import comparing_ranks as ranks
+from . import comparing_setups as setups
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -72,7 +72,7 @@ def test_versions_and_arguments_are_named(two):
     assert two[0]["versions"] == f"{PREFIX}{torch_version}. Install the same versions on every host."
     assert two[0]["arguments"] == (
         f"{PREFIX}argument `bucket_cap_mb` is 25 on rank 0 but 25.0 on rank 1; argument `hook` is"
-        f" {ranks.__name__}.hook on rank 0 but {ranks.__name__}.other_hook on rank 1; argument `names` is {{a, b}} on"
+        f" {setups.__name__}.hook on rank 0 but {setups.__name__}.other_hook on rank 1; argument `names` is {{a, b}} on"
         " rank 0 but {a} on rank 1; and 1 more. Give the strategy the same arguments on every rank."
     )
     assert two[0]["own"] == f"{PREFIX}seed is 1 on rank 0 but 2 on rank 1. Make it equal on every rank."
