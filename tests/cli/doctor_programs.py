@@ -5,6 +5,7 @@ from pathlib import Path
 
 import lightning_ddp_ext.cli.main  # noqa: F401  once for all that are forked
 from lightning_ddp_ext.network.bandwidth import SIZES
+from lightning_ddp_ext.network.slurm_ports import candidate_ports
 from tests.network import rank_server
 from tests.network.rank_programs import diagnose, free_port
 
@@ -31,6 +32,24 @@ def _by_hand(port, nodes=1):
     return "strategy=ddp_join", "cluster=manual", "cluster.main_address=127.0.0.1", *numbers
 
 
+def _of_slurm(rank):
+    return {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1",
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+    }  # fmt: skip
+
+
+def _taken_port_of_slurm(folder):
+    arguments = ["--json", "strategy=ddp_join", "cluster=slurm", "cluster.num_nodes=1", "trainer.devices=2", CPU]
+    jobs = [
+        {"rank": rank, "arguments": {"arguments": arguments, "folder": str(folder), "env": _of_slurm(rank)}}
+        for rank in range(2)
+    ]
+    with socket.create_server(("127.0.0.1", candidate_ports(_of_slurm(0))[0])):
+        return rank_server.run(diagnose, jobs, 60.0, folder)[0]
+
+
 def _taken_port(folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         return _doctor(folder, "--json", *_by_hand(other.getsockname()[1]))
@@ -41,6 +60,7 @@ SITUATIONS = {
     "table": lambda folder: _doctor(folder, "strategy=ddp_join", "process_group=gloo", "network=loopback"),
     "one process": lambda folder: _doctor(folder, "--json", "strategy=balanced_dp"),
     "taken port": _taken_port,
+    "taken port of SLURM": _taken_port_of_slurm,
     "missing rank": lambda folder: _doctor(
         folder, *_by_hand(free_port(), nodes=2), "--timeout=4", "--json", "trainer.devices=1"
     ),

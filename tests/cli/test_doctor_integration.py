@@ -74,6 +74,12 @@ def test_a_port_of_another_program_is_named_with_the_program(outcomes):
     assert found["problems"][0]["check"] == "rendezvous"
 
 
+def test_in_a_job_of_slurm_ranks_meet_at_another_port_as_in_training(outcomes):
+    outcome = outcomes["taken port of SLURM"]
+    is_healthy(json.loads(ended(outcome, 0)), [[0, 1]])
+    assert "is taken: the ranks meet at port" in outcome["output"]
+
+
 def test_ranks_that_do_not_come_are_named_within_the_limit(outcomes):
     refused(outcomes["missing rank"], "rank 1 of 2 ranks did not join in time", "Check that they have been started")
 
