@@ -91,9 +91,19 @@ def cloned_store(group: dist.ProcessGroup) -> dist.Store:
 
 def keeps_store_in_file(store: dist.Store) -> bool:
     """Tell whether a store is a file, below the prefixes; torch has no public way to ask a group's store."""
+    return isinstance(_underlying(store), dist.FileStore)
+
+
+def port_of_store(store: dist.Store) -> int | None:
+    """Return the port of a store, below the prefixes; None if it is a file."""
+    store = _underlying(store)
+    return store.port if isinstance(store, dist.TCPStore) else None
+
+
+def _underlying(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return isinstance(store, dist.FileStore)
+    return store
 
 
 def abort_groups() -> None:

@@ -3,8 +3,8 @@
 import os
 import time
 
-from lightning_ddp_ext.network.heartbeats import Failure, Heartbeats
-from lightning_ddp_ext.network.stall_report import describe_all, describe_silent
+from lightning_ddp_ext.network.heartbeats import Failure, Heartbeats, Peer
+from lightning_ddp_ext.network.stall_report import describe_all, describe_deadlock, describe_silent
 from lightning_ddp_ext.parallel.exchange import list_ranks
 
 _MISSED = 2  # heartbeats that a rank misses before it is taken for gone, where a connection is gone too
@@ -60,7 +60,7 @@ def find_stall(beats: Heartbeats, unanswered: float, limit: float) -> Failure | 
     Args:
         beats: The heartbeats.
         unanswered: Seconds for which the store has not answered.
-        limit: Seconds without a sign of life.
+        limit: Seconds without a sign of life, or in which every rank has waited for another one.
     """
     if unanswered >= limit:
         return Failure(
@@ -74,7 +74,16 @@ def find_stall(beats: Heartbeats, unanswered: float, limit: float) -> Failure | 
             f"{list_ranks(silent)} stalled: {describe_silent(beats, silent)} A process has been stopped, or a host or"
             " the link to it is gone.",
         )
+    peers = beats.peers.values()
+    if len(peers) == beats.world_size and all(_waits_in_vain(peer, limit) for peer in peers):
+        return Failure("stalled", describe_deadlock(beats, min(peer.stillness for peer in peers)))
     return None
+
+
+def _waits_in_vain(peer: Peer, limit: float) -> bool:
+    """Whether a rank waits for others, and no byte has come; one that takes its time, or much data, is left alone."""
+    waits = bool(peer.state.get("waits")) and peer.state.get("received") is not None
+    return waits and peer.stillness >= limit and not peer.has_ended
 
 
 _LOOK_AT_OWNER = "Its process has been stopped, or its host or the link to it is gone."

@@ -43,6 +43,7 @@ class Peer:
     Attributes:
         number: Number of its last heartbeat.
         silence: Seconds since this rank has seen another one.
+        stillness: Seconds since this rank has seen another state.
         state: Where the rank was, see `Heartbeats`.
         has_ended: Whether it has ended its run properly.
         knows: Whether it has heard why the run ends.
@@ -51,6 +52,7 @@ class Peer:
     number: int
     silence: float
     state: Mapping[str, Any]
+    stillness: float = 0.0
     has_ended: bool = False
     knows: bool = False
 
@@ -193,7 +195,8 @@ class Heartbeats:
 
 def _update(known: Peer | None, beat: dict[str, Any], passed: float) -> Peer:
     silence = 0.0 if known is None or known.number != beat["number"] else known.silence + passed
-    return Peer(**{**beat, "silence": silence})
+    stillness = 0.0 if known is None or known.state != beat["state"] else known.stillness + passed
+    return Peer(**{**beat, "silence": silence, "stillness": stillness})
 
 
 def _key(rank: int) -> str:

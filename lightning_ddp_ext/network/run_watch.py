@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp_ext._compat.collectives import abort_groups, keeps_store_in_file
+from lightning_ddp_ext._compat.collectives import abort_groups, keeps_store_in_file, port_of_store
 from lightning_ddp_ext.network.diagnosis import describe_lost_store, find_reason, find_stall
 from lightning_ddp_ext.network.heartbeats import Failure, Heartbeats
 from lightning_ddp_ext.network.stall_report import describe_own_state, describe_place, make_report
 from lightning_ddp_ext.network.whereabouts import find_error, find_main_thread
-from lightning_ddp_ext.parallel.connections import break_connections
+from lightning_ddp_ext.parallel.connections import break_connections, count_received
 
 STALL_EXIT_CODE = 74
 """Exit code of a process whose main thread could not be made to end the run in an orderly way."""
@@ -74,6 +74,8 @@ class RunWatch:
         interval = _INTERVAL_IN_FILE if keeps_store_in_file(store) else _INTERVAL
         interval = interval if limit is None else min(interval, limit / _BEATS)
         self._position = position
+        self._counts = dist.get_backend() == dist.Backend.GLOO  # others have ways that are no sockets
+        self._port = port_of_store(store)
         self._last_state: Mapping[str, Any] | None = None  # where this rank was when it met an error
         self._beats = Heartbeats(store, rank, world_size, interval, self._describe)
         self._limit = limit
@@ -107,7 +109,10 @@ class RunWatch:
         return None if failure is None else failure.text
 
     def _describe(self) -> Mapping[str, Any]:
-        return describe_own_state(self._position) if self._last_state is None else self._last_state
+        if self._last_state is not None:
+            return self._last_state
+        received = count_received(self._port) if self._counts else None
+        return describe_own_state(self._position, received)
 
     def _leave(self, error: BaseException) -> None:
         place = find_error(error)
@@ -176,6 +181,7 @@ class RunWatch:
         if is_stall:
             self._report(failure)
             self._beats.tell(failure, limit=0)
+            self._let_others_report()
         for wake in self.wakers:
             _run_briefly(wake)
         if is_stall or not self._is_leaving.wait(_PATIENCE):
@@ -184,6 +190,15 @@ class RunWatch:
             self._exit(failure)
         if not self._is_over.wait(_GRACE if is_stall else self._limit or _FINISH):
             self._exit(failure)
+
+    def _let_others_report(self) -> None:
+        """Wait until all have heard of a stall, and have had time to say where they are while they still are there."""
+        deadline = time.monotonic() + 2 * self._beats.interval
+        while time.monotonic() < deadline and self._beats.lost_store is None:
+            if all(peer.knows for peer in self._beats.peers.values() if peer.silence < 2 * self._beats.interval):
+                break
+            time.sleep(self._beats.interval / 8)
+        time.sleep(self._beats.interval)
 
     def _interrupt(self) -> None:
         """Make the main thread raise an error, whether it waits for another rank or is busy."""

@@ -13,14 +13,22 @@ _COLUMNS = ("rank", "host", "process", "step", "phase", "where", "last sign of l
 _REMEDY = "Restart the run from its last checkpoint."
 
 
-def describe_own_state(position: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+def describe_own_state(position: Callable[[], Mapping[str, Any]], received: int | None = None) -> dict[str, Any]:
     """Return where this rank is, for a heartbeat.
 
     Args:
         position: Returns the step and the phase; what it raises while a run begins or ends does no harm.
+        received: How many bytes have come from other ranks; None if that is not known.
     """
     place = find_main_thread()
-    state = {"host": socket.gethostname(), "process": os.getpid(), "where": str(place), "collective": place.collective}
+    state = {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "where": str(place),
+        "collective": place.collective,
+        "waits": place.waits,
+        "received": received,
+    }
     try:
         return {**state, **position()}
     except Exception:  # attributes of a run that come and go; a heartbeat must not fail for them
@@ -43,6 +51,14 @@ def describe_silent(beats: Heartbeats, ranks: Sequence[int]) -> str:
         for rank in ranks
     )
     return f"no sign of life of {list_ranks(list(ranks))} for {seconds:.0f} s. {last}."
+
+
+def describe_deadlock(beats: Heartbeats, seconds: float) -> str:
+    """Say what each rank waits for, while nothing comes."""
+    return (
+        f"every rank waits for another one, and nothing has come for {seconds:.0f} s. {describe_all(beats)}."
+        " Call the same collectives in the same order on every rank."
+    )
 
 
 def describe_all(beats: Heartbeats) -> str:

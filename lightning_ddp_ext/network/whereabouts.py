@@ -9,7 +9,9 @@ from pathlib import Path
 from types import FrameType
 
 _OURS = "lightning_ddp_ext"
-_WAITING = (f"{_OURS}.parallel.", f"{_OURS}.data.")  # code of ours that waits for ranks without a function of torch
+_PARALLEL = f"{_OURS}.parallel."
+_WAITING = (_PARALLEL, f"{_OURS}.data.")  # code of ours that waits for ranks without a function of torch
+_COLLECTIVES = "torch.distributed.distributed_c10d"
 _LIBRARIES = {"torch", "lightning", "torchmetrics", _OURS}
 _ENTRY = ("lightning.pytorch.trainer.call", "_call_and_handle_interrupt")  # what is outside says nothing
 
@@ -23,10 +25,12 @@ class Place:
     Attributes:
         collective: The function of `torch.distributed` that it is in, or what of ours waits there; empty elsewhere.
         code: Functions around it with files and lines, the innermost first.
+        waits: Whether it can only be waiting for other ranks, or be about to.
     """
 
     collective: str
     code: str
+    waits: bool = False
 
     def __str__(self) -> str:
         is_said = self.code.startswith(f"{self.collective} (")
@@ -61,20 +65,21 @@ def find_error(error: BaseException) -> Place:
 
 def _make_place(frames: list[_Line]) -> Place:
     collective = ""
+    waits = bool(frames) and (_module(frames[0]) == _COLLECTIVES or _module(frames[0]).startswith(_PARALLEL))
     while frames and _module(frames[0]).split(".")[0] == "torch":
         inner = frames.pop(0)
         # The outermost function is the one that was called: an `all_gather_object` is made of several collectives.
         if _module(inner).startswith("torch.distributed") and _function(inner) != "wrapper":
             collective = _function(inner)
     if not frames:
-        return Place(collective, "")
+        return Place(collective, "", waits)
     if not collective and _module(frames[0]).startswith(_WAITING):
         collective = _function(frames[0])
     shown = frames[:2]
     user = next((outer for outer in frames if _is_users(outer)), None)
     if user is not None and user not in shown:
         shown = [frames[0], user]
-    return Place(collective, " <- ".join(map(_describe, shown)))
+    return Place(collective, " <- ".join(map(_describe, shown)), waits)
 
 
 def _walk(frame: FrameType | None) -> Iterator[_Line]:

@@ -24,7 +24,7 @@ def failed(row, *parts, within=SOON):
         assert part in row["error"], row["error"] or row["output"]
 
 
-@pytest.mark.parametrize("name", ["nothing", "rank 1 is slow"])
+@pytest.mark.parametrize("name", ["nothing", "rank 1 is slow", "each waits while bytes come"])
 def test_ranks_that_only_take_their_time_are_left_alone(outcomes, name):
     for row in outcomes[name]:
         assert row["value"] == STEPS, row["output"]
@@ -60,6 +60,14 @@ def test_the_report_shows_every_rank_and_the_stack_of_its_own(outcomes, name, li
     assert "Python stack of the main thread" in output
     assert "dist.all_reduce(torch.ones(1))" in output
     assert "Restart the run from its last checkpoint" in output
+
+
+def test_ranks_that_wait_for_each_other_are_ended(outcomes):
+    for row in outcomes["each waits for the other"]:
+        failed(
+            row, "OtherRankError: every rank waits for another one, and nothing has come for", "recv <- wait_for_anoth"
+        )
+        assert "stall report" in row["output"]
 
 
 def test_without_a_limit_a_stopped_rank_is_found_when_a_collective_times_out(outcomes):

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +53,28 @@ def leave(watch):
     raise SystemExit(0)
 
 
+def wait_for_another_rank(watch):
+    dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+
+def wait_while_bytes_come(watch):
+    """Wait as long for another rank, while something comes over a connection: as from a slow network."""
+    other = 1 - dist.get_rank()
+    threading.Timer(2 * LIMIT, lambda: dist.send(torch.ones(1), other)).start()
+    threading.Thread(target=_trickle, daemon=True).start()
+    wait_for_another_rank(watch)
+
+
+def _trickle():
+    listener = socket.create_server(("127.0.0.1", 0))
+    own = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    for _ in range(int(4 * LIMIT)):
+        other.sendall(b"x")
+        own.recv(1)
+        time.sleep(0.5)
+
+
 def wait_for_a_fault(watch):
     """Be slow in Python while another rank fails."""
     while True:
@@ -76,6 +99,8 @@ SCENARIOS = {
     "rank 1 fails with a collective under way": ({1: fail_with_a_collective_under_way}, {}),
     "rank 1 is slow": ({1: sleep}, {}),
     "rank 1 leaves": ({1: leave}, {}),
+    "each waits for the other": (dict.fromkeys(range(2), wait_for_another_rank), {}),
+    "each waits while bytes come": (dict.fromkeys(range(2), wait_while_bytes_come), {}),
     "rank 1 fails while rank 0 is busy": ({0: wait_for_a_fault, 1: fail}, {}),
     "rank 1 fails while rank 0 is deaf": ({0: be_deaf, 1: fail}, {}),
     "rank 1 does not come": ({1: sleep_long}, {"timeout": 10.0, "limit": None}),

@@ -7,7 +7,13 @@ import threading
 import pytest
 
 from lightning_ddp_ext.parallel import connections
-from lightning_ddp_ext.parallel.connections import break_connections, break_rest, spare_port, tracked_connections
+from lightning_ddp_ext.parallel.connections import (
+    break_connections,
+    break_rest,
+    count_received,
+    spare_port,
+    tracked_connections,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +110,16 @@ def test_the_rest_is_broken_at_the_end_only_where_something_was_before(connect):
     break_connections()
     break_rest()
     assert not works(pair)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux counts the bytes of a connection")
+def test_bytes_that_come_are_counted_but_for_one_port(connect):
+    own, other = connect()
+    before = count_received(None)
+    other.sendall(b"x" * 1000)
+    assert len(own.recv(1000, socket.MSG_WAITALL)) == 1000
+    assert count_received(None) == before + 1000
+    without = count_received(connect.listener.getsockname()[1])
+    other.sendall(b"x")
+    assert own.recv(1) == b"x"
+    assert count_received(connect.listener.getsockname()[1]) == without
