@@ -5,39 +5,18 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.cli.main import main
 from lightning_ddp_ext.demo.digits import DigitsCNN
+from tests.cli.commands import COMMAND, OWN, command, run_folder
 
-COMMAND = [sys.executable, "-m", "lightning_ddp_ext"]
 CONF = Path(__file__).parents[2] / "conf"
-
-
-def command(folder, *overrides, limit=180, umask=-1, **environment):
-    return subprocess.run(
-        [*COMMAND, *overrides],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "120", **environment},
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-        umask=umask,
-    )
-
-
-def run_folder(folder):
-    (found,) = folder.glob("runs/*/*")
-    return found
 
 
 def test_the_default_run_learns_and_leaves_everything_behind(tmp_path):
@@ -159,31 +138,6 @@ def test_a_reference_can_be_asked_for_with_every_strategy(tmp_path):
     assert compared(done.stdout)["all parameters, relative"][-1] < 1e-9
 
 
-OWN = """
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader, TensorDataset
-
-class Net(LightningModule):
-    def __init__(self, width):
-        super().__init__()
-        self.layer = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
-    def training_step(self, batch, batch_idx):
-        loss = self.layer(batch[0]).square().mean()
-        self.log("my_loss", loss)
-        return loss
-    def test_step(self, batch, batch_idx):
-        self.log("my_test", self.layer(batch[0]).square().mean())
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-class Data(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)
-    test_dataloader = train_dataloader
-"""
-
-
 def test_a_persons_own_classes_and_configuration_are_found_in_the_working_directory(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
@@ -195,86 +149,6 @@ def test_a_persons_own_classes_and_configuration_are_found_in_the_working_direct
     done = command(tmp_path, "experiment=own", "callbacks=none")
     assert done.returncode == 0, done.stderr
     assert "my_test" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["strategy.gpu0_batchsize=2"], "Did you mean `gpu0_batch_size`?"),
-        (["strategy.gpu0_batch_size=2", "strategy.split=[1,2]"], "exclude each other"),
-        (["strategy.split=[1,2,3]"], "has 3 entries for 2 devices"),
-        (["network=loopback"], "`network=loopback` is set, but `strategy=balanced_dp` runs in one process"),
-        (["strategy=single", "trainer.devices=2"], "`strategy=single` uses one device"),
-        (["strategy=ddp", "network=interface", "network.interface=nosuch0"], "interface `nosuch0` not found"),
-        (["strategy=ddp", "network=interface"], "no interface named"),
-        (["strategy=ddp", "process_group=mpi"], "no back-end `mpi`; available: gloo"),
-        (
-            ["strategy=ddp", "process_group=gloo", "process_group.init_method=x://y"],
-            "`init_method=x://y` is of no known",
-        ),
-        (["strategy=ddp", "cluster=manual", "cluster.num_nodes=2"], "`cluster.node_rank` has no value"),
-        (["+trainer.callbacks=[]"], "trainer"),
-        (
-            ["logger=null"],
-            "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none`",
-        ),
-        (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` is not a file"),
-        (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
-        (["seed=${foo}"], "foo"),
-        (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),
-        (["strategy=ddp_join", "strategy.uneven_inputs=stopp"], "`uneven_inputs` must be one of 'join', 'stop'"),
-        (["strategy=ddp_join", "strategy.uneven_input=stop"], "Did you mean `uneven_inputs`?"),
-        (["data.train_fractions=[0.7,0.2]"], "in `data`: `train_fractions` must add up to 1, got [0.7, 0.2]"),
-        (["data.train_fractions=[0.7,0.3]"], "must have one number per process, got [0.7, 0.3] for 1 process."),
-        (["strategy=ddp_join", "data.train_fractions=[1.0]"], "got [1.0] for 2 processes"),
-        (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "`strategy=ddp` needs equally many"),
-        (["reference=true", "test=false"], "`reference=true` compares the results of the test"),
-        (["strategy=ddp_join", "strategy.start_method=spawn", "reference=true"], "`start_method=spawn` ends them"),
-        (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
-    ],
-)
-def test_a_mistake_ends_with_one_line_and_without_a_traceback(tmp_path, monkeypatch, capsys, overrides, expected):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", *overrides])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    GlobalHydra.instance().clear()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    printed = capsys.readouterr()
-    assert expected in printed.err
-    (line,) = printed.err.splitlines()
-    assert line.startswith("lightning-ddp-ext: ")
-    assert printed.out == ""
-    assert not list(tmp_path.rglob("*.ckpt"))
-
-
-def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
-    done = command(tmp_path, "strategy.gpu0_batchsize=2")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_traceback_of_a_mistake_can_be_asked_for(tmp_path):
-    done = command(tmp_path, "strategy.split=[1,2,3]", HYDRA_FULL_ERROR="1")
-    assert done.returncode == 1
-    assert "Traceback (most recent call last)" in done.stderr
-
-
-def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        OWN.replace("loss = self", "raise ArithmeticError('own bug')\n        loss = self")
-    )
-    done = command(
-        tmp_path, "model=custom", "model._target_=mine.Net", "+model.width=2", "data=custom", "data._target_=mine.Data"
-    )
-    assert done.returncode == 1
-    assert "ArithmeticError: own bug" in done.stderr
-    assert 'mine.py", line' in done.stderr
-    assert "Raised in replica 0 of 2 on device cpu, whose chunk is samples 0 to 3 of a batch of 8." in done.stderr
 
 
 @pytest.mark.slow
