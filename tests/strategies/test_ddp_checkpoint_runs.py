@@ -25,9 +25,9 @@ def test_a_script_starts_its_own_processes(start_method):
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(tmp_path_factory):
     """What each rank found; one launch for all tests below."""
-    return run_processes(ranks.run_all, 2, timeout=200)
+    return run_processes(ranks.run_all, 2, str(tmp_path_factory.mktemp("runs")), timeout=200)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
