@@ -152,7 +152,6 @@ def fit_bert(use_reentrant: bool, theirs: bool = False) -> dict[str, Any]:
         max_epochs=1,
         precision="64-true",
         callbacks=[callback],
-        default_root_dir=folder,
     )
     loader = torch.utils.data.DataLoader(sentences[:, int(os.environ["RANK"])], batch_size=None)
     try:
