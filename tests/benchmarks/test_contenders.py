@@ -38,6 +38,7 @@ def test_loaders_have_as_many_batches_as_asked_for(is_sized):
     assert len(list(zip(range(20), load_endlessly(2, case.shape), strict=False))) == 20
 
 
+@pytest.mark.slow
 def test_every_way_of_redirecting_reaches_the_ranks_that_have_data():
     """The contender fails if the sum over these ranks is not that of these ranks."""
     contender = Contender("measuring.redirecting", ranks=RANKS)

@@ -164,6 +164,7 @@ def fuzz_overrides(number, seed, monkeypatch, folder, capsys):
     assert 0 < refused < len(mutations)
 
 
+@pytest.mark.slow
 def test_a_wrong_command_line_is_one_message_that_names_the_setting(monkeypatch, tmp_path, capsys):
     fuzz_overrides(int(SHARE * MUTATIONS), SEED, monkeypatch, tmp_path, capsys)
 
@@ -317,6 +318,7 @@ FOUND = [
 ]
 
 
+@pytest.mark.slow
 def test_what_was_found_before_is_refused(monkeypatch, tmp_path):
     command = Command(monkeypatch, tmp_path)
     problems = []

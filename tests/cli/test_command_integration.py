@@ -183,6 +183,7 @@ def _session(pid):
         return None
 
 
+@pytest.mark.slow
 def test_a_sweep_writes_one_folder_per_job(tmp_path):
     overrides = ["strategy.gpu0_batch_size=0,4", "trainer.max_steps=2", "test=false", "logger=none"]
     done = command(tmp_path, "-m", *overrides)

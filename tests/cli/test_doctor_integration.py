@@ -107,6 +107,7 @@ def test_a_job_of_slurm_that_does_not_fit_is_named_once(outcomes):
     assert "SLURM_NTASKS" not in outcomes["SLURM, rank 1"]["output"]
 
 
+@pytest.mark.slow
 def test_the_ranks_of_torchrun_are_healthy_and_print_one_document(tmp_path):
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_ddp_ext",

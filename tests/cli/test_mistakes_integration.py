@@ -70,6 +70,7 @@ def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_traceback_of_a_mistake_can_be_asked_for(tmp_path):
     done = command(tmp_path, "strategy.split=[1,2,3]", HYDRA_FULL_ERROR="1")
     assert done.returncode == 1

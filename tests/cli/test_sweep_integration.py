@@ -99,6 +99,7 @@ def check_jobs(folder, expected):
         assert OmegaConf.load(path).trainer.devices == devices
 
 
+@pytest.mark.slow
 def test_every_job_has_its_own_processes_configuration_and_folder(tmp_path):
     done = sweep(tmp_path, "strategy=ddp_join", "trainer.devices=2,3", "process_group=gloo")
     assert done.returncode == 0, done.stderr
@@ -121,6 +122,7 @@ def test_strategies_and_back_ends_can_be_swept(tmp_path):
     assert {record["back-end"] for number in range(2) for record in records[number]} == {"gloo"}
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_on_one_rank_is_named_and_the_next_one_runs(tmp_path):
     done = sweep(tmp_path, "strategy=ddp_join", "trainer.devices=2", "+model.fails=true,false")
     assert done.returncode == 1
@@ -133,6 +135,7 @@ def test_a_job_that_fails_on_one_rank_is_named_and_the_next_one_runs(tmp_path):
     assert [len(records) for _, records in sorted(jobs(tmp_path).items())] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_sweep_with_all_processes_of_its_job(tmp_path):
     (tmp_path / "recording.py").write_text(RECORDING)
     overrides = ["strategy=ddp_join", "trainer.devices=2", "model.width=4,8", "trainer.max_steps=100000000"]

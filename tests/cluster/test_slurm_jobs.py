@@ -44,6 +44,7 @@ def test_a_job_trains_on_two_nodes_although_its_port_is_taken(slurm, tmp_path):
     assert (config.trainer.num_nodes, config.trainer.devices, config.cluster.num_nodes) == (2, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_job_fails_soon_when_a_task_is_killed(slurm, tmp_path):
     job = slurm.submit(EXAMPLES / "train.sbatch", *SMALL[1:], "trainer.max_epochs=100000", cwd=tmp_path)
     slurm.await_output(job, "run folder", LIMIT)
@@ -55,6 +56,7 @@ def test_a_job_fails_soon_when_a_task_is_killed(slurm, tmp_path):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_a_requeued_job_goes_on_in_its_own_folder(slurm, tmp_path):
     shutil.copy(ROOT / "tests" / "cluster" / "interrupting.py", tmp_path)
     added = "+callbacks.requeue._target_=interrupting.RequeueOnce"

@@ -34,6 +34,7 @@ def test_a_sweep_has_a_job_of_two_nodes_and_a_folder_for_each_configuration(slur
         assert {"metrics.csv", "checkpoints"} <= {other.name for other in path.parent.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_start_is_named_where_the_sweep_was_started(slurm, tmp_path):
     done = slurm.call(
         "lightning-ddp-ext", "-m", "hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=5", "cluster=slurm",

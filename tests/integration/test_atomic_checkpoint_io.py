@@ -55,7 +55,7 @@ for number in range(10**6):
 """
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.02])
+@pytest.mark.parametrize("moment", [0.0, pytest.param(0.02, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path, moment):
     path = tmp_path / "a.ckpt"
     process = subprocess.Popen([sys.executable, "-c", SAVING, str(path)])

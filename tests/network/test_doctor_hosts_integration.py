@@ -64,6 +64,7 @@ def test_an_interface_that_another_host_lacks_is_named_by_rank_0(diagnose):
     assert [host["host"] for host in found["hosts"]] == ["node1", "node2"]
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named(hosts, diagnose):
     route = "unreachable 10.77.0.1/32"
     hosts.configure(2, f"route add {route}")

