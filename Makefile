@@ -10,10 +10,10 @@ train: $(VENV)/demo.installed
 	$(BIN)/lightning-ddp-ext strategy=balanced_dp strategy.gpu0_batch_size=8
 
 test: $(VENV)/all.installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not exhaustive"
 
 slow: $(VENV)/all.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "slow and not exhaustive"
 
 lint: $(VENV)/all.installed
 	$(BIN)/ruff check .
@@ -41,5 +41,5 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/all.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo,docs,test]"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo,docs,slurm,test]"
 	touch $@

@@ -4,6 +4,8 @@ from lightning_ddp_ext.errors import (
     ActivationCheckpointingError,
     BackendError,
     BatchSplitError,
+    CheckpointRefusedError,
+    ClusterError,
     DDPExtError,
     LoggedKeysError,
     NetworkInterfaceError,
@@ -17,6 +19,7 @@ from lightning_ddp_ext.errors import (
     UnsynchronizedGradientsError,
 )
 from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
+from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment
 from lightning_ddp_ext.parallel.reducer import GradientReducer
 from lightning_ddp_ext.strategies import (
     BalancedDataParallelStrategy,
@@ -32,6 +35,9 @@ __all__ = [
     "BackendError",
     "BalancedDataParallelStrategy",
     "BatchSplitError",
+    "CheckedSLURMEnvironment",
+    "CheckpointRefusedError",
+    "ClusterError",
     "DDPCheckpointStrategy",
     "DDPExtError",
     "DDPJoinStrategy",

@@ -6,6 +6,8 @@ from typing import Any, Optional
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from lightning_ddp_ext.config_parts import PARTS
+
 # ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
 
 
@@ -34,6 +36,7 @@ class ExplicitDDPConfig:
     bucket_cap_mb: float = 25.0
     weight_by: Any = "samples"
     activation_checkpointing: Any = None
+    stall_timeout: Any = None
 
 
 @dataclass(kw_only=True)
@@ -57,7 +60,7 @@ class DDPConfig:
 
     _target_: str = "lightning_ddp_ext.strategies.upstream.ddp_strategy"
     process_group_backend: Optional[str] = None
-    timeout_seconds: float = 1800.0
+    timeout: Any = 1800.0
     init_method: Optional[str] = None
     network_interface: Optional[str] = None
     start_method: str = "popen"
@@ -72,7 +75,7 @@ class FSDPConfig:
 
     _target_: str = "lightning_ddp_ext.strategies.upstream.fsdp_strategy"
     process_group_backend: Optional[str] = None
-    timeout_seconds: float = 1800.0
+    timeout: Any = 1800.0
     init_method: Optional[str] = None
     network_interface: Optional[str] = None
     sharding_strategy: str = "FULL_SHARD"
@@ -94,11 +97,13 @@ class ProcessGroupConfig:
     Attributes:
         backend: The back-end; None for what suits the devices.
         timeout_seconds: How long ranks wait for each other, and the time limit of one collective.
+        stall_timeout_seconds: How long `ddp_checkpoint` and `ddp_join` do without a sign of life; None for ever.
         init_method: `"tcp://host:port"` or `"file:///path"`; None for what the cluster says.
     """
 
     backend: Optional[str] = None
     timeout_seconds: float = 1800.0
+    stall_timeout_seconds: Optional[float] = 60.0
     init_method: Optional[str] = None
 
 
@@ -125,6 +130,16 @@ class ManualClusterConfig:
     node_rank: int = MISSING
     main_address: str = MISSING
     main_port: int = 29500
+
+
+@dataclass(kw_only=True)
+class SlurmClusterConfig:
+    """Arguments of `CheckedSLURMEnvironment`."""
+
+    _target_: str = "lightning_ddp_ext.CheckedSLURMEnvironment"
+    num_nodes: int = MISSING
+    auto_requeue: bool = True
+    requeue_signal: str = "SIGUSR1"
 
 
 @dataclass(kw_only=True)
@@ -185,6 +200,8 @@ class TrainConfig:
         test: Whether to test after training.
         picture: Whether to draw the curves of the run.
         ckpt_path: A checkpoint to resume from.
+        weights_only: Whether to refuse checkpoints that hold more than tensors and plain values, since loading those
+            runs code.
         reference: Whether to train once more in one process, on the same batches, and print both results. None does so
             where `data.train_fractions` is set.
     """
@@ -193,6 +210,7 @@ class TrainConfig:
     test: bool = True
     picture: bool = True
     ckpt_path: Optional[str] = None
+    weights_only: bool = True
     reference: Optional[bool] = None
     strategy: Any = MISSING
     process_group: Any = None
@@ -219,8 +237,13 @@ def register_schemas() -> None:
         },
         "lightning_ddp_ext/process_group": {"process_group": ProcessGroupConfig},
         "lightning_ddp_ext/network": {"network": NetworkConfig},
-        "lightning_ddp_ext/cluster": {"cluster": ClusterConfig, "manual": ManualClusterConfig},
+        "lightning_ddp_ext/cluster": {
+            "cluster": ClusterConfig,
+            "manual": ManualClusterConfig,
+            "slurm": SlurmClusterConfig,
+        },
         "lightning_ddp_ext/trainer": {"trainer": TrainerConfig},
+        **PARTS,
     }
     store = ConfigStore.instance()
     for group, nodes in schemas.items():

@@ -11,12 +11,16 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     |-- RankJoinedError                a collective that needs a rank which has run out of data
     |-- UnevenInputsError              ranks with different amounts of data where that is refused
     |-- LoggedKeysError                ranks that log different keys, or in another order
-    |-- OtherRankError                 a rank that failed, told by another one
+    |-- OtherRankError                 another rank that failed, is gone, gives no sign of life, or did not come
     |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
+    |-- CheckpointRefusedError         a checkpoint that holds more than tensors and plain values
+    |-- ClusterError                   a job whose processes are not those that the run needs
     |-- BackendError                   a communication back-end that this installation or launch cannot use
     |-- RendezvousError                processes of a run that do not find each other
     `-- NetworkInterfaceError          a network interface that a host lacks, or that does not reach the other hosts
 """
+
+from collections.abc import Sequence
 
 
 class DDPExtError(RuntimeError):
@@ -65,11 +69,30 @@ class LoggedKeysError(DDPExtError):
 
 
 class OtherRankError(DDPExtError):
-    """Another rank has failed while this one waited for it."""
+    """Another rank has failed, is gone, gives no sign of life, or did not come in time; this one ends with it."""
 
 
 class ReplicaMismatchError(DDPExtError):
     """Ranks were not set up alike, or their parameters, buffers or optimizer states differ."""
+
+
+class CheckpointRefusedError(DDPExtError):
+    """A checkpoint holds something whose loading would run code, or is no checkpoint.
+
+    Args:
+        problem: What is wrong.
+        remedy: What to do about it.
+        names: What loading it would import or call.
+    """
+
+    def __init__(self, problem: str, remedy: str, names: Sequence[str] = ()) -> None:
+        super().__init__(f"{problem} {remedy}")
+        self.problem = problem
+        self.names = tuple(names)
+
+
+class ClusterError(DDPExtError):
+    """The processes that a cluster has started, or will start, are not those that the run needs."""
 
 
 class BackendError(DDPExtError):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -17,6 +18,7 @@ from omegaconf import OmegaConf
 import lightning_ddp_ext
 from lightning_ddp_ext import (
     BalancedDataParallelStrategy,
+    CheckedSLURMEnvironment,
     DDPCheckpointStrategy,
     DDPJoinStrategy,
     ExplicitDDPStrategy,
@@ -85,6 +87,20 @@ def test_process_group_and_network_reach_the_strategy(composed, option):
     )
 
 
+@pytest.mark.parametrize("option", ["ddp_checkpoint", "ddp_join"])
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ((), timedelta(minutes=1)),
+        (("process_group=gloo", "process_group.stall_timeout_seconds=7"), timedelta(seconds=7)),
+        (("process_group=gloo", "process_group.stall_timeout_seconds=null"), None),
+        (("strategy.stall_timeout=null",), None),
+    ],
+)
+def test_the_stall_limit_reaches_the_strategy(composed, option, given, limit):
+    assert instantiate(composed(f"strategy={option}", *given).strategy)._watch.limit == limit
+
+
 def test_uneven_inputs_reach_the_strategy(composed):
     assert instantiate(composed("strategy=ddp_join").strategy).uneven_inputs == "join"
     assert instantiate(composed("strategy=ddp_join", "strategy.uneven_inputs=stop").strategy).uneven_inputs == "stop"
@@ -93,6 +109,46 @@ def test_uneven_inputs_reach_the_strategy(composed):
 def test_the_stream_experiment_counts_tokens(composed):
     strategy = instantiate(composed("strategy=ddp_join", "experiment=stdlib_stream").strategy)
     assert strategy.weight_by is count_tokens
+
+
+def test_a_slurm_job_is_built_from_its_variables(composed, monkeypatch):
+    job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    node = composed("cluster=slurm", "cluster.requeue_signal=SIGUSR2")
+    assert node.trainer.num_nodes == node.cluster.num_nodes == 2
+    environment = instantiate(node.cluster)
+    assert isinstance(environment, CheckedSLURMEnvironment)
+    assert (environment.world_size(), environment.global_rank()) == (2, 1)
+    assert environment.auto_requeue
+    assert environment.requeue_signal == signal.SIGUSR2
+
+
+def run_folder(*overrides):
+    with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
+        return compose("train", overrides=list(overrides), return_hydra_config=True).hydra.run.dir
+
+
+def test_the_folder_of_a_slurm_job_is_that_of_its_tasks_and_of_its_restarts(monkeypatch):
+    job = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_STEP_ID": "2"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    of_job = run_folder("cluster=slurm")
+    assert of_job == "runs/slurm/8/2"
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run_folder("cluster=slurm") == of_job
+    assert run_folder("cluster=slurm", "hydra.run.dir=mine") == "mine"
+    assert not run_folder().startswith("runs/slurm")
+
+
+def test_a_foreign_application_gets_the_folder_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    (tmp_path / "app.yaml").write_text(FOREIGN.replace("  - strategy", "  - cluster: slurm\n  - strategy"))
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        node = compose("app", return_hydra_config=True)
+    assert node.hydra.run.dir == "runs/slurm/8/0"
+    assert node.cluster.num_nodes == 1
 
 
 def test_a_manual_cluster_is_built(composed):
@@ -199,10 +255,10 @@ def test_a_foreign_application_that_has_nothing_else_composes_before_the_package
         "from hydra import compose, initialize_config_dir\n"
         f"with initialize_config_dir({str(tmp_path)!r}, version_base='1.3'):\n"
         "    node = compose('app')\n"
-        "print(sorted(node), node.strategy.process_group_backend, node.strategy.timeout_seconds)\n"
+        "print(sorted(node), node.strategy.process_group_backend, node.strategy.timeout)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "['strategy'] None 1800.0"
+    assert done.stdout.strip() == "['strategy'] None 1800"
 
 
 def test_the_resolved_default_has_no_missing_value(composed):

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ README = (ROOT / "README.md").read_text()
 
 
 def run(*arguments):
+    # Without a buffer, Python writes a line and its end apart, and those of two ranks mix.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=True, cwd=ROOT
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=True, cwd=ROOT, env=buffered
     ).stdout
 
 
@@ -48,12 +51,14 @@ def test_the_examples_of_docstrings_are_true(name):
     assert results.failed == 0
 
 
+@pytest.mark.slow
 def test_the_example_prints_that_both_runs_agree():
     printed = run("examples/own_module.py")
     assert "one device: {'loss': '0.187834'" in printed
     assert "two replicas: {'loss': '0.187834'" in printed
 
 
+@pytest.mark.slow
 def test_the_detection_example_prints_that_weights_by_boxes_agree():
     printed = run("examples/detection_batches.py")
     assert "one device: loss 0.547670" in printed
@@ -61,6 +66,7 @@ def test_the_detection_example_prints_that_weights_by_boxes_agree():
     assert 'weight_by="samples": loss 0.55' in printed
 
 
+@pytest.mark.slow
 def test_the_metrics_example_prints_equal_values():
     lines = run("examples/metrics.py").splitlines()
     rows = [line for line in lines if re.search(r"\de[+-]\d\d$", line)]
@@ -68,6 +74,7 @@ def test_the_metrics_example_prints_equal_values():
     assert max(float(line.split()[-1]) for line in rows) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["multi_task_checkpointing", "gan", "plain_torch_loop", "uneven_streams", "exact_evaluation"]
 )
@@ -78,6 +85,7 @@ def test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with
     assert float(to_one_process) < 1e-9
 
 
+@pytest.mark.slow
 def test_the_example_of_unequal_devices_prints_that_ddp_is_not_exact():
     printed = run("examples/unequal_gpus.py")
     rows = re.findall(r"(\w+), (\d+) and (\d+) samples: .* difference to one process (\S+)", printed)
@@ -92,6 +100,7 @@ def test_the_example_of_unequal_devices_prints_that_ddp_is_not_exact():
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "number", "launcher"),
     [("ddp_checkpoint", 1, []), ("ddp_join", 1, []), ("gradient_reducer", 0, TORCHRUN), ("gradient_reducer", 1, [])],

@@ -1,5 +1,6 @@
 """Private names of torch behind collectives. Checked on torch 2.13.0; `tests/compat` fails when one moves."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,3 +87,41 @@ def cloned_store(group: dist.ProcessGroup) -> dist.Store:
     store: Any = group.get_group_store()
     cloned: dist.Store = store.clone()
     return cloned
+
+
+def keeps_store_in_file(store: dist.Store) -> bool:
+    """Tell whether a store is a file, below the prefixes; torch has no public way to ask a group's store."""
+    return isinstance(_underlying(store), dist.FileStore)
+
+
+def port_of_store(store: dist.Store) -> int | None:
+    """Return the port of a store, below the prefixes; None if it is a file."""
+    store = _underlying(store)
+    return store.port if isinstance(store, dist.TCPStore) else None
+
+
+def _underlying(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def abort_groups() -> None:
+    """Abort the collectives of NCCL in every process group; torch's own function is private and forgets the groups.
+
+    gloo takes no notice, see `parallel.connections`.
+    """
+    for group in list(c10d._world.pg_names):
+        group.abort()
+
+
+# What torch says of a connection that is gone or a rank that does not come, beside its own `DistError`. Errors of gloo
+# are plain `RuntimeError`s, which begin with a file of its sources.
+_LOST = re.compile(
+    r"gloo/|Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|ProcessGroup\w* .*(abort|timed? ?out)"
+)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Tell whether an error comes from communication, which means that another rank is what to look at."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))

@@ -15,6 +15,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import logs_now
+from lightning_ddp_ext.arguments import check_flag, check_path
 from lightning_ddp_ext.callbacks.balance_picture import draw_balance
 from lightning_ddp_ext.integration.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
@@ -81,14 +82,18 @@ class BalanceReport(Callback):
         records: What was recorded since training was started.
 
     Raises:
-        ValueError: If the suffix of `picture` is none of these.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If a path is that of a folder, or the suffix of `picture` is none of these.
     """
 
     def __init__(self, path: str | Path | None = None, picture: str | Path | None = None, table: bool = True) -> None:
+        check_path("path", path)
+        check_path("picture", picture)
+        check_flag("table", table)
         self.path = None if path is None else Path(path)
         self.picture = None if picture is None else Path(picture)
         if self.picture is not None and self.picture.suffix not in _FORMATS:
-            raise ValueError(f"`picture` must end in {', '.join(_FORMATS)}, got {str(picture)!r}.")
+            raise ValueError(f"`picture` must end in {', '.join(_FORMATS)}, got {str(picture)!r}. Use .png if unsure.")
         self.records: list[ReplicaRecord] = []
         self._table = table
         self._batches = 0

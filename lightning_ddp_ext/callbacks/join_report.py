@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_ddp_ext.arguments import check_flag, check_path
+from lightning_ddp_ext.callbacks.join_picture import draw_ranks
 from lightning_ddp_ext.parallel.weighting import samples_or_one
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
@@ -49,22 +52,32 @@ class RankRecord:
 class JoinReport(Callback):
     """Counts for every epoch what each rank had: batches, samples, and ghost steps with the time they took.
 
-    Rank 0 prints a table when training ends. A warning says so when a rank had no data for more than a fifth of an
-    epoch. It costs one collective of five numbers per epoch. Under other strategies than `ddp_join` it does nothing.
+    Rank 0 prints a table when training ends, and draws a picture if it is given a path. A warning says so when a rank
+    had no data for more than a fifth of an epoch. It costs one collective of five numbers per epoch. Under other
+    strategies than `ddp_join` it does nothing.
 
     Args:
         log: Whether to give the loggers the values of every epoch, as `rank_0/batches`, `rank_0/samples`,
             `rank_0/ghost_steps`, `rank_0/ghost_seconds` and so on.
         table: Whether to print the table.
+        path: A picture to write when training ends: a timeline of the ranks. Needs matplotlib.
 
     Attributes:
         records: What was recorded since training was started, the same on every rank.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        ValueError: If the path is that of a folder.
     """
 
-    def __init__(self, log: bool = False, table: bool = True) -> None:
+    def __init__(self, log: bool = False, table: bool = True, path: str | Path | None = None) -> None:
+        check_flag("log", log)
+        check_flag("table", table)
+        check_path("path", path)
         self.records: list[RankRecord] = []
         self._log = log
         self._table = table
+        self._path = None if path is None else Path(path)
         self._warned = False
         self._started = 0.0
         self._epoch: int | None = None  # that is counted
@@ -100,8 +113,12 @@ class JoinReport(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_in(trainer, pl_module)
-        if self._table and self.records and trainer.is_global_zero:
+        if not self.records or not trainer.is_global_zero:
+            return
+        if self._table:
             Console().print(self.table())
+        if self._path is not None:
+            draw_ranks(self._path, self.records)
 
     def _take_in(self, trainer: Trainer, module: LightningModule) -> None:
         """Tell all ranks what each of them did in the last epoch."""

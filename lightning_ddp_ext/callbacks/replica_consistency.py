@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ddp_ext.arguments import check_choice, check_flag, check_integer
 from lightning_ddp_ext.errors import ReplicaMismatchError
 from lightning_ddp_ext.parallel.replica_differences import ReplicaDifference, find_difference
 from lightning_ddp_ext.parallel.training_state import name_training_state
@@ -47,7 +48,7 @@ class ReplicaConsistency(Callback):
         training_seconds: Time since training was started, up to the last comparison.
 
     Raises:
-        TypeError: If `ignore` is a single string.
+        TypeError: If an argument is of the wrong type, such as `ignore` a single string.
         ValueError: If `every_n_steps` is below 1, or `on_difference` is neither of these.
     """
 
@@ -58,16 +59,14 @@ class ReplicaConsistency(Callback):
         buffers: bool | None = None,
         ignore: Sequence[str] = (),
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(
-                f"`every_n_steps` must be at least 1, got {every_n_steps}. Remove the callback to compare nothing."
-            )
-        if on_difference not in _REACTIONS:
-            raise ValueError(
-                f'`on_difference` must be "raise" or "warn", got {on_difference!r}. Use "raise" if unsure.'
-            )
+        check_integer("every_n_steps", every_n_steps, least=1, remedy="Remove the callback to compare nothing.")
+        check_choice("on_difference", on_difference, _REACTIONS, 'Use "raise" if unsure.')
+        if buffers is not None:
+            check_flag("buffers", buffers)
         if isinstance(ignore, str):
             raise TypeError(f"`ignore` must be a list of names, got {ignore!r}. Use [{ignore!r}].")
+        if not isinstance(ignore, Sequence) or not all(isinstance(name, str) for name in ignore):
+            raise TypeError(f"`ignore` must be a list of names, got {ignore!r}. Leave it out to compare everything.")
         self.every_n_steps = every_n_steps
         self.on_difference = on_difference
         self.buffers = buffers

@@ -1,7 +1,7 @@
 """Turning what goes wrong before a run starts into one readable message."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hydra.errors import (
     ConfigCompositionException,
@@ -10,22 +10,53 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+_SETTINGS, _SHOWN = 8, 100  # settings in a message, and letters of each
 
 
 class LaunchError(Exception):
     """A run that cannot start; the message says why, and what would be valid."""
 
 
-def describe(error: BaseException) -> str:
-    """Explain an error of composing or instantiating a configuration.
+_SENTENCES = (
+    HydraException, ImportError, LaunchError, MisconfigurationException, OSError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def describe(error: BaseException, arguments: Sequence[str] = ()) -> str:
+    """Explain an error of composing or instantiating a configuration, or of starting a run.
 
     Args:
-        error: What Hydra, OmegaConf or a constructor raised.
+        error: What Hydra, OmegaConf, a constructor or Lightning raised.
+        arguments: Those of the command, to name them if the error names none.
 
     Returns:
-        One message that names the key and what would be valid.
+        One line that names the key and what would be valid.
     """
+    message = " ".join([_describe(error), *getattr(error, "__notes__", ())])
+    return _name_settings(" ".join(message.split()), arguments)
+
+
+def _name_settings(message: str, arguments: Sequence[str]) -> str:
+    """Put what was set in front of a message that names none of it."""
+    given = [text for text in arguments if text[:1] != "-" and ("=" in text or text[:1] == "~")]
+    given = [text for text in given if not text.lstrip("+~").startswith("hydra.")]
+    # The choice of a group is named by most messages, and seldom what is wrong if there is a setting, too.
+    for text in [text for text in given if "." in _key(text)] or given:
+        key = _key(text)
+        if f"`{key}" in message or f"`{key.rpartition('.')[2]}" in message or ("." in key and key in message):
+            return message
+    shown = ", ".join(f"`{text[:_SHOWN]}`" for text in given[-_SETTINGS:])
+    return f"with {shown}: {message}" if given else message
+
+
+def _key(text: str) -> str:
+    return text.lstrip("+~").partition("=")[0]
+
+
+def _describe(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return f"`{group}={option}` does not exist.{_suggest(option, error.options)} Valid: {_listed(error.options)}."
@@ -41,15 +72,26 @@ def describe(error: BaseException) -> str:
         return str(error)
     if "Config group override must be a string" in str(error):
         # Hydra does not say which.
-        return "a group is null. Leave it out for its default; `callbacks=none` and `logger=none` leave those out."
-    return str(error) or type(error).__name__
+        return (
+            "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none` leave those"
+            " out."
+        )
+    return _text(error)
+
+
+def _text(error: BaseException) -> str:
+    """Return what an error says; the words of some are only a key or a number."""
+    text = str(error)
+    if not text:
+        return type(error).__name__
+    return text if isinstance(error, _SENTENCES) else f"{type(error).__name__}: {text}"
 
 
 def _describe_omegaconf(error: OmegaConfBaseException) -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"`{error.full_key}` has no value. Set it with `{error.full_key}=...`."
     if isinstance(error, ConfigKeyError | AttributeError) and error.parent_node is not None:
-        keys = [str(key) for key in error.parent_node if key not in ("_target_", "hydra")]
+        keys = [str(key) for key in error.parent_node if key not in ("_target_", "_convert_", "hydra")]
         if not keys:
             group = str(error.full_key).partition(".")[0]
             return (
@@ -66,7 +108,7 @@ def _describe_instantiation(error: InstantiationException) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    reason = lines[0] if isinstance(cause, InstantiationException) else str(cause) or type(cause).__name__
+    reason = lines[0] if isinstance(cause, InstantiationException) else _text(cause)
     return f"in `{key}`: {reason}" if key else reason
 
 

@@ -17,7 +17,9 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.parallel.containers import to_device
+from lightning_ddp_ext.parallel.exchange import own_group
 from lightning_ddp_ext.parallel.gathering import gather
+from lightning_ddp_ext.parallel.packing import broadcast_packed, pack, unpack
 from lightning_ddp_ext.parallel.scattering import count_samples
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -53,6 +55,9 @@ class BatchRecorder(Callback):
             has ended.
         length: Batches of an epoch of the reference, None if that is not known.
         accumulated: Batches per optimizer step of the reference.
+
+    Raises:
+        UnsupportedFeatureError: In training, if a batch of one of several ranks cannot be sent to rank 0.
     """
 
     def __init__(self) -> None:
@@ -64,7 +69,10 @@ class BatchRecorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not getattr(trainer.strategy, "is_ghost", False):
             place = trainer.current_epoch, batch_idx // _window(trainer)
-            self.batches[place].append(copy.deepcopy(to_device(batch, _CPU)))
+            recorded = copy.deepcopy(to_device(batch, _CPU))
+            if trainer.world_size > 1:
+                _check_sendable(recorded, trainer.global_rank)
+            self.batches[place].append(recorded)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,12 +81,14 @@ class BatchRecorder(Callback):
         self.accumulated = trainer.accumulate_grad_batches // _window(trainer)
         if trainer.world_size == 1:
             return
-        by_rank: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
-        dist.gather_object(dict(self.batches), by_rank)
+        own, group = pack(dict(self.batches)), own_group()
         self.batches.clear()
-        for own in by_rank or []:
-            for place, some in own.items():
-                self.batches[place].extend(some)
+        for rank in range(trainer.world_size):
+            sent = broadcast_packed(own, group, rank)
+            if trainer.is_global_zero:
+                for place, some in unpack(sent).items():
+                    self.batches[place].extend(some)
+        dist.destroy_process_group(group)
 
 
 def train_alone(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> Reference:
@@ -123,6 +133,15 @@ def train_alone(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> Re
     results = trainer.test(model, datamodule=data, verbose=False)[0]
     assert run.lightning_module is not None
     return Reference(results, _difference(run.lightning_module, model), str(trainer.precision))
+
+
+def _check_sendable(batch: Any, rank: int) -> None:
+    packed = pack(batch)
+    if packed.left_out:
+        raise UnsupportedFeatureError(
+            f"rank {rank}: a batch holds {packed.name_left_out()}, which cannot be sent to rank 0 without running code"
+            " there, and the reference of one process needs all batches. Set `reference=false`."
+        )
 
 
 def _window(trainer: Trainer) -> int:

@@ -19,9 +19,13 @@ class LaunchSummary(Callback):
     Args:
         folder: Where the run is written.
         strategy: The name the strategy was chosen by.
+
+    Attributes:
+        has_begun: Whether a step has been about to run.
     """
 
     def __init__(self, folder: Path, strategy: str) -> None:
+        self.has_begun = False
         self._folder = folder
         self._strategy = strategy
 
@@ -42,6 +46,14 @@ class LaunchSummary(Callback):
         _add_steps(table, trainer)
         table.add_row("run folder", str(_relative(self._folder)))
         Console().print(table)
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_begun = True
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_begun = True
 
 
 def _add_devices(table: Table, trainer: Trainer, batch_size: int | None) -> None:

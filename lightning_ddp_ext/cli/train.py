@@ -1,8 +1,10 @@
 """The main job: build what the configuration describes, train, test, and leave the results in the run folder."""
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -12,25 +14,30 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext.callbacks import BalanceReport
+from lightning_ddp_ext.cli.checks import check_hosts, check_settings, make, make_all
 from lightning_ddp_ext.cli.picture import draw_run
+from lightning_ddp_ext.cli.preflight import check_meeting, check_slurm, has_process_group
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.cli.reference import BatchRecorder, train_alone
 from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print_results
 from lightning_ddp_ext.data.fraction_sampler import check_fractions
-from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, UnsupportedFeatureError
+from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
+from lightning_ddp_ext.integration.checkpoint_loading import is_refusal, refusal
+from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _SINGLE = "single"
 
-# What may go wrong between the start of a run and its first step, and needs no traceback.
-_BEFORE_TRAINING = (
-    BackendError, MisconfigurationException, NetworkInterfaceError, RendezvousError, UnsupportedFeatureError,
-)  # fmt: skip
+# What says by itself what is wrong with a run, whenever it comes.
+_EXPLAINED = (DDPExtError, MisconfigurationException)
+_NOT_THEIRS = ("lightning", "lightning_ddp_ext", "torch")
 
 
 @dataclass(slots=True)
@@ -42,6 +49,7 @@ class _Run:
     data: LightningDataModule
     folder: Path
     recorder: BatchRecorder | None
+    summary: LaunchSummary
 
 
 def train(config: DictConfig) -> None:
@@ -54,11 +62,10 @@ def train(config: DictConfig) -> None:
         LaunchError: If the run cannot start; nothing has been started then.
     """
     run = _build(config)
-    OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
-    try:
-        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=config.ckpt_path)
-    except _BEFORE_TRAINING as error:
-        raise LaunchError(str(error)) from error
+    if run.trainer.is_global_zero:
+        OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
+        _keep_metrics(run.folder)
+    _fit(config, run)
     results = _test(run) if config.test else {}
     if run.trainer.is_global_zero:
         if config.picture:
@@ -66,6 +73,38 @@ def train(config: DictConfig) -> None:
         print_results(results, run.trainer, run.folder)
     if run.recorder is not None:
         _compare(config, run, run.recorder, results)
+
+
+def _fit(config: DictConfig, run: _Run) -> None:
+    try:
+        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=config.ckpt_path, weights_only=config.weights_only)
+    except Exception as error:
+        if config.weights_only and isinstance(error, UnpicklingError) and is_refusal(error):
+            error = refusal(config.ckpt_path, error)
+        if isinstance(error, CheckpointRefusedError) and error.names:
+            raise LaunchError(f"{error.problem} Set `weights_only=false` if you trust whoever wrote it.") from None
+        if not _is_mistake(error, run):
+            raise
+        raise LaunchError(str(error)) from error
+
+
+def _is_mistake(error: Exception, run: _Run) -> bool:
+    """Tell a wrong setting, which one line explains, from an error of the user's code, which needs its traceback."""
+    if isinstance(error, _EXPLAINED):
+        return True
+    if run.summary.has_begun:
+        return False
+    parts = (run.model, run.data, *run.trainer.callbacks, *run.trainer.loggers)  # type: ignore[attr-defined]
+    theirs = {type(part).__module__.partition(".")[0] for part in parts} - set(_NOT_THEIRS)
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return not any(frame.f_globals.get("__name__", "").partition(".")[0] in theirs for frame in frames)
+
+
+def _keep_metrics(folder: Path) -> None:
+    """Keep what a job has logged before it was requeued; Lightning's logger would delete it."""
+    metrics = folder / "metrics.csv"
+    if metrics.exists():
+        metrics.rename(folder / f"metrics-{len(list(folder.glob('metrics-*.csv'))) + 1}.csv")
 
 
 def _compare(config: DictConfig, run: _Run, recorder: BatchRecorder, results: Mapping[str, float]) -> None:
@@ -81,6 +120,7 @@ def _test(run: _Run) -> Mapping[str, float]:
     if not is_overridden("test_step", run.model) or not is_overridden("test_dataloader", run.data):
         rank_zero_info("Not tested: the model has no `test_step`, or the data no `test_dataloader`.")
         return {}
+    keep_weights_for_testing(run.trainer)
     return run.trainer.test(run.model, datamodule=run.data, verbose=False)[0]
 
 
@@ -88,29 +128,38 @@ def _build(config: DictConfig) -> _Run:
     try:
         OmegaConf.resolve(config)
         choices: Any = HydraConfig.get().runtime.choices
-        _check_groups(config, choices)
-        _set_devices(config, choices)
+        check_groups(config, choices)
+        set_devices(config, choices)
+        check_settings(config)
+        check_slurm(config)
         seed_everything(config.seed, workers=True, verbose=False)
         strategy = instantiate(config.strategy)
-        model = instantiate(config.model)
-        data = instantiate(config.data)
-        callbacks = _wanted([instantiate(node) for node in (config.callbacks or {}).values()], config.trainer)
-        loggers = [instantiate(node) for node in (config.logger or {}).values()]
+        model = make(config.model, "model", LightningModule)
+        data = make(config.data, "data", LightningDataModule)
+        callbacks = _wanted(make_all(config.callbacks, "callbacks", Callback), config.trainer)
+        loggers = make_all(config.logger, "logger", Logger)
         folder = Path(HydraConfig.get().runtime.output_dir)
         recorder = BatchRecorder() if _wants_reference(config, model, data) else None
+        summary = LaunchSummary(folder, str(choices.strategy))
+        plugins = make_plugins(config)
         trainer = instantiate(
             config.trainer,
-            plugins=_plugins(config),
+            _convert_="all",  # Lightning takes dictionaries and lists, not what OmegaConf has for them
+            plugins=plugins,
             strategy=strategy,
-            callbacks=[LaunchSummary(folder, str(choices.strategy)), *callbacks, *([recorder] if recorder else [])],
+            callbacks=[summary, *callbacks, *([recorder] if recorder else [])],
             logger=loggers or False,
             default_root_dir=config.trainer.default_root_dir or str(folder),
         )
+        check_hosts(trainer)
         _check_fractions(config, choices, trainer)
+        if has_process_group(config):
+            check_meeting(trainer, config.strategy)
+        _check_tasks(plugins, choices, trainer)
     except Exception as error:
         # Whatever a constructor raises, the run has not started: the command prints it as one message.
         raise LaunchError(str(error)) from error
-    return _Run(trainer, model, data, folder, recorder)
+    return _Run(trainer, model, data, folder, recorder, summary)
 
 
 def _wants_reference(config: DictConfig, model: LightningModule, data: LightningDataModule) -> bool:
@@ -149,8 +198,25 @@ def _check_fractions(config: DictConfig, choices: Any, trainer: Trainer) -> None
         )
 
 
-def _plugins(config: DictConfig) -> list[Any] | None:
-    """Add the cluster to the Trainer's plugins, if it is one that has to be told."""
+def _check_tasks(plugins: list[Any] | None, choices: Any, trainer: Trainer) -> None:
+    """Refuse tasks of a SLURM job that would each train by themselves; the other strategies compare them."""
+    for plugin in plugins or []:
+        if isinstance(plugin, CheckedSLURMEnvironment) and plugin.world_size() != trainer.world_size:
+            raise LaunchError(
+                f"`strategy={choices.strategy}` runs in {trainer.world_size} process, and the job has"
+                f" `SLURM_NTASKS={plugin.world_size()}`. Start it with `srun --ntasks=1`."
+            )
+
+
+def make_plugins(config: DictConfig) -> list[Any] | None:
+    """Add the cluster to the Trainer's plugins, if it is one that has to be told.
+
+    Args:
+        config: The composed configuration.
+
+    Returns:
+        The plugins; None for none.
+    """
     plugins = config.trainer.plugins
     if "_target_" not in config.cluster:
         return plugins  # type: ignore[no-any-return]
@@ -169,12 +235,16 @@ def _wanted(callbacks: list[Callback], trainer: DictConfig) -> list[Callback]:
     return [callback for callback in callbacks if not isinstance(callback, unwanted)]
 
 
-def _check_groups(config: DictConfig, choices: Any) -> None:
-    """Refuse settings that would be ignored."""
-    if config.trainer.accumulate_grad_batches < 1:
-        raise LaunchError(
-            f"`trainer.accumulate_grad_batches` must be at least 1, got {config.trainer.accumulate_grad_batches}."
-        )
+def check_groups(config: DictConfig, choices: Any) -> None:
+    """Refuse settings that would be ignored.
+
+    Args:
+        config: The composed configuration.
+        choices: The options that were chosen, by group.
+
+    Raises:
+        LaunchError: If there are any.
+    """
     path = config.ckpt_path
     if path not in (None, "last", "best", "hpc") and "://" not in path and not Path(path).is_file():
         raise LaunchError(f"`ckpt_path={path}` is not a file. Give the path of a checkpoint, or `last`.")
@@ -188,7 +258,16 @@ def _check_groups(config: DictConfig, choices: Any) -> None:
             )
 
 
-def _set_devices(config: DictConfig, choices: Any) -> None:
+def set_devices(config: DictConfig, choices: Any) -> None:
+    """Fill in accelerator and devices where they are left open.
+
+    Args:
+        config: The composed configuration, which is changed.
+        choices: The options that were chosen, by group.
+
+    Raises:
+        LaunchError: If the strategy has one device, and there are to be several.
+    """
     trainer = config.trainer
     single = choices.strategy == _SINGLE
     if trainer.accelerator is None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence, Sized
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -20,10 +21,14 @@ def check_fractions(fractions: Sequence[float], num_replicas: int | None = None)
         num_replicas: Number of ranks, if it is known.
 
     Raises:
-        ValueError: If a fraction is not between 0 and 1, if they do not add up to 1, or if there is not one per rank.
+        TypeError: If it is no list.
+        ValueError: If a fraction is not a number between 0 and 1, if they do not add up to 1, or if there is not one
+            per rank.
     """
+    if isinstance(fractions, str) or not isinstance(fractions, Sequence):
+        raise TypeError(f"`train_fractions` must be a list of numbers, got {fractions!r}. Use for example [0.7, 0.3].")
     given = list(fractions)
-    if any(not 0 <= fraction <= 1 for fraction in given):
+    if not all(isinstance(fraction, Real) and 0 <= fraction <= 1 for fraction in given):
         raise ValueError(f"`train_fractions` must be between 0 and 1, got {given}. Use for example [0.7, 0.3].")
     if not math.isclose(sum(given), 1.0, abs_tol=_TOLERANCE):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import UnevenInputsError
+from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.parallel.exchange import gather_integer, list_ranks
+from lightning_ddp_ext.parallel.packing import broadcast_packed, pack, unpack
 
 UnevenInputs = Literal["join", "stop", "error"]
 UNEVEN_INPUTS = ("join", "stop", "error")
@@ -63,7 +65,8 @@ class LockstepLoader:
     """Iterates over a source, and goes on with batches that do not count while other ranks still have some.
 
     Yields pairs of a batch and a `Turn`. On a ghost step the batch is a copy of the last one that the rank had, so that
-    hooks see something of the right form; a rank that never had any gets the first batch of another rank.
+    hooks see something of the right form; a rank that never had any gets the first batch of another rank, as far as it
+    can be sent without running code, see `packing.pack`.
 
     Where every rank knows its length, no communication is needed. Otherwise ranks vote on whether there is another
     step, one batch ahead, so that the vote is under way while a step is computed.
@@ -84,6 +87,7 @@ class LockstepLoader:
     Raises:
         UnevenInputsError: While iterating, if ranks run out of data at different times and that is refused, or if the
             source yields fewer batches than were announced.
+        UnsupportedFeatureError: While iterating, on every rank, if a rank that never had a batch cannot be given one.
     """
 
     def __init__(
@@ -167,10 +171,23 @@ class LockstepLoader:
         needed = gather_integer(not self._has_filler and not self._present[self._rank], self._group)
         if not any(needed):
             return
-        shared = [batch]
-        dist.broadcast_object_list(shared, group=self._group, group_src=source)
-        if needed[self._rank]:
-            self._keep(shared[0])
+        sent = broadcast_packed(pack(batch) if self._rank == source else None, self._group, source)
+        lacking = list_ranks([rank for rank, needs in enumerate(needed) if needs])
+        if "" in sent.left_out:
+            raise UnsupportedFeatureError(
+                f"{lacking} never had a batch, and cannot be given one of rank {source}: {sent.name_left_out()} can"
+                " only be sent by running code on the other side. Give every rank at least one batch."
+            )
+        if not needed[self._rank]:
+            return
+        if sent.left_out:
+            warnings.warn(
+                f"rank {self._rank} never had a batch, and hooks see one of rank {source} in its place, with None"
+                f" instead of {sent.name_left_out()}, which cannot be sent.",
+                category=UserWarning,
+                stacklevel=2,
+            )
+        self._keep(unpack(sent))
 
     def _keep(self, batch: Any) -> None:
         """Keep a copy of the last batch, to stand in for those that are missing."""

@@ -1,6 +1,6 @@
 """Every sample exactly once."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,8 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
     Raises:
         ValueError: If `drop_last` is set, or the rank is out of range.
     """
+
+    _dealt: Sequence[Sequence[int]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,16 +37,27 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self._indices())
 
+    def leave_out(self, dealt: Sequence[Sequence[int]]) -> None:
+        """Deal out only what is left of an epoch, which may have begun on another number of ranks.
+
+        Args:
+            dealt: For each part of the epoch, how many samples each of its ranks has taken.
+        """
+        self._dealt = dealt
+        self._count()
+
     def _indices(self) -> list[int]:
-        size = len(cast(Sized, self.dataset))
-        if not self.shuffle:
-            return list(range(self.rank, size, self.num_replicas))
-        generator = torch.Generator()
-        generator.manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(size, generator=generator).tolist()
-        return order[self.rank :: self.num_replicas]
+        order: Sequence[int] = range(len(cast(Sized, self.dataset)))
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            order = torch.randperm(len(order), generator=generator).tolist()
+        for taken in self._dealt:
+            ranks = len(taken)
+            order = [index for place, index in enumerate(order) if place // ranks >= taken[place % ranks]]
+        return list(order[self.rank :: self.num_replicas])
 
     def _count(self) -> None:
-        size = len(cast(Sized, self.dataset))
+        size = len(cast(Sized, self.dataset)) - sum(map(sum, self._dealt))
         self.num_samples = len(range(self.rank, size, self.num_replicas))
         self.total_size = size

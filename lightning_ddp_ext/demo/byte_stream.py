@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext.demo.byte_text import ByteWindows
+from lightning_ddp_ext.demo.limits import check_seed, check_sizes
 
 _NO_TARGET = -100  # what torch's cross-entropy leaves out
 
@@ -61,14 +62,14 @@ class StdlibStream(LightningDataModule):
         seed: Seed of the choice of files.
 
     Raises:
-        ValueError: If an argument is below 1.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(self, batch_size: int = 8, block_size: int = 128, files: int = 10, seed: int = 1) -> None:
         super().__init__()
-        for name, value in {"batch_size": batch_size, "block_size": block_size, "files": files}.items():
-            if value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it out for the default.")
+        check_sizes(batch_size=batch_size, block_size=block_size, files=files)
+        check_seed(seed)
         self.batch_size = batch_size
         self.block_size = block_size
         self.files = files

@@ -5,11 +5,15 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_ddp_ext.demo.limits import check_learning_rate, check_seed, check_sizes
+from lightning_ddp_ext.demo.schedules import cosine_adamw
 
 _BYTES = 256
 
@@ -48,13 +52,17 @@ class ByteTransformer(LightningModule):
         learning_rate: First learning rate of AdamW; it falls to zero along a cosine.
 
     Raises:
-        ValueError: If `width` is not divisible by `heads`.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range, or `width` is not divisible by `heads`.
+        MisconfigurationException: When it is run, if the data has longer sequences than `block_size`.
     """
 
     def __init__(
         self, width: int = 128, depth: int = 4, heads: int = 4, block_size: int = 1024, learning_rate: float = 2e-3
     ) -> None:
         super().__init__()
+        check_sizes(width=width, depth=depth, heads=heads, block_size=block_size)
+        check_learning_rate(learning_rate)
         if width % heads:
             raise ValueError(
                 f"`width` must be divisible by `heads`, got {width} and {heads}. Use for example 128 and 4."
@@ -66,6 +74,15 @@ class ByteTransformer(LightningModule):
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, _BYTES)
+
+    def setup(self, stage: str) -> None:
+        """Check that there is a position for every byte of a sequence."""
+        longest = getattr(getattr(self.trainer, "datamodule", None), "block_size", 0)
+        if longest > self.position_embedding.num_embeddings:
+            raise MisconfigurationException(
+                f"`block_size={self.position_embedding.num_embeddings}` of the model is below `block_size={longest}` of"
+                " the data. Leave `model.block_size` out."
+            )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Predict the next byte at each position of (batch, length); returns logits (batch, length, 256)."""
@@ -98,10 +115,7 @@ class ByteTransformer(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW with a cosine learning rate."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
-        steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return cosine_adamw(self, self.learning_rate)
 
 
 class ByteWindows(Dataset[dict[str, Tensor]]):
@@ -129,14 +143,15 @@ class StdlibText(LightningDataModule):
         seed: Seed of the order of files.
 
     Raises:
-        ValueError: If `batch_size` or `block_size` is below 1.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range.
+        MisconfigurationException: When it is read, if `max_bytes` are too few for a window of each part.
     """
 
     def __init__(self, batch_size: int = 16, block_size: int = 128, max_bytes: int = 2_000_000, seed: int = 1) -> None:
         super().__init__()
-        for name, value in {"batch_size": batch_size, "block_size": block_size}.items():
-            if value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it out for the default.")
+        check_sizes(batch_size=batch_size, block_size=block_size, max_bytes=max_bytes)
+        check_seed(seed)
         self.batch_size = batch_size
         self.block_size = block_size
         self.max_bytes = max_bytes
@@ -152,6 +167,11 @@ class StdlibText(LightningDataModule):
         self.train_data = ByteWindows(train, self.block_size)
         self.val_data = ByteWindows(val, self.block_size)
         self.test_data = ByteWindows(test, self.block_size)
+        if min(len(part) for part in (train, val, test)) <= self.block_size:
+            raise MisconfigurationException(
+                f"`max_bytes={self.max_bytes}` of text, of which a twentieth is for testing, has no window of"
+                f" `block_size={self.block_size}`. Use more text, `data.max_bytes`."
+            )
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return the shuffled training batches."""

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ddp_ext.data.fraction_sampler import FractionSampler, check_fractions
+from lightning_ddp_ext.demo.limits import check_learning_rate, check_seed, check_sizes
+from lightning_ddp_ext.demo.schedules import cosine_adamw
 
 _CLASSES = 10
 _TRAIN, _VAL = 1257, 180  # of 1797; the rest is for testing
@@ -22,10 +24,16 @@ class DigitsCNN(LightningModule):
     Args:
         width: Channels of the first convolution; the second has twice as many.
         learning_rate: First learning rate of AdamW; it falls to zero along a cosine.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(self, width: int = 32, learning_rate: float = 2e-3) -> None:
         super().__init__()
+        check_sizes(width=width)
+        check_learning_rate(learning_rate)
         self.save_hyperparameters()
         self.learning_rate = learning_rate
         self.network = nn.Sequential(
@@ -72,10 +80,7 @@ class DigitsCNN(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW with a cosine learning rate."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
-        steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return cosine_adamw(self, self.learning_rate)
 
 
 class DigitsData(LightningDataModule):
@@ -88,14 +93,15 @@ class DigitsData(LightningDataModule):
             different shares, processes have different numbers of batches.
 
     Raises:
-        ValueError: If `batch_size` is below 1, or `train_fractions` do not add up to 1. When training begins: if there
-            is not one fraction per process.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If `batch_size` or `seed` is out of range, or `train_fractions` do not add up to 1. When training
+            begins: if there is not one fraction per process.
     """
 
     def __init__(self, batch_size: int = 32, seed: int = 1, train_fractions: Sequence[float] | None = None) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}. The default is 32.")
+        check_sizes(batch_size=batch_size)
+        check_seed(seed)
         if train_fractions is not None:
             check_fractions(train_fractions)
         self.batch_size = batch_size

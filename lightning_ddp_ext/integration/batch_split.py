@@ -1,11 +1,13 @@
 """How `balanced_dp` shares a batch: the user's choice, and what has been measured."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_ddp_ext.arguments import check_integer
 from lightning_ddp_ext.integration.auto_balance import AutoBalance
 from lightning_ddp_ext.integration.replicated_step import BatchRecord
 from lightning_ddp_ext.parallel.chunking import even_chunks, first_limited_chunks, proportional_chunks
@@ -31,9 +33,11 @@ class BatchSplit:
         chosen = [f"`{name}={value!r}`" for name, value in given.items() if value is not None]
         if len(chosen) > 1:
             raise ValueError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
-        check_count("gpu0_batch_size", gpu0_batch_size, "Use 0 to keep the first device free of samples.")
+        if gpu0_batch_size is not None:
+            remedy = "Use 0 to keep the first device free of samples."
+            check_integer("gpu0_batch_size", gpu0_batch_size, remedy=remedy)
         _check_proportions(split)
-        if balance not in (None, "even", "auto"):
+        if balance is not None and not (isinstance(balance, str) and balance in ("even", "auto")):
             raise ValueError(f'`balance` must be "even" or "auto", got {balance!r}. Use `split` for fixed proportions.')
         self._gpu0_batch_size = gpu0_batch_size
         self._proportions = None if split is None else list(split)
@@ -93,28 +97,13 @@ class BatchSplit:
         self._saved = checkpoint.get(_CHECKPOINT_KEY)
 
 
-def check_count(name: str, value: object, remedy: str) -> None:
-    """Check an optional argument that counts.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is negative.
-    """
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}. {remedy}")
-    if value < 0:
-        raise ValueError(f"`{name}` must be at least 0, got {value}. {remedy}")
-
-
 def _check_proportions(split: object) -> None:
     if split is None:
         return
     if isinstance(split, str) or not isinstance(split, Sequence):
         raise TypeError(f"`split` must be a sequence of numbers, got {split!r}. Use for example [2, 3, 3].")
     numbers = all(isinstance(part, int | float) and not isinstance(part, bool) for part in split)
-    if not numbers or any(not 0 <= part < float("inf") for part in split) or not sum(split):
+    if not numbers or any(not 0 <= part < math.inf for part in split) or not 0 < sum(split) < math.inf:
         raise ValueError(
             f"`split` must hold non-negative numbers, not all zero, got {list(split)!r}. Use for example [2, 3, 3]."
         )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,15 +18,19 @@ from lightning_ddp_ext._compat.lightning import (
     active_combined_loader,
     combination_mode,
     is_hook_of_loop,
+    reload_training_data_after_epoch,
     replace_loaders,
     restore_loaders,
     without_batch_hooks,
 )
 from lightning_ddp_ext._compat.torchmetrics import forget_computed
 from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
-from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
+from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
 from lightning_ddp_ext.integration.logged_values import LoggedValues
+from lightning_ddp_ext.integration.resumable_lockstep import ResumableLockstepLoader
+from lightning_ddp_ext.integration.stall_watch import StallWatch
 from lightning_ddp_ext.parallel.exchange import own_group
 from lightning_ddp_ext.parallel.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.tail import TailCollectives
@@ -43,6 +48,8 @@ class Lockstep:
         uneven_inputs: What to do when a rank runs out of data.
         timeout: Time limit of a collective.
         own: Other process groups in which every rank takes part at any time.
+        watch: Knows what any rank has failed of.
+        fetches: Knows the random states of this process, if it trains.
     """
 
     def __init__(
@@ -52,14 +59,18 @@ class Lockstep:
         uneven_inputs: UnevenInputs,
         timeout: timedelta | None,
         own: Iterable[dist.ProcessGroup],
+        watch: StallWatch,
+        fetches: RepeatableFetches | None,
     ) -> None:
         self.group = own_group(timeout)
         self.turn: Turn | None = None
         self._trainer = trainer
         self._module = module
         self._uneven_inputs = uneven_inputs
+        self._fetches = fetches
         self._tail = TailCollectives([self.group, *own], timeout)
-        self._messages = RankMessages(self.group, timeout)
+        self._messages = RankMessages(self.group, timeout, watch.failure)
+        watch.on_failure(self._messages.wake)
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
         self._samples = 1.0
@@ -201,26 +212,6 @@ class Lockstep:
                 metric.process_group = None
                 forget_computed(metric)
 
-    def fail(self, error: BaseException) -> None:
-        """Tell other ranks that this one has failed."""
-        self._turn_stack.close()
-        self._messages.fail(error)
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Say what another rank has failed of, where this one only sees that the connection is gone.
-
-        Raises:
-            OtherRankError: If another rank has failed.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            reason = self._messages.failure()
-            if reason is None:
-                raise
-            raise OtherRankError(reason) from error
-
     def _ghost_output(self) -> STEP_OUTPUT:
         dtype = cast(torch.dtype, self._module.dtype)
         loss = torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
@@ -230,5 +221,9 @@ class Lockstep:
         mode = "max_size_cycle" if is_training else "sequential"  # as in Lightning
         if isinstance(given, CombinedLoader):
             given, mode = given.iterables, combination_mode(given)
-        # Evaluation counts every sample in any case.
-        return LockstepCombinedLoader(given, mode, self.group, self._uneven_inputs if is_training else "join")
+        if is_training and self._fetches is not None:
+            reload_after_epoch = partial(reload_training_data_after_epoch, self._trainer)
+            return ResumableLockstepLoader(
+                given, mode, self.group, self._uneven_inputs, self._fetches, reload_after_epoch
+            )
+        return LockstepCombinedLoader(given, mode, self.group, "join")  # evaluation counts every sample in any case

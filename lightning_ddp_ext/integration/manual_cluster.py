@@ -3,7 +3,10 @@
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from typing_extensions import override
 
-_PORTS = range(1, 2**16)
+from lightning_ddp_ext.arguments import check_host, check_integer
+
+_LAST_PORT = 2**16 - 1
+_MOST_NODES = 2**16
 
 
 class ManualEnvironment(LightningEnvironment):
@@ -19,22 +22,16 @@ class ManualEnvironment(LightningEnvironment):
         main_port: A free port there, the same on all hosts.
 
     Raises:
-        ValueError: If a number is out of range or the address is empty.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If a number is out of range, or no host can have the address.
     """
 
     def __init__(self, *, num_nodes: int, node_rank: int, main_address: str, main_port: int = 29500) -> None:
         super().__init__()
-        if num_nodes < 1:
-            raise ValueError(f"`num_nodes` must be at least 1, got {num_nodes}. Use the number of hosts.")
-        if not 0 <= node_rank < num_nodes:
-            raise ValueError(
-                f"`node_rank` must be at least 0 and below `num_nodes={num_nodes}`, got {node_rank}."
-                " Number the hosts from 0."
-            )
-        if not main_address:
-            raise ValueError("`main_address` is empty. Use a name or an address of the host with `node_rank=0`.")
-        if main_port not in _PORTS:
-            raise ValueError(f"`main_port` must be between 1 and 65535, got {main_port}. Use 29500 if unsure.")
+        check_integer("num_nodes", num_nodes, least=1, most=_MOST_NODES, remedy="Use the number of hosts.")
+        check_integer("node_rank", node_rank, most=num_nodes - 1, remedy="Number the hosts from 0.")
+        check_host("main_address", main_address, "Use a name or an address of the host with `node_rank=0`.")
+        check_integer("main_port", main_port, least=1, most=_LAST_PORT, remedy="Use 29500 if unsure.")
         self._num_nodes = num_nodes
         self._node_rank = node_rank
         self._address = main_address

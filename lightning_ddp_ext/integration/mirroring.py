@@ -1,14 +1,22 @@
 """Taking over what a step with manual optimization has done on another rank."""
 
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 
 from lightning_ddp_ext._compat.lightning import manual_step_progress
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.parallel.buckets import broadcast_all
+from lightning_ddp_ext.parallel.packing import Packed, broadcast_packed, pack, unpack
 from lightning_ddp_ext.parallel.reducer import GradientReducer
+
+# What is the same on every rank without being sent: code.
+_CODE = (type, FunctionType, BuiltinFunctionType, partial, Enum)
 
 
 def mirror_training(
@@ -31,21 +39,18 @@ def mirror_training(
         group: The ranks.
         source: The rank that has run the step.
         take: Whether this rank takes what it is given.
+
+    Raises:
+        UnsupportedFeatureError: On every rank, if the state of an optimizer or a scheduler holds something that cannot
+            be sent.
     """
     parameters = list(module.parameters())
-    has_own_gradients = reducer.unsynchronized(parameters)
-    described: list[dict[str, Any]] = [{}]
-    if dist.get_rank(group) == source:
-        described[0] = {
-            "optimizers": [move_data_to_device(optimizer.state_dict(), "cpu") for optimizer in trainer.optimizers],
-            "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            "progress": manual_step_progress(trainer).state_dict(),
-            # What is still being accumulated on each rank by itself stays there.
-            "gradients": None if has_own_gradients else [parameter.grad is not None for parameter in parameters],
-        }
-    dist.broadcast_object_list(described, group=group, group_src=source)
+    own = _pack_state(trainer, parameters, reducer.unsynchronized(parameters))
+    sent = broadcast_packed(own, group, source)
+    state = unpack(sent, own.left_out)
+    if "problem" in state:
+        raise UnsupportedFeatureError(state["problem"])
     broadcast_all([*parameters, *module.buffers()], group, source)
-    state = described[0]
     if take:
         for optimizer, values in zip(trainer.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
@@ -58,3 +63,24 @@ def mirror_training(
         if take:
             parameter.grad = parameter.detach().clone() if has_gradient else None
     broadcast_all([parameter.grad for parameter in parameters if parameter.grad is not None], group, source)
+
+
+def _pack_state(trainer: Trainer, parameters: list[nn.Parameter], has_own_gradients: bool) -> Packed:
+    state: dict[str, Any] = {
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "progress": manual_step_progress(trainer).state_dict(),
+        # What is still being accumulated on each rank by itself stays there.
+        "gradients": None if has_own_gradients else [parameter.grad is not None for parameter in parameters],
+    }
+    packed = pack(state)
+    strange = {place: value for place, value in packed.left_out.items() if not isinstance(value, _CODE)}
+    if not strange:
+        return packed
+    what = Packed(None, [], strange).name_left_out()
+    problem = (
+        "`ddp_join` under manual optimization sends the state of optimizers and schedulers to ranks without data, and"
+        f" it holds {what}, which is neither a number nor a tensor."
+        ' Use `uneven_inputs="stop"`.'
+    )
+    return pack({"problem": problem})

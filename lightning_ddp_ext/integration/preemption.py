@@ -1,33 +1,183 @@
-"""Leaving training together when a process is told to end."""
+"""Leaving a run together when a process is told to end, so that it can be resumed where it was."""
 
-from collections.abc import Callable
+import atexit
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_ddp_ext._compat.lightning import replace_sigterm_handling
+from lightning_ddp_ext._compat.lightning import preemption_path, replace_signal_handling, saved_between_batches
+
+LEAVE, REQUEUE = 1, 2
+
+_ENDING = 10.0  # seconds that processes started by this one have to end after it
+_SHELL = 128  # added to the number of a signal in the exit code of a process that ends because of it
 
 
 class Departure:
-    """Lets all ranks leave the training loop after the same batch, when any of them has received SIGTERM.
+    """Lets all ranks leave training after the same batch, with one checkpoint, when any of them has been told to end.
 
-    The signal only sets a flag, which travels with the next gradient synchronisation. Lightning communicates inside the
-    signal handler and before every batch instead; where a signal interrupts another collective, that hangs.
+    A signal only sets a flag, which travels with the next gradient synchronisation. All ranks leave after that batch,
+    before the next is fetched: they save where Lightning looks for the checkpoint of a preempted run,
+    `ckpt_path="hpc"`, and end with the exit code of the signal, 128 and its number. A requeueing signal (SIGUSR1, or
+    what `SLURMEnvironment` says) also has SLURM requeue the job. If another package has a handler for that signal, such
+    as submitit, it is called when the checkpoint has been saved.
+
+    Lightning saves within the signal handler instead; where a signal interrupts a collective, that hangs.
 
     Args:
-        trainer: Whose loops are to end.
-        forward_signal: Passes a signal on to the processes that this one has started.
+        trainer: Which is fitting, and has not registered its signal handlers yet.
+
+    Attributes:
+        request: What this rank has been told: 0, `LEAVE` or `REQUEUE`.
     """
 
-    def __init__(self, trainer: Trainer, forward_signal: Callable[[int], None]) -> None:
-        self.wanted = False
-        self._forward_signal = forward_signal
-        self._set_received = replace_sigterm_handling(trainer, self._receive)
+    def __init__(self, trainer: Trainer) -> None:
+        self.request = 0
+        self._trainer = trainer
+        self._agreed = 0
+        self._requeue_signal = _requeue_signal(trainer)
+        self._postponed: list[Callable[[], Any]] = []
+        replace_signal_handling(trainer, self._register)
 
-    def agree(self) -> None:
-        """End training after this batch; to be called on every rank in the same step."""
-        self._set_received()
+    def agree(self, request: int) -> None:
+        """Leave after this batch; to be called on every rank in the same step.
 
-    def _receive(self, signum: int) -> None:
-        if not self.wanted:
-            self.wanted = True
-            self._forward_signal(signum)
+        Args:
+            request: The largest of the ranks' requests.
+        """
+        self._agreed = max(self._agreed, request)
+
+    def leave_if_agreed(self) -> None:
+        """Save and leave, if that has been agreed; to be called between two batches.
+
+        Raises:
+            SIGTERMException: To end the process.
+        """
+        if not self._agreed:
+            return
+        signum = signal.SIGTERM if self._agreed == LEAVE else self._requeue_signal
+        trainer = self._trainer
+        _let_children_end(trainer)
+        path = preemption_path(trainer)
+        with saved_between_batches(trainer):
+            trainer.save_checkpoint(path, weights_only=False)
+        code = _SHELL + signum
+        rank_zero_info(
+            f"{signum.name} was received: all ranks leave after step {trainer.global_step}, exit code {code}. Saved"
+            f' {path}; fitting with `ckpt_path="hpc"` and this `default_root_dir` goes on from there.'
+        )
+        if self._agreed == REQUEUE:
+            if self._postponed:
+                for handler in self._postponed:
+                    handler()
+            elif trainer.is_global_zero and _requeues(trainer):
+                requeue_job(os.environ)
+        raise SIGTERMException(code)
+
+    def _register(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows handlers there only
+        self._replace(signal.SIGTERM, LEAVE)
+        self._replace(self._requeue_signal, REQUEUE)
+
+    def _replace(self, signum: signal.Signals, request: int) -> None:
+        previous = signal.getsignal(signum)
+
+        def receive(received: int, frame: Any) -> None:
+            self.request = max(self.request, request)
+            if callable(previous):
+                if request == LEAVE:
+                    previous(received, frame)
+                elif not self._postponed:
+                    self._postponed.append(lambda: previous(received, None))
+
+        signal.signal(signum, receive)
+
+
+def leave_at_once(trainer: Trainer) -> None:
+    """End this process when it receives SIGTERM, in a run that has nothing to save.
+
+    Lightning's handler communicates. Other ranks notice that this one has gone, and processes that it has started are
+    told to end too.
+
+    Args:
+        trainer: Which is not fitting, and has not registered its signal handlers yet.
+    """
+
+    def leave(signum: int, frame: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(signum)
+        raise SIGTERMException(_SHELL + signum)
+
+    def register() -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, leave)
+
+    replace_signal_handling(trainer, register)
+
+
+def requeue_job(environ: Mapping[str, str]) -> bool:
+    """Have SLURM requeue the job of this process.
+
+    Args:
+        environ: SLURM's variables.
+
+    Returns:
+        Whether it does; a warning says why not.
+    """
+    job = environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        result = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
+        problem = result.stderr.strip() if result.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    if problem is None:
+        rank_zero_info(f"Job {job} is requeued.")
+        return True
+    rank_zero_warn(f"Job {job} was not requeued: {problem}. Submit it with `sbatch --requeue` so that it can be.")
+    return False
+
+
+def _requeues(trainer: Trainer) -> bool:
+    environment = _slurm(trainer)
+    return environment is not None and environment.auto_requeue
+
+
+def _requeue_signal(trainer: Trainer) -> signal.Signals:
+    environment = _slurm(trainer)
+    own = None if environment is None else environment.requeue_signal
+    return signal.SIGUSR1 if own is None else own
+
+
+def _slurm(trainer: Trainer) -> SLURMEnvironment | None:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return environment if isinstance(environment, SLURMEnvironment) else None
+
+
+def _let_children_end(trainer: Trainer) -> None:
+    """Let processes that this one has started end as it does itself: with an exit code that is not 0.
+
+    Lightning watches them, takes that for a crash, and kills this process.
+    """
+    children: list[subprocess.Popen[bytes]] = getattr(trainer.strategy.launcher, "procs", [])
+    for child in children:
+        atexit.register(_wait, child)
+    children.clear()  # the list that Lightning watches
+
+
+def _wait(child: "subprocess.Popen[bytes]") -> None:
+    try:
+        child.wait(_ENDING)
+    except subprocess.TimeoutExpired:
+        child.kill()

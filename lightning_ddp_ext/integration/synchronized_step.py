@@ -9,7 +9,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_ext._compat.lightning import restore_sigterm_handling
 from lightning_ddp_ext.integration.preemption import Departure
 from lightning_ddp_ext.integration.step_guard import StepGuard
 from lightning_ddp_ext.parallel.reducer import GradientReducer
@@ -26,7 +25,7 @@ class SynchronizedStep:
         module: What it fits.
         reducer: Synchronises the gradients of the module.
         weight_by: What a batch counts.
-        forward_signal: Passes a signal on to the processes that this one has started.
+        departure: Lets all ranks leave together.
 
     Attributes:
         ranks_with_data: Number of ranks that have a batch now.
@@ -38,14 +37,14 @@ class SynchronizedStep:
         module: LightningModule,
         reducer: GradientReducer,
         weight_by: WeightBy,
-        forward_signal: Callable[[int], None],
+        departure: Departure,
     ) -> None:
         self.reducer = reducer
         self._trainer = trainer
         self._module = module
         self._weights = GradientWeights(weight_by)
         self._guard = StepGuard(trainer, module, reducer)
-        self._departure = Departure(trainer, forward_signal)
+        self._departure = departure
         self._blocked = False
         self._synchronized = False
         self._last_weight = 0.0
@@ -122,12 +121,11 @@ class SynchronizedStep:
             scale = weight  # the user has made a mean of what has been accumulated
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         self._passes += 1
-        with self.reducer.synchronize(weight, scale, self._departure.wanted, position, note, divisor):
+        with self.reducer.synchronize(weight, scale, self._departure.request, position, note, divisor):
             yield
         self._synchronized = True
         self._last_weight = weight
-        if self.reducer.stop_agreed:
-            self._departure.agree()
+        self._departure.agree(self.reducer.stop_agreed)
 
     @contextmanager
     def discard(self) -> Generator[None, None, None]:
@@ -175,7 +173,6 @@ class SynchronizedStep:
         return (total[0] / total[1]).to(loss.dtype)
 
     def close(self) -> None:
-        """Stop watching the module, optimizers and signals."""
+        """Stop watching the module and optimizers."""
         self._guard.close()
         self.reducer.close()
-        restore_sigterm_handling(self._trainer)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lightning_ddp_ext.arguments import check_host
+
 _FORMS = "`env://`, `tcp://host:port` or `file:///path`"
 
 
@@ -15,11 +17,15 @@ class MeetingPlace:
         host: Name or address of rank 0's host; None for a file, and for what the cluster environment says.
         port: The port there.
         path: The file; None for a host.
+        other_ports: Ports that rank 0 tries in this order if its port is taken; the others look for its store there.
+        run: A name of the run, which the ranks know its store by if there are other ports.
     """
 
     host: str | None = None
     port: int | None = None
     path: Path | None = None
+    other_ports: tuple[int, ...] = ()
+    run: str = ""
 
 
 def parse_init_method(init_method: str | None) -> MeetingPlace:
@@ -49,6 +55,7 @@ def parse_init_method(init_method: str | None) -> MeetingPlace:
     if parts.scheme == "tcp":
         if not parts.hostname or not port or parts.path not in ("", "/"):
             raise ValueError(f"`init_method={init_method}` needs a host and a port. Use `tcp://host:port`.")
+        check_host("init_method", parts.hostname, "Use `tcp://host:port`.")
         return MeetingPlace(host=parts.hostname, port=port)
     if parts.scheme == "file":
         if parts.netloc or len(parts.path) < 2:

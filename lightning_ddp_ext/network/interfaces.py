@@ -193,6 +193,21 @@ def gloos_choice() -> Interface:
     return Interface(None, (own or loopback_address(),))
 
 
+def check_gloos_variable(backend: str, requested: str | None) -> None:
+    """Refuse an interface in the environment variable of gloo that this host lacks; asks no other host.
+
+    Args:
+        backend: The back-end.
+        requested: The interface of the run; only `"auto"` and None leave it to the variable.
+
+    Raises:
+        NetworkInterfaceError: If there is no such interface.
+    """
+    names = os.environ.get(_GLOO_VARIABLE)
+    if names and requested in (None, AUTO) and "gloo" in backend.lower():
+        _addresses_of(names.split(","))
+
+
 def _addresses_of(names: Sequence[str]) -> tuple[str, ...]:
     available = interface_addresses()
     for name in names:

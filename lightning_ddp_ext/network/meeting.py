@@ -23,7 +23,7 @@ from lightning_ddp_ext.network.choosing import (
     search_interface,
     this_machine,
 )
-from lightning_ddp_ext.network.interfaces import AUTO, Interface
+from lightning_ddp_ext.network.interfaces import AUTO, Interface, loopback_address
 from lightning_ddp_ext.network.reachability import CONNECT_LIMIT, Listener, explain_failures
 from lightning_ddp_ext.network.roll_call import (
     Entry,
@@ -54,6 +54,7 @@ class Meeting:
         requested: Name of an interface, `"loopback"`, `"auto"` or None.
         timeout: How long to wait for the others.
         remedy: What to do about ranks that do not come.
+        run: A name of the run, see `MeetingPlace`.
     """
 
     backend: str
@@ -63,6 +64,7 @@ class Meeting:
     requested: str | None
     timeout: timedelta
     remedy: str
+    run: str = ""
 
     @property
     def gloo(self) -> bool:
@@ -121,7 +123,7 @@ def _lead(meeting: Meeting, opened: OpenStore, stack: contextlib.ExitStack) -> t
         # A file: nobody knows yet where rank 0 is, so the others try all its addresses.
         port = _listening(stack, []).port
         searched = [(address, port) for address in all_addresses()]
-    invitation = {"machine": this_machine(), "searched": searched}
+    invitation = {"machine": this_machine(), "searched": searched, "run": meeting.run}
     roll = call_roll(opened.store, meeting.world_size, invitation, meeting.timeout)
     entries = collect_entries(roll, meeting.remedy)
     with _failing(roll):
@@ -130,7 +132,7 @@ def _lead(meeting: Meeting, opened: OpenStore, stack: contextlib.ExitStack) -> t
     table = {
         "hosts": [_as_row(host) for host in hosts],
         "checked": several and all(host.targets for host in hosts),
-        "moves": several and opened.everywhere and hosts[0].interface is not None,
+        "moves": opened.everywhere and (not several or bool(hosts[0].targets)),
     }
     publish_table(roll, table, entries)
     return roll, table
@@ -224,7 +226,7 @@ def _try_hosts(own: HostNetwork, hosts: Sequence[HostNetwork]) -> list[str]:
 def _move(roll: RollCall, network: ChosenNetwork, meeting: Meeting) -> dist.Store:
     """Leave the store that listens everywhere for one that listens on the chosen address only."""
     if meeting.rank == 0:
-        address = network.hosts[0].addresses[0]
+        address = network.hosts[0].addresses[0] if len(network.hosts) > 1 else loopback_address()
         opened = serve_store(address, 0, meeting.world_size, meeting.timeout)
         assert isinstance(opened.store, dist.TCPStore)
         roll.publish(_MOVED, [address, opened.store.port])

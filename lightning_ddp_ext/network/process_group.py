@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -14,7 +15,9 @@ from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_metho
 from lightning_ddp_ext.network.interfaces import AUTO, check_interface
 from lightning_ddp_ext.network.meeting import Meeting, meet, report_problem
 from lightning_ddp_ext.network.pinning import pin_interface, unpin_interface
-from lightning_ddp_ext.network.stores import has_listener, open_store
+from lightning_ddp_ext.network.port_search import open_store_of_run
+from lightning_ddp_ext.network.stores import OpenStore, has_listener
+from lightning_ddp_ext.parallel.connections import break_rest, tracked_connections
 
 _TELLING_LIMIT = 0.3  # seconds for rank 0 to be told that this rank cannot start
 
@@ -26,11 +29,14 @@ def init_process_group(
     world_size: int,
     main_address: str,
     main_port: int,
+    other_ports: Sequence[int] = (),
+    run: str = "",
     timeout: timedelta,
     init_method: str | None = None,
     network_interface: str | None = None,
     num_nodes: int = 1,
     device_id: torch.device | None = None,
+    on_meeting: Callable[[Meeting, OpenStore], None] | None = None,
 ) -> ChosenNetwork | None:
     """Make the default process group over a network interface that connects all hosts.
 
@@ -45,12 +51,17 @@ def init_process_group(
         world_size: Number of ranks.
         main_address: Name or address of rank 0's host.
         main_port: A free port there.
+        other_ports: Ports that rank 0 tries in this order if that one is taken, the same on every rank; the others look
+            for its store there. None are tried by default.
+        run: A name of the run, the same on every rank and of no other run on these hosts; for `other_ports`.
         timeout: How long ranks wait for each other here, and the time limit of one collective afterwards.
         init_method: Another meeting place than the main address, see `parse_init_method`.
         network_interface: Name of an interface that every host has; `"loopback"`, for one host; `"auto"` for the one
             that the other hosts are reached over; None to leave the choice to the back-end, within the same limits.
         num_nodes: Number of hosts.
         device_id: The device that this rank is bound to; None or the CPU for none.
+        on_meeting: Called with the open store, on every rank, before ranks agree on a network; what it raises ends the
+            meeting. Not called for MPI.
 
     Returns:
         What was chosen on each host, for rank 0 to say once. None if there was a process group already, or if MPI
@@ -81,7 +92,7 @@ def init_process_group(
         return None
     place = parse_init_method(init_method)
     if place.path is None and place.host is None:
-        place = MeetingPlace(main_address, main_port)
+        place = MeetingPlace(main_address, main_port, other_ports=tuple(other_ports), run=run)
     meeting = Meeting(
         backend=backend.lower(),
         rank=rank,
@@ -90,6 +101,7 @@ def init_process_group(
         requested=network_interface,
         timeout=timeout,
         remedy=_remedy(place),
+        run=place.run,
     )
     unpin_interface()  # what an earlier run chose is not the user's choice
     try:
@@ -98,7 +110,9 @@ def init_process_group(
         _tell_rank_0(meeting, place, error)
         raise
     try:
-        opened = open_store(place, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
+        opened = open_store_of_run(place, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
+        if on_meeting is not None:
+            on_meeting(meeting, opened)
         network, store = meet(meeting, opened)
     except dist.DistError as error:
         raise RendezvousError(
@@ -108,9 +122,10 @@ def init_process_group(
     chosen = network.host_of(rank).interface
     if network_interface is not None and chosen is not None:
         pin_interface(chosen, keep=network_interface == AUTO)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
-    )
+    with tracked_connections(lasting=True):
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+        )
     # NCCL warns about a group that is left behind; a thread of gloo's may abort the interpreter while it ends.
     atexit.register(_destroy)
     return network
@@ -139,12 +154,13 @@ def _tell_rank_0(meeting: Meeting, place: MeetingPlace, error: NetworkInterfaceE
         return
     limit = timedelta(seconds=_TELLING_LIMIT)
     with contextlib.suppress(RendezvousError):  # rank 0 was not there in time; the error of this rank follows
-        opened = open_store(
+        opened = open_store_of_run(
             place, rank=meeting.rank, world_size=meeting.world_size, num_nodes=meeting.num_nodes, timeout=limit
         )
         report_problem(meeting, opened, error, limit)
 
 
 def _destroy() -> None:
+    break_rest()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -12,6 +12,8 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 
+from lightning_ddp_ext.network.ports import bind
+
 CONNECT_LIMIT = 10.0  # seconds; TCP itself repeats a lost request after 1, 3 and 7
 
 _BACKLOG = 1024
@@ -62,15 +64,8 @@ def listen(address: str | None, port: int) -> socket.socket:
     Raises:
         OSError: If the port is taken, or the address is not one of this host.
     """
-    if address is None:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-        return socket.create_server(("", port), backlog=_BACKLOG)
-    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, kind)
+    listening = bind(address, port)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(target)  # `socket.create_server` would lose the zone of a link-local address
         listening.listen(_BACKLOG)
     except OSError:
         listening.close()

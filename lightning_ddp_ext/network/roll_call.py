@@ -140,6 +140,20 @@ def call_roll(store: dist.Store, world_size: int, invitation: Entry, timeout: ti
     return roll
 
 
+def invites(store: dist.Store, run: str) -> bool:
+    """Tell whether the ranks of a run are being called in a store.
+
+    Args:
+        store: A store, of whichever run.
+        run: The name of the run, in the invitation of its rank 0.
+
+    Returns:
+        Whether they are.
+    """
+    invitation = _read_invitation(store)
+    return invitation is not None and invitation.get("run") == run
+
+
 def collect_entries(roll: RollCall, remedy: str) -> dict[int, Entry]:
     """Wait for the entries of all other ranks; for rank 0.
 
@@ -215,8 +229,7 @@ def answer_roll(
         roll.publish(str(rank), {**entry, "number": number})
 
     def completed() -> tuple[RollCall, Entry] | None:
-        text = store.get(_INVITATION) if store.check([_INVITATION]) else b""
-        invitation = json.loads(text) if text else None
+        invitation = _read_invitation(store)
         if invitation and invitation["name"] not in answered:
             answer(invitation)
         if not answered:
@@ -234,6 +247,12 @@ def answer_roll(
             " Check that all of them have been started."
         )
     return result
+
+
+def _read_invitation(store: dist.Store) -> Entry | None:
+    text = store.get(_INVITATION) if store.check([_INVITATION]) else b""
+    invitation: Entry | None = json.loads(text) if text else None
+    return invitation
 
 
 def poll(question: Callable[[], Any], deadline: float) -> Any:

@@ -1,6 +1,5 @@
 """Opening the store through which ranks meet, in bounded time and with an error that says where it should have been."""
 
-import errno
 import logging
 import os
 import socket
@@ -8,14 +7,16 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.network.init_method import MeetingPlace
 from lightning_ddp_ext.network.interfaces import is_local, is_loopback, loopback_address, resolve
+from lightning_ddp_ext.network.meeting_file import open_file
+from lightning_ddp_ext.network.ports import check_port, port_error
 from lightning_ddp_ext.network.reachability import listen
+from lightning_ddp_ext.parallel.connections import spare_port
 
 # A host that is starting may not be known or routed to yet, but it will not take as long as a rank that queues.
 _UNREACHABLE_LIMIT = 20.0  # seconds
@@ -58,18 +59,16 @@ def open_store(place: MeetingPlace, *, rank: int, world_size: int, num_nodes: in
         The store.
 
     Raises:
-        RendezvousError: If rank 0 cannot be reached, its port is taken, or the file is one of another run.
+        RendezvousError: If rank 0 cannot be reached, its port is taken, or the file is one of another run or one that
+            other users can write.
     """
     if place.path is not None:
-        return OpenStore(_open_file(place.path, rank, world_size))
+        return OpenStore(open_file(place.path, rank, world_size))
     assert place.host is not None  # `env://` has been filled in
     assert place.port is not None
     if rank == 0 and not _is_agents(place):
         return serve_store(_listening_address(place.host, num_nodes), place.port, world_size, timeout)
-    host = place.host
-    if num_nodes == 1 and _is_this_host(host):
-        host = loopback_address()
-    return connect_store(host, place.port, rank=rank, timeout=timeout)
+    return connect_store(connecting_host(place.host, num_nodes), place.port, rank=rank, timeout=timeout)
 
 
 def serve_store(address: str | None, port: int, world_size: int, timeout: timedelta) -> OpenStore:
@@ -90,15 +89,13 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
     try:
         listening = listen(address, port)
     except OSError as error:
-        taken = f"port {port} of host {socket.gethostname()} cannot be listened on, {address or 'any address'}"
-        remedy = "Choose another port for rank 0, or end the process that has this one."
-        if error.errno != errno.EADDRINUSE:
-            remedy = "Choose another port for rank 0."
-        raise RendezvousError(f"{taken}, rank 0: {error.strerror}. {remedy}") from error
+        raise port_error(address, port, error) from error
     own = address or loopback_address()
+    chosen = int(listening.getsockname()[1])
+    spare_port(chosen)
     store = dist.TCPStore(
         own,
-        int(listening.getsockname()[1]),
+        chosen,
         world_size,
         is_master=True,
         timeout=timeout,
@@ -106,6 +103,20 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
         master_listen_fd=listening.detach(),
     )
     return OpenStore(store, address, everywhere=address is None)
+
+
+def check_meeting_place(place: MeetingPlace, num_nodes: int) -> None:
+    """Refuse a place whose port another program has; for rank 0, some time before it opens its store.
+
+    Args:
+        place: Where ranks will meet; what is not a port of rank 0 is left alone.
+        num_nodes: Number of hosts.
+
+    Raises:
+        RendezvousError: If the port is taken.
+    """
+    if place.host is not None and place.port is not None and not _is_agents(place):
+        check_port(_listening_address(place.host, num_nodes), place.port)
 
 
 def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> OpenStore:
@@ -138,6 +149,34 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
     return OpenStore(store, local)
 
 
+def connecting_host(host: str, num_nodes: int) -> str:
+    """Return where to connect to in order to reach a host.
+
+    Args:
+        host: Its name or address.
+        num_nodes: Number of hosts.
+
+    Returns:
+        The same; the loopback address if this is the only host.
+    """
+    return loopback_address() if num_nodes == 1 and _is_this_host(host) else host
+
+
+def await_host(host: str, port: int, *, rank: int, timeout: timedelta) -> None:
+    """Wait until a host answers, even if nothing listens at the port.
+
+    Args:
+        host: Name or address of rank 0's host.
+        port: The port there.
+        rank: This rank.
+        timeout: How long to wait.
+
+    Raises:
+        RendezvousError: If there is no such host or no way to it, in the limit that `connect_store` has for that.
+    """
+    _await_listener(host, port, rank, timeout, refusal_will_do=True)
+
+
 def has_listener(host: str, port: int, limit: float) -> bool:
     """Tell whether something listens right now.
 
@@ -156,8 +195,10 @@ def has_listener(host: str, port: int, limit: float) -> bool:
         return False
 
 
-def _await_listener(host: str, port: int, rank: int, timeout: timedelta) -> tuple[str, str]:
-    """Return the addresses of rank 0 and of this host, of a connection that worked."""
+def _await_listener(
+    host: str, port: int, rank: int, timeout: timedelta, refusal_will_do: bool = False
+) -> tuple[str, str]:
+    """Return the addresses of rank 0 and of this host, of a connection that worked; none if it was refused."""
     started = time.monotonic()
     patience = timeout.total_seconds()
     said = False
@@ -167,6 +208,8 @@ def _await_listener(host: str, port: int, rank: int, timeout: timedelta) -> tupl
                 return str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError as error:
             waits_for_rank_0 = isinstance(error, ConnectionRefusedError | ConnectionResetError)
+            if waits_for_rank_0 and refusal_will_do:
+                return "", ""
             limit = patience if waits_for_rank_0 else min(patience, _UNREACHABLE_LIMIT)
             waited = time.monotonic() - started
             if waited >= _PATIENCE and not said:
@@ -234,22 +277,3 @@ def _listening_address(host: str, num_nodes: int) -> str | None:
 def _is_this_host(host: str) -> bool:
     resolved = resolve(host)
     return not resolved or any(map(is_local, resolved))
-
-
-def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
-    if not path.parent.is_dir():
-        raise RendezvousError(
-            f"`init_method=file://{path}`: no folder {path.parent} on host {socket.gethostname()}, rank {rank}."
-            " Create it on a file system that all hosts share."
-        )
-    store = dist.FileStore(str(path), world_size)
-    joined = f"joined/{rank}"
-    if store.check([joined]):
-        raise RendezvousError(
-            f"`init_method=file://{path}` was used before: rank {rank}, {store.get(joined).decode()}, has joined"
-            f" there, and that run has not ended properly or still runs. Delete the file, or use a fresh name for every"
-            " run and every restart."
-        )
-    who = f"process {os.getpid()} on host {socket.gethostname()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    store.set(joined, who)
-    return store

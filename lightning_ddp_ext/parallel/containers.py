@@ -35,7 +35,7 @@ def items(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and value of each item of a container; nothing for anything else."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
-        yield from ((f".{name}", getattr(value, name)) for name in _extras(value))
+        yield from ((f".{name}", getattr(value, name)) for name in extra_names(value))
     elif isinstance(value, list | tuple):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif is_object(value):
@@ -45,7 +45,7 @@ def items(value: Any) -> Iterator[tuple[str, Any]]:
 def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to the items of a container; anything else is returned as it is."""
     if isinstance(value, Mapping):
-        extras = {name: function(getattr(value, name)) for name in _extras(value)}
+        extras = {name: function(getattr(value, name)) for name in extra_names(value)}
         return rebuild_mapping(value, {key: function(item) for key, item in value.items()}, extras)
     if isinstance(value, list | tuple):
         return rebuild(value, [function(item) for item in value])
@@ -89,7 +89,7 @@ def rebuild_object(value: Any, fields: Mapping[str, Any]) -> Any:
     return copied
 
 
-def _extras(value: Any) -> Iterator[str]:
+def extra_names(value: Any) -> Iterator[str]:
     """Names of the attributes of a mapping beside its items, such as the encodings of HuggingFace's tokenizers."""
     if not isinstance(value, dict | UserDict):
         return iter(())

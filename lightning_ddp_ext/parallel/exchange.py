@@ -1,20 +1,22 @@
 """Exchanging small things between the ranks of a process group."""
 
+import json
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-T = TypeVar("T")
+from lightning_ddp_ext.parallel.connections import tracked_connections
 
 
 def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Make a group of all ranks that has CPU tensors too, for what ranks tell each other."""
     backends = dist.get_backend_config()
     backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    with tracked_connections():
+        group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
     return group
 
 
@@ -49,11 +51,44 @@ def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = Non
     return cast(list[list[int]], torch.stack(gathered).tolist())
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the object that each rank gives, pickled on the way, in the order of ranks."""
-    gathered: list[T | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return cast(list[T], gathered)
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the value that each rank gives, in the order of ranks. Two collectives.
+
+    It travels as JSON, which runs no code when it is read: tuples arrive as lists, and keys as strings.
+    """
+    own = _to_bytes(value, exchange_device(group))
+    lengths = gather_integer(own.numel(), group)
+    padded = own.new_zeros(max(lengths))
+    padded[: own.numel()] = own
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded, group=group)
+    return [_from_bytes(row[:length]) for row, length in zip(gathered, lengths, strict=True)]
+
+
+def broadcast_object(value: object, group: dist.ProcessGroup | None, source: int) -> Any:
+    """Return the value that one rank gives, as `gather_objects` does for all.
+
+    Args:
+        value: The value; what other ranks give does not count.
+        group: The ranks.
+        source: Whose value, as a position in the group.
+    """
+    device = exchange_device(group)
+    is_source = dist.get_rank(group) == source
+    own = _to_bytes(value, device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
+    length = torch.tensor(own.numel(), dtype=torch.int64, device=device)
+    dist.broadcast(length, group=group, group_src=source)
+    sent = own if is_source else own.new_empty(int(length))
+    dist.broadcast(sent, group=group, group_src=source)
+    return _from_bytes(sent)
+
+
+def _to_bytes(value: object, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+
+
+def _from_bytes(text: torch.Tensor) -> Any:
+    return json.loads(text.cpu().numpy().tobytes())
 
 
 def list_ranks(ranks: list[int] | tuple[int, ...]) -> str:

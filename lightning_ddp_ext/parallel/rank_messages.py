@@ -1,33 +1,43 @@
-"""Messages from a rank that has data to those that wait for it, or word that it has failed."""
+"""Messages from a rank that has data to those that wait for it."""
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lightning_ddp_ext._compat.collectives import cloned_store
 from lightning_ddp_ext.errors import OtherRankError
+from lightning_ddp_ext.parallel.connections import tracked_connections
 
-_FAILED = "failed"
 _TIMEOUT = timedelta(minutes=30)
+
+
+def _no_failure() -> None:
+    return None
 
 
 class RankMessages:
     """Text, in the order of steps that every rank counts, through the store of a process group.
 
-    Whoever waits hears of a failure on any rank, not only on the one that it waits for.
-
     Args:
         group: The ranks.
         timeout: How long to wait.
+        failure: Returns what any rank has failed of; whoever waits hears of it, whichever rank it waits for, if `wake`
+            is called.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
-        # A connection of its own: who waits holds it, and other threads use the group's.
-        self._store = dist.PrefixStore("messages", cloned_store(group))
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: timedelta | None = None,
+        failure: Callable[[], str | None] = _no_failure,
+    ) -> None:
+        with tracked_connections():
+            # Connections of its own: who waits holds one, and other threads use the group's.
+            self._store = dist.PrefixStore("messages", cloned_store(group))
+            self._other_store = dist.PrefixStore("messages", cloned_store(group))
         self._timeout = _TIMEOUT if timeout is None else timeout
-        self._rank = dist.get_rank(group)
+        self._failure = failure
         self._number = 0
         self._published: list[str] = []
 
@@ -46,24 +56,24 @@ class RankMessages:
 
         Raises:
             OtherRankError: If a rank has failed.
+            torch.distributed.DistStoreError: If no message comes in time.
         """
         key = self._next_key()
+        failure = self._failure()
+        if failure is not None:
+            raise OtherRankError(failure)
         self._store.wait([key], self._timeout)
         text = self._store.get(key).decode()
         if text.startswith("-"):
             raise OtherRankError(text[1:])
         return text[1:]
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed, whether they wait already or will."""
-        text = f"-rank {self._rank} failed: {type(error).__name__}: {error}"
-        with contextlib.suppress(dist.DistError):  # the store may be gone, with rank 0
-            self._store.set(f"{self._number + 1}", text)
-            self._store.set(_FAILED, text)
-
-    def failure(self) -> str | None:
-        """Return what a rank has failed of, if any has."""
-        return self._store.get(_FAILED).decode()[1:] if self._store.check([_FAILED]) else None
+    def wake(self) -> None:
+        """Wake who waits on this rank, from another thread, when a failure is known."""
+        failure = self._failure()
+        if failure is not None:
+            # Who begins to wait later sees the failure itself: it looks after it has counted.
+            self._other_store.set(f"{self._number}", f"-{failure}")
 
     def forget(self) -> None:
         """Delete the messages of this rank; when every rank is known to have read them."""

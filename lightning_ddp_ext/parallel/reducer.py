@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ddp_ext.arguments import check_bucket_cap
 from lightning_ddp_ext.errors import RanksOutOfStepError
 from lightning_ddp_ext.parallel.bucket_transport import BucketTransport, CommHook
 from lightning_ddp_ext.parallel.buckets import broadcast_all
@@ -54,7 +55,8 @@ class GradientReducer:
         timeout: Time limit of a collective in the reducer's own group; None for torch's default.
 
     Raises:
-        ValueError: If `bucket_cap_mb` is not above 0.
+        TypeError: If `bucket_cap_mb` is not a number.
+        ValueError: If `bucket_cap_mb` is out of range.
         ReplicaMismatchError: If the module is not built alike on every rank.
         UnsupportedFeatureError: If parameters are not initialised yet.
 
@@ -81,8 +83,7 @@ class GradientReducer:
         comm_state: object = None,
         timeout: timedelta | None = None,
     ) -> None:
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
+        check_bucket_cap(bucket_cap_mb)
         self._parameters = shared_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._owns_group = process_group is None
@@ -98,7 +99,7 @@ class GradientReducer:
         # A power of two near the total of the weights that the last synchronisation found, so the same on every rank.
         # Dividing by it keeps sums small and rounds nothing: gradients do not depend on what was before.
         self._expected_total = 1.0
-        self._stop = self._stop_agreed = False
+        self._stop = self._stop_agreed = 0
         self._position = self._note = 0
         self._report: SyncReport | None = None
         broadcast_all([*self._parameters, *self._buffers.tensors()], self._group)
@@ -116,8 +117,8 @@ class GradientReducer:
         return self._report
 
     @property
-    def stop_agreed(self) -> bool:
-        """Whether any rank asked to stop in the last synchronisation; the same on every rank."""
+    def stop_agreed(self) -> int:
+        """What ranks asked for in the last synchronisation, the largest `stop`; the same on every rank."""
         return self._stop_agreed
 
     def unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
@@ -134,7 +135,7 @@ class GradientReducer:
         self,
         weight: float = 1.0,
         scale: float | None = None,
-        stop: bool = False,
+        stop: int = 0,
         position: int = 0,
         note: int = 0,
         divisor: float | None = None,
@@ -149,7 +150,7 @@ class GradientReducer:
                 weights; if the weights add up to 0, no rank has a gradient afterwards.
             scale: What the gradient is multiplied by; by default the weight. Accumulated gradients that are weighted
                 already have another one.
-            stop: Whether this rank asks all to stop, see `stop_agreed`.
+            stop: Above 0 to ask all ranks to stop, see `stop_agreed`; the number may say why.
             position: Where in the training this is, such as the number of the batch; the same on all ranks.
             note: What this rank tells the others, below 2 ** 53; see `report`.
             divisor: What the sum over the ranks is divided by instead of their weights, the same on all ranks.
@@ -199,7 +200,7 @@ class GradientReducer:
             self._buffers.changes(),
         )
         self._report = report
-        self._stop_agreed = bool(report.stop)
+        self._stop_agreed = int(report.stop)
         self._collector.synchronized()
         self._transport.wait()
         if report.total_weight:

@@ -1,9 +1,11 @@
 """Whether tensors are the same on every rank, and if not, which, where and by how much."""
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +89,8 @@ def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | No
     if dist.get_world_size(group) == 1 or len(set(gather_integer(fingerprint_all(tensors), group))) == 1:
         return None
     own = {name: (describe(tensor), fingerprint(tensor)) for name, tensor in tensors.items()}
-    records = gather_objects(own, group)
+    gathered = gather_objects(own, group)
+    records = [{name: tuple(entry) for name, entry in record.items()} for record in gathered]
     names = union_of_keys(records)
     differing = [name for name in names if len({record.get(name) for record in records}) > 1]
     if not differing:  # the same tensors in another order
@@ -136,8 +139,12 @@ def _measure(
     measured = None
     if dist.get_rank(group) in others:
         measured = _compare(own, reference, dense.shape)
-    gathered = gather_objects(measured, group)
-    return {position: deviation for position, deviation in enumerate(gathered) if deviation is not None}
+    gathered = gather_objects(None if measured is None else dataclasses.asdict(measured), group)
+    return {position: _read_deviation(entry) for position, entry in enumerate(gathered) if entry is not None}
+
+
+def _read_deviation(entry: dict[str, Any]) -> Deviation:
+    return Deviation(**{**entry, "index": tuple(entry["index"]), "values": tuple(entry["values"])})
 
 
 def _compare(own: Tensor, reference: Tensor, shape: torch.Size) -> Deviation | None:

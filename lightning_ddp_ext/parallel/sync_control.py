@@ -17,7 +17,7 @@ class SyncReport:
     Attributes:
         weights: Weight of each rank.
         notes: What each rank tells the others.
-        stop: Number of ranks that ask to stop.
+        stop: The largest number with which a rank asks to stop, 0 if none does.
         late: For each bucket, number of ranks on which gradients came after it had left.
         used: For each parameter, number of ranks on which it has a gradient.
         changed: For each buffer, number of ranks on which it has changed.
@@ -58,7 +58,7 @@ class SyncControl:
     def exchange(
         self,
         weight: float,
-        stop: bool,
+        stop: int,
         position: int,
         note: int,
         structure: int,
@@ -70,7 +70,7 @@ class SyncControl:
 
         Args:
             weight: What this rank's gradient counts.
-            stop: Whether this rank asks to stop.
+            stop: Above 0 if this rank asks to stop.
             position: Where in the training this rank is.
             note: What this rank tells the others.
             structure: A number for the buffers of this rank, of up to 53 bits.
@@ -102,4 +102,4 @@ class SyncControl:
             )
         sums = iter(numbers[5 * self._world_size :])
         lates, uses, changes = (list(itertools.islice(sums, len(part))) for part in (late, used, changed))
-        return SyncReport(weights, notes, sum(stops), lates, uses, changes, structures)
+        return SyncReport(weights, notes, max(stops), lates, uses, changes, structures)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_ddp_ext._compat.collectives import replaced_collectives
 from lightning_ddp_ext._compat.torch import copy_all_
 from lightning_ddp_ext.errors import RankJoinedError
+from lightning_ddp_ext.parallel.connections import tracked_connections
 from lightning_ddp_ext.parallel.exchange import list_ranks
 
 _Handler = Callable[..., Any]
@@ -44,7 +45,8 @@ class TailCollectives:
             active: Global ranks in ascending order.
         """
         if active not in self._groups:
-            group: dist.ProcessGroup = dist.new_group(list(active), timeout=self._timeout)
+            with tracked_connections():
+                group: dist.ProcessGroup = dist.new_group(list(active), timeout=self._timeout)
             self._groups[active] = group
 
     def group(self, active: tuple[int, ...]) -> dist.ProcessGroup:

@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext.arguments import check_integer
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.batch_split import BatchSplit, check_count
+from lightning_ddp_ext.integration.batch_split import BatchSplit
+from lightning_ddp_ext.integration.connecting import check_objects
 from lightning_ddp_ext.integration.replicated_step import BatchRecord, ReplicatedModule, ScatteredBatch
 from lightning_ddp_ext.parallel.gathering import gather
 from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
@@ -96,8 +98,12 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         self._split = BatchSplit(gpu0_batch_size, split, balance)
-        check_count("batch_dim", batch_dim, "Use 0 for batches whose first dimension counts samples.")
+        check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_weight_by(weight_by)
+        check_objects(
+            accelerator=accelerator, parallel_devices=parallel_devices, checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )  # fmt: skip
         self.weight_by = weight_by
         self.batch_dim = batch_dim
         self._replicated: ReplicatedModule | None = None

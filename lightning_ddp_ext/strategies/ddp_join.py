@@ -15,10 +15,10 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
-from lightning_ddp_ext.errors import OtherRankError, UnsupportedFeatureError
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep import Lockstep
-from lightning_ddp_ext.integration.lockstep_data import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.integration.mirroring import mirror_training
+from lightning_ddp_ext.integration.ranked_loaders import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
@@ -85,7 +85,10 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             # A rank may have no samples at all.
             self._allowed_no_batch = self._module.allow_zero_length_dataloader_with_multiple_devices
             self._module.allow_zero_length_dataloader_with_multiple_devices = True
-            self._lockstep = Lockstep(trainer, self._module, self.uneven_inputs, self._timeout, own)
+            fetches = None if self._run is None else self._run.fetches
+            self._lockstep = Lockstep(
+                trainer, self._module, self.uneven_inputs, self._timeout, own, self._watch, fetches
+            )
 
     @property
     @override
@@ -164,7 +167,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         assert step is not None
         if not self._module.automatic_optimization and not step.is_blocked and not lockstep.is_ghost:
             lockstep.announce_backward()
-        with lockstep.explaining(), step.synchronize(lockstep.logged.note):
+        with step.synchronize(lockstep.logged.note):
             yield
         weight = 0.0 if lockstep.is_ghost else step.batch_weight
         lockstep.logged.synchronize(weight, step.notes)
@@ -196,12 +199,6 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             return gathered
         rows = self._lockstep.gathered_rows
         return gathered if rows is None else gathered[list(rows)]
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._lockstep is not None and not isinstance(exception, OtherRankError):
-            self._lockstep.fail(exception)
 
     @override
     def teardown(self) -> None:

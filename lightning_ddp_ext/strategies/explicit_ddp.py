@@ -1,18 +1,18 @@
 """One process per device; gradients are synchronised explicitly, after any backward pass."""
 
-import difflib
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -20,7 +20,14 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext.integration.connecting import Connection
+from lightning_ddp_ext._compat.lightning import restore_signal_handling, surround_launch
+from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
+from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
+from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
+from lightning_ddp_ext.integration.connecting import Connection, check_objects, check_start_method
+from lightning_ddp_ext.integration.preemption import leave_at_once
+from lightning_ddp_ext.integration.resumable_run import RANKS, ResumableRun
+from lightning_ddp_ext.integration.stall_watch import StallWatch
 from lightning_ddp_ext.integration.synchronized_step import SynchronizedStep
 from lightning_ddp_ext.parallel.activation_checkpointing import (
     ActivationCheckpointing,
@@ -34,18 +41,13 @@ from lightning_ddp_ext.parallel.setups import (
     describe_versions,
 )
 from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
+from lightning_ddp_ext.strategies.unknown_arguments import refuse_unknown
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
-
-_NOT_NEEDED = {
-    "find_unused_parameters": "parameters that no rank uses are found in every step",
-    "static_graph": "nothing is assumed about the graph",
-    "gradient_as_bucket_view": "gradients are views of the buckets already",
-    "broadcast_buffers": "buffers are equal after every step already",
-}
+_ONE_MINUTE = timedelta(minutes=1)
 
 
-class ExplicitDDPStrategy(DDPStrategy):
+class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
     """The base of the strategies with one process per device: gradients that are right after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -63,7 +65,8 @@ class ExplicitDDPStrategy(DDPStrategy):
         ddp_comm_wrapper: A function that wraps `ddp_comm_hook`.
         model_averaging_period: Steps between two averages of the model, for a `PostLocalSGDState`.
         process_group_backend: `"gloo"`, `"nccl"` and so on; by default what suits the devices.
-        timeout: How long ranks wait for each other at the start, and the time limit of one collective.
+        timeout: How long ranks wait for each other at the start, and the time limit of one collective; a timedelta or
+            seconds.
         start_method: How this process starts the others of its node.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
         weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
@@ -75,9 +78,12 @@ class ExplicitDDPStrategy(DDPStrategy):
             `"loopback"` for one host; None to leave the choice to the back-end.
         activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
             string, several of these, or a predicate. See `ActivationCheckpointing`; what it saves is said once.
+        stall_timeout: How long a rank may give no sign of life before all ranks say where they are and end; None for
+            ever. A rank that is only slow does give signs of life; what bounds the wait for it is `timeout`.
 
     Raises:
-        TypeError: If an argument is unknown, or is one of `DistributedDataParallel` that is not needed here.
+        TypeError: If an argument is unknown or of the wrong type, or one of `DistributedDataParallel` that is not
+            needed here.
         ValueError: If an argument is out of range.
         BackendError: If this torch has no such back-end.
         NetworkInterfaceError: If this host has no such interface.
@@ -97,31 +103,39 @@ class ExplicitDDPStrategy(DDPStrategy):
         ddp_comm_wrapper: Callable[[CommHook], CommHook] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = _THIRTY_MINUTES,
+        timeout: timedelta | float | None = _THIRTY_MINUTES,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         bucket_cap_mb: float = 25.0,
         weight_by: WeightBy = "samples",
         init_method: str | None = None,
         network_interface: str | None = None,
         activation_checkpointing: ActivationCheckpointingPolicy | None = None,
+        stall_timeout: timedelta | float | None = _ONE_MINUTE,
         **unknown: object,
     ) -> None:
-        _refuse(unknown)
+        refuse_unknown(unknown, ExplicitDDPStrategy)
         check_weight_by(weight_by)
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"`bucket_cap_mb` must be above 0 MiB, got {bucket_cap_mb}. Use 25, the default.")
+        check_bucket_cap(bucket_cap_mb)
+        check_objects(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper, model_averaging_period=model_averaging_period,
+        )  # fmt: skip
+        check_start_method(start_method)
+        timeout = as_timeout("timeout", _THIRTY_MINUTES if timeout is None else timeout)
         self._connection = Connection(
             backend=process_group_backend,
-            timeout=_THIRTY_MINUTES if timeout is None else timeout,
+            timeout=timeout,
             init_method=init_method,
             network_interface=network_interface,
         )
         self._connection.check_arguments()
+        self._watch = StallWatch(stall_timeout)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or AtomicCheckpointIO(),
             precision_plugin=precision_plugin,
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
@@ -142,6 +156,8 @@ class ExplicitDDPStrategy(DDPStrategy):
         )
         self._reported_recomputing = False
         self._step: SynchronizedStep | None = None
+        self._run: ResumableRun | None = None
+        self._resumed: dict[str, Any] | None = None
 
     @classmethod
     @override
@@ -158,12 +174,20 @@ class ExplicitDDPStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         self._connection.check_launch(self)
         super()._configure_launcher()
+        surround_launch(self.launcher, self._watch.explaining)
 
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         self._connection.open(self)
         super().setup_distributed()  # finds a process group, and leaves it at that
+        self._watch.start(self._module.trainer)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            leave_at_once(trainer)
+        super().setup(trainer)
 
     @override
     def configure_ddp(self) -> None:
@@ -179,8 +203,9 @@ class ExplicitDDPStrategy(DDPStrategy):
             comm_state=self._comm_state,
             timeout=self._timeout,
         )
-        module = self._module
-        self._step = SynchronizedStep(module.trainer, module, reducer, self.weight_by, self._forward_signal)
+        trainer = self._module.trainer
+        self._run = ResumableRun(trainer, reducer.process_group, self._resumed)
+        self._step = SynchronizedStep(trainer, self._module, reducer, self.weight_by, self._run.departure)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -243,13 +268,33 @@ class ExplicitDDPStrategy(DDPStrategy):
         return super().optimizer_step(optimizer, watched, model, **kwargs)
 
     @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self._run is not None:
+            self._run.save(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._resumed = checkpoint.get(RANKS)
+        return checkpoint
+
+    @override
     def teardown(self) -> None:
         if self._step is not None:
             self._step.close()
-        self._step = None
+        if self._run is not None:
+            self._run.close()
+        self._step = self._run = self._resumed = None
+        if self.lightning_module is not None:
+            restore_signal_handling(self._module.trainer)
         if self._recomputing is not None and self.lightning_module is not None:
             self._recomputing.remove(self.lightning_module)
         super().teardown()
+        self._watch.stop()
 
     def _arguments(self) -> dict[str, object]:
         """What has to be the same on every rank."""
@@ -261,6 +306,7 @@ class ExplicitDDPStrategy(DDPStrategy):
             "weight_by": self.weight_by,
             "ddp_comm_hook": self._comm_hook,
             "activation_checkpointing": self._recomputing is not None and self._recomputing.policy,
+            "stall_timeout": self._watch.limit,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
@@ -271,17 +317,3 @@ class ExplicitDDPStrategy(DDPStrategy):
         module = self.lightning_module
         assert module is not None
         return module
-
-    def _forward_signal(self, signum: int) -> None:
-        if self.launcher is not None:
-            self.launcher.kill(signum)
-
-
-def _refuse(unknown: dict[str, object]) -> None:
-    for name in unknown:
-        if name in _NOT_NEEDED:
-            raise TypeError(f"`{name}` is not needed: {_NOT_NEEDED[name]}. Delete the argument.")
-        names = list(inspect.signature(ExplicitDDPStrategy.__init__).parameters)
-        close = difflib.get_close_matches(name, names, n=1)
-        remedy = f"Did you mean `{close[0]}`?" if close else "See its documentation for those that are."
-        raise TypeError(f"`{name}` is not an argument of this strategy. {remedy}")

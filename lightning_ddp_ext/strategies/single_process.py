@@ -8,11 +8,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
 
 T = TypeVar("T")
 
 
-class SingleProcessStrategy(ParallelStrategy):
+class SingleProcessStrategy(DataOnlyLoading, ParallelStrategy):
     """Several devices, one process: there is one rank, and nothing to communicate.
 
     Raises:

@@ -16,6 +16,7 @@ def test_a_contender_that_fails_is_an_error_with_its_last_lines():
         contender.run(steps=1)
 
 
+@pytest.mark.slow
 def test_peers_that_fail_leave_the_others(monkeypatch, tmp_path):
     """The quickest way to fail that there is: a peer whose processes do not even find its case."""
     monkeypatch.setattr(sys, "argv", ["command", "--quick", "--output", str(tmp_path)])
@@ -37,6 +38,7 @@ def test_loaders_have_as_many_batches_as_asked_for(is_sized):
     assert len(list(zip(range(20), load_endlessly(2, case.shape), strict=False))) == 20
 
 
+@pytest.mark.slow
 def test_every_way_of_redirecting_reaches_the_ranks_that_have_data():
     """The contender fails if the sum over these ranks is not that of these ranks."""
     contender = Contender("measuring.redirecting", ranks=RANKS)

@@ -13,7 +13,7 @@ from measuring.peers import OURS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 
 def run_quickly(name, folder):

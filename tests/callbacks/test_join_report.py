@@ -5,6 +5,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.callbacks import JoinReport
+from lightning_ddp_ext.callbacks.join_picture import draw_ranks
 from lightning_ddp_ext.callbacks.join_report import RankRecord
 from lightning_ddp_ext.testing import run_processes
 from tests.callbacks import join_ranks as ranks
@@ -42,6 +43,14 @@ def test_the_table_has_a_row_per_epoch_and_rank():
     console.print(report.table())
     rows = [line.replace("│", " ").split() for line in console.file.getvalue().splitlines() if "%" in line]
     assert rows == [["0", "0", "9", "72", "0", "0.00", "0%"], ["1", "4", "30", "5", "0.50", "25%"]]
+
+
+def test_the_picture_has_a_line_per_rank(tmp_path):
+    records = [RankRecord(epoch, rank, 9, 72, 5 * rank, 0.5 * rank, 2.0) for epoch in range(2) for rank in range(3)]
+    draw_ranks(tmp_path / "new" / "ranks.svg", records)
+    drawn = (tmp_path / "new" / "ranks.svg").read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("rank 0", "rank 2", "epoch 1", "ghost steps"))
+    assert "<!-- rank 3 -->" not in drawn
 
 
 def test_nothing_is_recorded_under_other_strategies(capsys):

@@ -32,7 +32,7 @@ def said(caplog):
     ("options", "error", "message"),
     [
         ({"every_n_steps": 0}, ValueError, "`every_n_steps` must be at least 1, got 0"),
-        ({"on_difference": "ignore"}, ValueError, '`on_difference` must be "raise" or "warn", got \'ignore\''),
+        ({"on_difference": "ignore"}, ValueError, "`on_difference` must be one of 'raise', 'warn', got 'ignore'"),
         ({"ignore": "norm.*"}, TypeError, r"`ignore` must be a list of names, got 'norm\.\*'"),
     ],
 )

@@ -11,7 +11,7 @@ LIMIT = 240
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}  # as torchrun does
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def outcomes(request):
     """What every rank reports of every case."""
     by_rank = run_processes(ranks.train_all, request.param, list(ranks.CASES), timeout=LIMIT, env=LAUNCHED)

@@ -3,43 +3,24 @@
 import csv
 import os
 import signal
+import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.cli.main import main
 from lightning_ddp_ext.demo.digits import DigitsCNN
+from tests.cli.commands import COMMAND, OWN, command, run_folder
 
-COMMAND = [sys.executable, "-m", "lightning_ddp_ext"]
 CONF = Path(__file__).parents[2] / "conf"
 
 
-def command(folder, *overrides, limit=180, **environment):
-    return subprocess.run(
-        [*COMMAND, *overrides],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "120", **environment},
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
-
-
-def run_folder(folder):
-    (found,) = folder.glob("runs/*/*")
-    return found
-
-
 def test_the_default_run_learns_and_leaves_everything_behind(tmp_path):
-    done = command(tmp_path, "strategy.gpu0_batch_size=8")
+    done = command(tmp_path, "strategy.gpu0_batch_size=8", umask=0)
     assert done.returncode == 0, done.stderr
     for expected in (
         "replica 0 on cpu: 8 samples", "replica 1 on cpu: 24 samples", "global batch size", "steps per epoch",
@@ -58,8 +39,15 @@ def test_the_default_run_learns_and_leaves_everything_behind(tmp_path):
     assert (run / "run.png").read_bytes().startswith(b"\x89PNG")
     state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     DigitsCNN().load_state_dict(state)
+    assert not [path for path in tmp_path.rglob("*") if path.stat().st_mode & stat.S_IWOTH]
 
 
+def test_a_umask_of_zero_makes_files_that_everybody_can_write(tmp_path):
+    subprocess.run(["touch", "file"], cwd=tmp_path, check=True, umask=0)
+    assert (tmp_path / "file").stat().st_mode & stat.S_IWOTH
+
+
+@pytest.mark.slow
 def test_the_test_result_is_that_of_one_device(tmp_path):
     def accuracies(*overrides):
         folder = tmp_path / overrides[0].replace("=", "-")
@@ -72,6 +60,7 @@ def test_the_test_result_is_that_of_one_device(tmp_path):
     assert accuracies("strategy.split=[1,3]") == pytest.approx(accuracies("strategy=single"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_accumulation_is_counted_in_the_summary(tmp_path):
     done = command(
         tmp_path, "strategy.split=[1,3]", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=1", "test=false"
@@ -81,12 +70,14 @@ def test_accumulation_is_counted_in_the_summary(tmp_path):
     assert "20 (40 batches)" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_text_experiment_runs(tmp_path):
     done = command(tmp_path, "experiment=byte_transformer", "trainer.max_steps=10", "trainer.limit_test_batches=3")
     assert done.returncode == 0, done.stderr
     assert "test_bits_per_byte" in done.stdout
 
 
+@pytest.mark.slow
 def test_lightnings_ddp_runs_with_two_processes_on_the_loopback_interface(tmp_path):
     done = command(
         tmp_path, "strategy=ddp", "trainer.devices=2", "process_group=gloo", "network=loopback", "trainer.max_epochs=1"
@@ -104,6 +95,7 @@ def compared(printed):
     return {name: [float(cell) for cell in others if cell] for name, *others in cells}
 
 
+@pytest.mark.slow
 def test_ranks_with_different_shares_of_the_data_train_as_one_process_does(tmp_path):
     done = command(
         tmp_path, "strategy=ddp_join", "trainer.devices=2", "data.train_fractions=[0.7,0.3]", "trainer.max_epochs=1",
@@ -119,6 +111,7 @@ def test_ranks_with_different_shares_of_the_data_train_as_one_process_does(tmp_p
     assert done.stdout.count("ghost steps") == 1
 
 
+@pytest.mark.slow
 def test_streams_of_different_length_are_read_to_their_end(tmp_path):
     done = command(
         tmp_path, "strategy=ddp_join", "experiment=stdlib_stream", "trainer.devices=2", "data.files=3",
@@ -135,6 +128,7 @@ def test_streams_of_different_length_are_read_to_their_end(tmp_path):
     assert compared(done.stdout)["all parameters, relative"][-1] < 1e-9
 
 
+@pytest.mark.slow
 def test_a_reference_can_be_asked_for_with_every_strategy(tmp_path):
     done = command(
         tmp_path, "strategy.split=[1,3]", "reference=true", "trainer.accumulate_grad_batches=3",
@@ -142,31 +136,6 @@ def test_a_reference_can_be_asked_for_with_every_strategy(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert compared(done.stdout)["all parameters, relative"][-1] < 1e-9
-
-
-OWN = """
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch.utils.data import DataLoader, TensorDataset
-
-class Net(LightningModule):
-    def __init__(self, width):
-        super().__init__()
-        self.layer = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
-    def training_step(self, batch, batch_idx):
-        loss = self.layer(batch[0]).square().mean()
-        self.log("my_loss", loss)
-        return loss
-    def test_step(self, batch, batch_idx):
-        self.log("my_test", self.layer(batch[0]).square().mean())
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-class Data(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)
-    test_dataloader = train_dataloader
-"""
 
 
 def test_a_persons_own_classes_and_configuration_are_found_in_the_working_directory(tmp_path):
@@ -182,83 +151,7 @@ def test_a_persons_own_classes_and_configuration_are_found_in_the_working_direct
     assert "my_test" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["strategy.gpu0_batchsize=2"], "Did you mean `gpu0_batch_size`?"),
-        (["strategy.gpu0_batch_size=2", "strategy.split=[1,2]"], "exclude each other"),
-        (["strategy.split=[1,2,3]"], "has 3 entries for 2 devices"),
-        (["network=loopback"], "`network=loopback` is set, but `strategy=balanced_dp` runs in one process"),
-        (["strategy=single", "trainer.devices=2"], "`strategy=single` uses one device"),
-        (["strategy=ddp", "network=interface", "network.interface=nosuch0"], "interface `nosuch0` not found"),
-        (["strategy=ddp", "network=interface"], "no interface named"),
-        (["strategy=ddp", "process_group=mpi"], "no back-end `mpi`; available: gloo"),
-        (
-            ["strategy=ddp", "process_group=gloo", "process_group.init_method=x://y"],
-            "`init_method=x://y` is of no known",
-        ),
-        (["strategy=ddp", "cluster=manual", "cluster.num_nodes=2"], "`cluster.node_rank` has no value"),
-        (["+trainer.callbacks=[]"], "trainer"),
-        (["logger=null"], "a group is null. Leave it out for its default; `callbacks=none` and `logger=none`"),
-        (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` is not a file"),
-        (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
-        (["seed=${foo}"], "foo"),
-        (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),
-        (["strategy=ddp_join", "strategy.uneven_inputs=stopp"], "`uneven_inputs` must be one of 'join', 'stop'"),
-        (["strategy=ddp_join", "strategy.uneven_input=stop"], "Did you mean `uneven_inputs`?"),
-        (["data.train_fractions=[0.7,0.2]"], "in `data`: `train_fractions` must add up to 1, got [0.7, 0.2]"),
-        (["data.train_fractions=[0.7,0.3]"], "must have one number per process, got [0.7, 0.3] for 1 process."),
-        (["strategy=ddp_join", "data.train_fractions=[1.0]"], "got [1.0] for 2 processes"),
-        (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "`strategy=ddp` needs equally many"),
-        (["reference=true", "test=false"], "`reference=true` compares the results of the test"),
-        (["strategy=ddp_join", "strategy.start_method=spawn", "reference=true"], "`start_method=spawn` ends them"),
-        (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
-    ],
-)
-def test_a_mistake_ends_with_one_line_and_without_a_traceback(tmp_path, monkeypatch, capsys, overrides, expected):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", *overrides])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    GlobalHydra.instance().clear()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    printed = capsys.readouterr()
-    assert expected in printed.err
-    (line,) = printed.err.splitlines()
-    assert line.startswith("lightning-ddp-ext: ")
-    assert printed.out == ""
-    assert not list(tmp_path.rglob("*.ckpt"))
-
-
-def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
-    done = command(tmp_path, "strategy.gpu0_batchsize=2")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_traceback_of_a_mistake_can_be_asked_for(tmp_path):
-    done = command(tmp_path, "strategy.split=[1,2,3]", HYDRA_FULL_ERROR="1")
-    assert done.returncode == 1
-    assert "Traceback (most recent call last)" in done.stderr
-
-
-def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        OWN.replace("loss = self", "raise ArithmeticError('own bug')\n        loss = self")
-    )
-    done = command(
-        tmp_path, "model=custom", "model._target_=mine.Net", "+model.width=2", "data=custom", "data._target_=mine.Data"
-    )
-    assert done.returncode == 1
-    assert "ArithmeticError: own bug" in done.stderr
-    assert 'mine.py", line' in done.stderr
-    assert "Raised in replica 0 of 2 on device cpu, whose chunk is samples 0 to 3 of a batch of 8." in done.stderr
-
-
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_process_behind(tmp_path):
     process = subprocess.Popen(
         [*COMMAND, "trainer.max_epochs=1000", "callbacks=none"],
@@ -290,6 +183,7 @@ def _session(pid):
         return None
 
 
+@pytest.mark.slow
 def test_a_sweep_writes_one_folder_per_job(tmp_path):
     overrides = ["strategy.gpu0_batch_size=0,4", "trainer.max_steps=2", "test=false", "logger=none"]
     done = command(tmp_path, "-m", *overrides)
@@ -299,6 +193,7 @@ def test_a_sweep_writes_one_folder_per_job(tmp_path):
     assert "replica 0 on cpu: 4 samples" in done.stdout
 
 
+@pytest.mark.slow
 def test_processes_find_the_configuration_of_the_working_directory(tmp_path):
     (tmp_path / "conf").symlink_to(CONF)
     overrides = ["strategy=ddp", "trainer.devices=2", "trainer.max_steps=2", "test=false"]
@@ -308,6 +203,7 @@ def test_processes_find_the_configuration_of_the_working_directory(tmp_path):
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
 def test_the_checkouts_own_experiment_runs_from_its_folder(tmp_path):
     (tmp_path / "conf").symlink_to(CONF)
     done = command(tmp_path, "experiment=digits_three_replicas", "trainer.max_epochs=1", "test=false")

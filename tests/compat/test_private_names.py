@@ -2,12 +2,15 @@
 
 import ast
 import inspect
+import signal
 
 import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torchmetrics import Metric, MetricCollection
@@ -52,22 +55,63 @@ def test_the_last_call_of_the_trainers_constructor_lets_a_strategy_refuse():
     assert called == [([torch.device("cpu")] * 2, True)]
 
 
-def test_lightning_handles_sigterm_where_it_is_replaced():
+def test_lightning_handles_signals_where_that_is_replaced():
     trainer = Trainer(accelerator="cpu", devices=1, logger=False)
-    received = []
-    end = compat_lightning.replace_sigterm_handling(trainer, received.append)
-    connector = trainer._signal_connector
-    assert "_sigterm_notifier_fn" in vars(type(connector))
-    assert "self._sigterm_notifier_fn" in inspect.getsource(type(connector).register_signal_handlers)
-    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(trainer.fit_loop.epoch_loop).advance)
-    connector._sigterm_notifier_fn(15, None)
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
-    assert received == [15]
-    assert not trainer.received_sigterm
-    end()
-    assert trainer.received_sigterm
-    compat_lightning.restore_sigterm_handling(trainer)
-    assert connector._sigterm_notifier_fn.__func__ is type(connector)._sigterm_notifier_fn
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(Trainer._run)
+    assert "self._original_handlers.items()" in inspect.getsource(type(connector).teardown)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
+    before = signal.getsignal(signal.SIGUSR1)
+    compat_lightning.replace_signal_handling(trainer, lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
+    connector.register_signal_handlers()
+    loop._broadcast_sigterm_tensor()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    connector.teardown()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    compat_lightning.restore_signal_handling(trainer)
+    assert connector.register_signal_handlers.__func__ is type(connector).register_signal_handlers
+
+
+def test_the_loop_is_asked_before_each_batch(tmp_path):
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, max_steps=3, enable_progress_bar=False, default_root_dir=tmp_path
+    )
+    asked = []
+    compat_lightning.before_each_batch(trainer, lambda: asked.append(trainer.global_step))
+    trainer.fit(BoringModel())
+    assert asked == [0, 1, 2]
+    compat_lightning.not_before_each_batch(trainer)
+    assert "advance" not in vars(trainer.fit_loop.epoch_loop)
+    assert compat_lightning.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
+
+
+def test_how_a_strategy_starts_processes_is_known():
+    assert compat_lightning.repeats_the_command(DDPStrategy())
+    assert not compat_lightning.repeats_the_command(DDPStrategy(start_method="spawn"))
+    assert compat_lightning.repeats_the_command(FSDPStrategy())
+
+
+class Constant(LightningModule):
+    def __init__(self, value):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(float(value)))
+
+    def test_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_restarted_job_is_tested_with_the_weights_it_has(tmp_path, monkeypatch, kept):
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(default_root_dir=tmp_path, plugins=[LightningEnvironment()], **options)
+    trainer.strategy.connect(Constant(1))
+    trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    module = Constant(2)
+    if kept:
+        compat_lightning.keep_weights_for_testing(trainer)
+    trainer.test(module, [0], verbose=False)
+    assert module.value.item() == (2 if kept else 1)
 
 
 def test_parts_of_a_flat_tensor_are_views():

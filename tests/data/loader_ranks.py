@@ -1,8 +1,10 @@
 """Loaders in lockstep on several ranks; kept apart because every rank imports it."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.data.lockstep_loader import LockstepLoader
@@ -20,6 +22,31 @@ class Stream:
         for item in self.items:
             self.asked += 1
             yield item
+
+
+class Opaque:
+    """What cannot be sent."""
+
+
+def fill(kinds: Sequence[str]) -> list[Any]:
+    """Let rank 1, which has no batch, be given one of each kind; returns what it sees, warnings and errors."""
+    dist.init_process_group("gloo")
+    batches = {
+        "tensors": {"features": torch.arange(6.0).reshape(2, 3), "names": ["a", "b"]},
+        "opaque part": {"features": torch.ones(2), "extra": [Opaque()]},
+        "opaque": Opaque(),
+    }
+    found = []
+    for kind in kinds:
+        own = [batches[kind]] if dist.get_rank() == 0 else []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                seen: Any = [batch for batch, _ in LockstepLoader(own, [1, 0], dist.group.WORLD)]
+            except DDPExtError as error:
+                seen = f"{type(error).__name__}: {error}"
+        found.append((seen, [str(one.message) for one in caught]))
+    return found
 
 
 def iterate(cases: Sequence[tuple[Sequence[int], bool, dict[str, Any]]]) -> list[Any]:

@@ -1,6 +1,7 @@
 """Ranks make the same steps, whatever lengths they have. One launch for each number of ranks."""
 
 import pytest
+import torch
 
 from lightning_ddp_ext.data.lockstep_loader import number_of_steps
 from lightning_ddp_ext.errors import UnevenInputsError
@@ -18,7 +19,7 @@ def found():
     results = {}
     for world_size in (2, 3):
         cases = [case for case in CASES if len(case[0]) == world_size]
-        by_rank = run_processes(ranks.iterate, world_size, cases, timeout=60)
+        by_rank = run_processes(ranks.iterate, world_size, cases, timeout=180)
         results.update({repr(case): [of_rank[index] for of_rank in by_rank] for index, case in enumerate(cases)})
     return results
 
@@ -66,7 +67,7 @@ def test_errors_name_the_rank_and_the_batch():
         ((2, 2), False, {"uneven_inputs": "error"}),
         ((3, 3), True, {"true_length": (2, 2)}),
     ]
-    sized, unsized, even, wrong = zip(*run_processes(ranks.iterate, 2, cases, timeout=60), strict=True)
+    sized, unsized, even, wrong = zip(*run_processes(ranks.iterate, 2, cases, timeout=180), strict=True)
     for message in sized:
         assert "UnevenInputsError: rank 1 runs out of data after batch 1, while rank 0 has 3 batches" in message
     for message in unsized:
@@ -80,3 +81,18 @@ def test_the_number_of_steps_of_equal_lengths_is_theirs():
     assert [number_of_steps([4, 4], way) for way in ("join", "stop", "error")] == [4, 4, 4]
     with pytest.raises(UnevenInputsError):
         number_of_steps([4, 3], "error")
+
+
+def test_a_rank_without_data_is_given_a_batch_without_running_code():
+    rank_0, rank_1 = run_processes(ranks.fill, 2, ["tensors", "opaque part", "opaque"], timeout=180)
+    (((seen,), caught), ((partial,), caught_partial), (refused, _)) = rank_1
+    assert torch.equal(seen["features"], torch.arange(6.0).reshape(2, 3))
+    assert seen["names"] == ["a", "b"]
+    assert caught == []
+    assert torch.equal(partial["features"], torch.ones(2))
+    assert partial["extra"] == [None]
+    (warning,) = caught_partial
+    assert "None instead of `Opaque` at `['extra'][0]`" in warning
+    assert refused == rank_0[2][0]
+    assert refused.startswith("UnsupportedFeatureError: rank 1 never had a batch")
+    assert refused.endswith("Give every rank at least one batch.")

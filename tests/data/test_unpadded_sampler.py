@@ -33,3 +33,25 @@ def test_a_sampler_is_taken_over_in_place():
 def test_samples_are_not_dropped():
     with pytest.raises(ValueError, match="`drop_last=True` drops samples"):
         UnpaddedDistributedSampler(range(5), 2, 0, drop_last=True)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("parts", [[[3, 3]], [[4, 3]], [[0, 0, 0]], [[2, 1, 2], [1, 1]]])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_what_is_left_of_an_epoch_is_dealt_out(shuffle, parts, ranks):
+    """Parts of an epoch on some ranks, the rest on others: every sample once."""
+    data = list(range(11))
+    seen = []
+    for number, taken in enumerate(parts):
+        for rank, count in enumerate(taken):
+            sampler = UnpaddedDistributedSampler(data, len(taken), rank, shuffle=shuffle)
+            sampler.set_epoch(3)
+            sampler.leave_out(parts[:number])
+            seen += list(sampler)[:count]
+    for rank in range(ranks):
+        sampler = UnpaddedDistributedSampler(data, ranks, rank, shuffle=shuffle)
+        sampler.set_epoch(3)
+        sampler.leave_out(parts)
+        assert len(list(sampler)) == len(sampler)
+        seen += list(sampler)
+    assert sorted(seen) == data

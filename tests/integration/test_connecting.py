@@ -58,10 +58,13 @@ def test_a_manual_cluster_tells_lightning_where_a_host_is():
     ("arguments", "message"),
     [
         ({"num_nodes": 0}, "`num_nodes` must be at least 1, got 0"),
-        ({"node_rank": 2}, "below `num_nodes=2`, got 2"),
+        ({"node_rank": 2}, "`node_rank` must be at most 1, got 2"),
         ({"node_rank": -1}, "at least 0"),
-        ({"main_address": ""}, "`main_address` is empty"),
-        ({"main_port": 0}, "between 1 and 65535, got 0"),
+        ({"main_address": ""}, "`main_address` must be the name or address of a host, got ''"),
+        ({"main_port": 0}, "`main_port` must be at least 1, got 0"),
+        ({"main_port": 2**16}, "`main_port` must be at most 65535, got 65536"),
+        ({"main_address": "node one"}, "`main_address` must be the name or address"),
+        ({"main_address": "a..b"}, "`main_address` must be the name or address"),
     ],
 )
 def test_a_manual_cluster_refuses_numbers_out_of_range(arguments, message):

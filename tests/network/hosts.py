@@ -53,6 +53,8 @@ class Outcome:
     error: str  # type and message of what it raised
     timed_out: bool
     seconds: float
+    ended: float  # of `time.monotonic`, which is that of the whole machine
+    exit_code: int
     output: str
 
 

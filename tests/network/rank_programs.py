@@ -1,9 +1,12 @@
 """What ranks do in the network tests; imported by every process, and cheap apart from torch and Lightning."""
 
+import json
 import os
 import signal
 import socket
+import sys
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -11,19 +14,24 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import ManualEnvironment, RendezvousError
+from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment, RendezvousError
 from lightning_ddp_ext.integration.connecting import Connection
+from lightning_ddp_ext.network import stores
+from lightning_ddp_ext.network.bandwidth import measure_all_reduce
 from lightning_ddp_ext.network.process_group import init_process_group
 from lightning_ddp_ext.strategies.upstream import ConnectedDDPStrategy
 from tests.network import rank_server
 
 
-def join(*, delay=0.0, **settings):
+def join(*, delay=0.0, umask=None, **settings):
     """Make the process group with ours, add up the ranks, and say what was chosen."""
     time.sleep(delay)
+    if umask is not None:
+        os.umask(umask)
     settings = {"backend": "gloo", "timeout": 10, **settings}
     settings["timeout"] = timedelta(seconds=settings["timeout"])
     network = init_process_group(**settings)
@@ -35,6 +43,12 @@ def join(*, delay=0.0, **settings):
     dist.barrier()
     dist.destroy_process_group()
     return {"sum": value.item(), "network": str(network), "listening": listening, **variables}
+
+
+def join_unaware(**settings):
+    """The same on a host that does not know the main address as its own, although it leads there."""
+    stores._is_this_host = lambda host: False
+    return join(**settings)
 
 
 def join_with_torch_alone(*, rank, world_size, main_address, main_port, timeout, init_method=None, delay=0.0):
@@ -74,19 +88,50 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train(*, num_nodes, node_rank, main_address, main_port, **settings):
-    """Train through the Trainer, one rank per host, as `cluster=manual` does."""
+class SocketTable(Callback):
+    """Lists the addresses of this process, while it trains."""
+
+    def __init__(self):
+        self.listening, self.connected = set(), set()
+
+    def on_train_batch_end(self, *args):
+        for connection in psutil.Process().net_connections(kind="inet"):
+            listens = connection.status == psutil.CONN_LISTEN
+            address = connection.laddr.ip.removeprefix("::ffff:")  # IPv4 over a socket of IPv6
+            (self.listening if listens else self.connected).add(address)
+
+
+STRATEGIES = {
+    "ddp": lambda settings: ConnectedDDPStrategy(Connection(**settings)),
+    "ddp_checkpoint": lambda settings: DDPCheckpointStrategy(**_named(settings)),
+    "ddp_join": lambda settings: DDPJoinStrategy(**_named(settings)),
+    "Lightning's ddp": lambda settings: DDPStrategy(process_group_backend="gloo", timeout=settings["timeout"]),
+}
+
+
+def _named(settings):
+    return {"process_group_backend" if name == "backend" else name: value for name, value in settings.items()}
+
+
+def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_size=1, strategy="ddp", **settings):
+    """Train through the Trainer: one rank per host, as `cluster=manual` does, or the ranks of one host."""
     torch.manual_seed(0)
-    environment = ManualEnvironment(
-        num_nodes=num_nodes, node_rank=node_rank, main_address=main_address, main_port=main_port
-    )
+    plugins = []
+    if num_nodes > 1:
+        plugins = [
+            ManualEnvironment(num_nodes=num_nodes, node_rank=node_rank, main_address=main_address, main_port=main_port)
+        ]
+    else:
+        os.environ.update(MASTER_ADDR=main_address, MASTER_PORT=str(main_port), LOCAL_RANK=str(rank))
     settings["timeout"] = timedelta(seconds=settings.get("timeout", 10))
+    table = SocketTable()
     trainer = Trainer(
-        strategy=ConnectedDDPStrategy(Connection(**settings)),
+        strategy=STRATEGIES[strategy](settings),
         accelerator="cpu",
-        devices=1,
+        devices=1 if num_nodes > 1 else world_size,
         num_nodes=num_nodes,
-        plugins=[environment],
+        plugins=plugins,
+        callbacks=[table],
         max_steps=2,
         logger=False,
         enable_checkpointing=False,
@@ -95,7 +140,20 @@ def train(*, num_nodes, node_rank, main_address, main_port, **settings):
     )
     module = Module()
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2))
-    return {"steps": trainer.global_step, "weight": module.layer.weight.tolist(), "rank": trainer.global_rank}
+    return {
+        "steps": trainer.global_step,
+        "weight": module.layer.weight.tolist(),
+        "rank": trainer.global_rank,
+        "listening": sorted(table.listening),
+        "connected": sorted(table.connected),
+    }
+
+
+def train_with_fault(**settings):
+    """Train while something goes wrong, see `fault_ranks`."""
+    from tests.strategies import fault_ranks  # only where it is wanted: it imports the strategies
+
+    return fault_ranks.train(**settings)
 
 
 def join_twice(**settings):
@@ -111,9 +169,37 @@ def join_twice(**settings):
     return [again, ""]
 
 
-def serve_as_agent(*, port):
-    """Be torchrun's agent: own the store of all attempts."""
+def time_all_reduces(**settings):
+    """What is measured without a limit, and with one that is over at once."""
+    init_process_group(backend="gloo", timeout=timedelta(seconds=10), **settings)
+    cpu = torch.device("cpu")
+    rows = [measure_all_reduce(cpu, sizes=(1024, 4096), limit=limit) for limit in (60.0, 0.0)]
+    dist.destroy_process_group()
+    return [[[row.size, row.seconds, row.world_size] for row in measured] for measured in rows]
+
+
+def diagnose(*, arguments, folder):
+    """Run `lightning-ddp-ext doctor`; only what it writes to standard output is returned."""
+    from lightning_ddp_ext.cli.main import main  # not every program pays for Hydra
+
+    path = Path(folder) / f"stdout-{os.getpid()}"
+    os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), 1)
+    os.environ["COLUMNS"] = "120"
+    sys.argv = ["lightning-ddp-ext", "doctor", *arguments]
+    code = None
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    sys.stdout.flush()
+    return {"code": code, "stdout": path.read_text()}
+
+
+def serve_as_agent(*, port, invitation=None):
+    """Be torchrun's agent: own the store of all attempts. Or be another run, which calls its ranks."""
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    if invitation is not None:
+        store.set("invitation", json.dumps(invitation))
     while store.check([]):
         time.sleep(0.1)
 
@@ -141,18 +227,24 @@ def free_port():
         return found.getsockname()[1]
 
 
-def _with_agent(folder, attempts):
-    """Run attempts one after the other on one store, as torchrun does when it restarts workers."""
+@contextmanager
+def _agent(folder, **arguments):
     port = free_port()
     agent = os.fork()
     if agent == 0:
-        rank_server.work(serve_as_agent, {"port": port}, folder / "agent")
+        rank_server.work(serve_as_agent, {"port": port, **arguments}, folder / "agent")
     try:
-        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        return [attempt(env=env, main_port=port) for attempt in attempts]
+        yield port
     finally:
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)
+
+
+def _with_agent(folder, attempts):
+    """Run attempts one after the other on one store, as torchrun does when it restarts workers."""
+    with _agent(folder) as port:
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [attempt(env=env, main_port=port) for attempt in attempts]
 
 
 def _restarts(folder, function, *, late, **settings):
@@ -185,6 +277,55 @@ def _taken_port(folder):
         return _ranks(join, folder, main_port=other.getsockname()[1], timeout=2)
 
 
+def _shared_file(folder, *, file_mode=None, folder_mode=0o700):
+    meeting = folder / f"shared-{file_mode}-{folder_mode}"
+    meeting.mkdir()
+    meeting.chmod(folder_mode)
+    path = meeting / "meeting"
+    if file_mode is not None:
+        path.touch()
+        path.chmod(file_mode)
+    return _ranks(join, folder, init_method=f"file://{path}", umask=0)
+
+
+def _train(strategy, folder, **settings):
+    return _ranks(train, folder, strategy=strategy, limit=60.0, **settings)
+
+
+def _unknown_address(folder):
+    # An address that leads here and is none of this host's, as a translated one: rank 0 cannot tell what to listen on.
+    return _ranks(join_unaware, folder, network_interface="auto")
+
+
+def _moved_from_a_mute_program(folder, **settings):
+    with socket.create_server(("127.0.0.1", 0)) as other:  # accepts, and never answers
+        return _ranks(join, folder, main_port=other.getsockname()[1], run="mine", **settings)
+
+
+def _moved_from_another_run(folder):
+    with _agent(folder, invitation={"run": "other", "name": "other"}) as port:
+        return _ranks(join, folder, main_port=port, other_ports=[free_port(), free_port()], run="mine")
+
+
+def _two_runs(folder):
+    """Four ranks of two runs, which want the same ports; those that search come first."""
+    ports = [free_port() for _ in range(3)]
+    jobs = []
+    for number, (run, rank) in enumerate((run, rank) for run in ("one", "two") for rank in (0, 1)):
+        arguments = {
+            "world_size": 2, "rank": rank, "main_address": "127.0.0.1", "main_port": ports[0],
+            "other_ports": ports[1:], "run": run, "delay": 0.0 if rank else 0.5,
+        }  # fmt: skip
+        jobs.append({"rank": number, "arguments": arguments})
+    return rank_server.run(join, jobs, 20.0, folder)
+
+
+def _no_free_port(folder):
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        ports = [taken.getsockname()[1] for taken in (one, two)]
+        return _ranks(join, folder, only=[0], main_port=ports[0], other_ports=ports[1:], run="mine", timeout=2)
+
+
 SCENARIOS = {
     "auto": lambda folder: _ranks(join, folder, network_interface="auto"),
     "loopback": lambda folder: _ranks(join, folder, network_interface="loopback"),
@@ -198,8 +339,22 @@ SCENARIOS = {
     "tcp under torchrun, torch": lambda folder: _tcp_under_torchrun(folder, join_with_torch_alone, timeout=1, limit=5),
     "restarts": lambda folder: _restarts(folder, join, late=[0, 1], network_interface="auto"),
     "leftover": lambda folder: _leftover(folder, join_briefly),
+    "file of all": lambda folder: _shared_file(folder, file_mode=0o666),
+    "file of a group": lambda folder: _shared_file(folder, file_mode=0o660),
+    "folder of all": lambda folder: _shared_file(folder, folder_mode=0o777),
+    "folder such as /tmp": lambda folder: _shared_file(folder, folder_mode=0o1777),
+    "unknown address": _unknown_address,
+    "training, ddp": partial(_train, "ddp", network_interface="auto"),
+    "training, ddp_join": partial(_train, "ddp_join", network_interface="auto"),
+    "training, Lightning's ddp": partial(_train, "Lightning's ddp"),
     "missing folder": lambda folder: _ranks(join, folder, init_method=f"file://{folder}/missing/meeting"),
     "taken port": _taken_port,
+    "moved from a mute program": lambda folder: _moved_from_a_mute_program(folder, other_ports=[free_port()]),
+    "moved from another run": _moved_from_another_run,
+    "two runs": _two_runs,
+    "no free port": _no_free_port,
+    "rank 0 not found": lambda folder: _ranks(join, folder, only=[1], timeout=1, other_ports=[free_port()], run="mine"),
     "rank 1 missing": lambda folder: _ranks(join, folder, only=[0], timeout=1),
     "rank 0 missing": lambda folder: _ranks(join, folder, only=[1], timeout=1),
+    "timed all-reduces": lambda folder: _ranks(time_all_reduces, folder),
 }

@@ -52,7 +52,10 @@ def serve(programs, folder, lines):
 
 
 def run(function, jobs, limit, folder):
-    """Call `function(**job["arguments"])` in a process for each job, under a hard limit, and describe the outcomes."""
+    """Call `function(**job["arguments"])` in a process for each job, under a hard limit, and describe the outcomes.
+
+    Processes that have been stopped are killed when all others have ended: nobody is left to wake them.
+    """
     started = time.monotonic()
     children = {}
     for job in jobs:
@@ -61,16 +64,22 @@ def run(function, jobs, limit, folder):
         if pid == 0:
             work(function, job["arguments"], path)
         children[pid] = (job["rank"], path)
-    seconds, timed_out = {}, set()
-    while children.keys() - seconds.keys():
-        for pid in children.keys() - seconds.keys():
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                seconds[pid] = time.monotonic() - started
+    ended, stopped, timed_out = {}, set(), set()
+    while running := children.keys() - ended.keys():
+        for pid in running:
+            changed, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if changed and os.WIFSTOPPED(status):
+                stopped.add(pid)
+            elif changed:
+                ended[pid] = (time.monotonic(), os.waitstatus_to_exitcode(status))
             elif time.monotonic() - started > limit and pid not in timed_out:
                 os.kill(pid, signal.SIGKILL)
                 timed_out.add(pid)
+        if running <= stopped:
+            for pid in running - ended.keys():
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    return [describe(*children[pid], seconds[pid], pid in timed_out) for pid in children]
+    return [describe(*children[pid], started, *ended[pid], pid in timed_out) for pid in children]
 
 
 def work(function, arguments, path):
@@ -93,7 +102,7 @@ def work(function, arguments, path):
         os._exit(0)
 
 
-def describe(rank, path, seconds, timed_out):
+def describe(rank, path, started, ended, exit_code, timed_out):
     left = Path(f"{path}.json")
     result = json.loads(left.read_text()) if left.exists() else {}
     left.unlink(missing_ok=True)
@@ -102,7 +111,9 @@ def describe(rank, path, seconds, timed_out):
         "value": result.get("value"),
         "error": result.get("error", ""),
         "timed_out": timed_out,
-        "seconds": seconds,
+        "seconds": ended - started,
+        "ended": ended,
+        "exit_code": exit_code,
         "output": Path(f"{path}.out").read_text(errors="replace"),
     }
 

@@ -60,7 +60,9 @@ def test_auto_finds_the_interface_that_connects_the_hosts(run, flavour, address)
         assert value["NCCL_SOCKET_IFNAME"] == "=eth0"
 
 
-@pytest.mark.parametrize("flavour", ["debian", "none", "wrong"])
+@pytest.mark.parametrize(
+    "flavour", ["debian", *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "wrong"))]
+)
 def test_torch_alone_does_not_find_it(run, flavour):
     outcomes = run("10.77.0.1", flavour=flavour, program="join_with_torch_alone", timeout=1, limit=3)
     assert any(outcome.error for outcome in outcomes)
@@ -180,11 +182,22 @@ def test_a_rank_0_that_never_starts_is_named(hosts, ports):
     failed(outcomes, "RendezvousError", f"10.77.0.1:{settings['main_port']}", "Connection refused", within=SOON)
 
 
-def test_the_trainer_runs_over_the_chosen_interface(hosts, ports):
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_join"])
+def test_the_trainer_runs_over_the_chosen_interface_and_listens_nowhere_else(hosts, ports, strategy):
     shared = {"num_nodes": 2, "main_address": "node1", "main_port": next(ports), "network_interface": "auto"}
+    shared["strategy"] = strategy
     outcomes = hosts.run("train", [(n, {**shared, "node_rank": n - 1}) for n in (1, 2)], flavour="debian", limit=60)
     values = [outcome.value for outcome in outcomes]
     assert all(values), "\n".join(outcome.output for outcome in outcomes)
     assert [value["rank"] for value in values] == [0, 1]
     assert [value["steps"] for value in values] == [2, 2]
     assert values[0]["weight"] == values[1]["weight"]
+    for value, address in zip(values, ("10.77.0.1", "10.77.0.2"), strict=True):
+        assert value["listening"] == [address]
+        assert value["connected"] == [address]
+
+
+def test_lightnings_own_ddp_listens_on_every_interface(hosts, ports):
+    shared = {"num_nodes": 2, "main_address": "node1", "main_port": next(ports), "strategy": "Lightning's ddp"}
+    outcomes = hosts.run("train", [(n, {**shared, "node_rank": n - 1}) for n in (1, 2)], limit=60)
+    assert {"0.0.0.0", "::"} & set(outcomes[0].value["listening"]), outcomes[0].output

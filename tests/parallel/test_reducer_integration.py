@@ -7,7 +7,7 @@ from lightning_ddp_ext.testing import run_processes
 from tests.parallel import reducer_ranks as ranks
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_scenario_gives_the_gradient_of_one_process_and_identical_ranks(world_size):
     verdicts = run_processes(ranks.play_matrix, world_size, timeout=120)
     cells = {(name, mode) for name, mode, _ in verdicts[0]}
@@ -23,12 +23,12 @@ def test_equal_weights_fail_every_scenario():
     assert not any(verdict.passed for verdict in verdicts[0].values())
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_graphs(seed):
     _fuzz(seed, steps=40)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(2, 34))
 def test_more_random_graphs(seed):
     _fuzz(seed, steps=100)

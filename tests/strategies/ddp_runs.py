@@ -30,7 +30,7 @@ class SignalAt(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_until_signal(rank: int, accumulate: int = 1) -> dict[str, Any]:
+def train_until_signal(rank: int, folder: str, accumulate: int = 1) -> dict[str, Any]:
     """Signal one rank in the fourth batch (the second of a window); tells where each rank ended."""
     warnings.simplefilter("ignore")
     own = int(os.environ["RANK"])
@@ -42,6 +42,7 @@ def train_until_signal(rank: int, accumulate: int = 1) -> dict[str, Any]:
         accumulate_grad_batches=accumulate,
         precision="64-true",
         callbacks=[callback],
+        default_root_dir=folder,
     )
     loader = torch.utils.data.DataLoader(batches_of([[4] * 50] * 2, own), batch_size=None)
     exception = ""
@@ -169,15 +170,15 @@ def fit_bert(use_reentrant: bool, theirs: bool = False) -> dict[str, Any]:
     }
 
 
-def run_all() -> dict[str, Any]:
+def run_all(folder: str) -> dict[str, Any]:
     """Everything that `test_ddp_checkpoint_runs` looks at; what may leave collectives unmatched comes last."""
     return {
         "reentrant": fit_bert(True),
         "non-reentrant": fit_bert(False),
         "broadcasts of ddp_checkpoint": count_broadcasts("ddp_checkpoint"),
         "broadcasts of ddp": count_broadcasts("ddp"),
-        "signal to rank 0": train_until_signal(0),
-        "signal to rank 1": train_until_signal(1),
-        "signal in a window": train_until_signal(1, 4),
+        "signal to rank 0": train_until_signal(0, folder),
+        "signal to rank 1": train_until_signal(1, folder),
+        "signal in a window": train_until_signal(1, folder, 4),
         "reentrant with ddp": fit_bert(True, theirs=True),
     }

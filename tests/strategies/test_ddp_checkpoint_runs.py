@@ -12,7 +12,9 @@ from tests.strategies import ddp_runs as ranks
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+@pytest.mark.parametrize(
+    "start_method", ["popen", *(pytest.param(way, marks=pytest.mark.slow) for way in ("spawn", "fork"))]
+)
 def test_a_script_starts_its_own_processes(start_method):
     command = [sys.executable, str(HERE / "ddp_scripts.py"), start_method]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -23,9 +25,9 @@ def test_a_script_starts_its_own_processes(start_method):
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(tmp_path_factory):
     """What each rank found; one launch for all tests below."""
-    return run_processes(ranks.run_all, 2, timeout=200)
+    return run_processes(ranks.run_all, 2, str(tmp_path_factory.mktemp("runs")), timeout=200)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

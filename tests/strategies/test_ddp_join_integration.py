@@ -111,11 +111,12 @@ def run_drawn(seed: int, number: int) -> None:
             check(case, [of_rank[index] for of_rank in by_rank])
 
 
+@pytest.mark.slow
 def test_drawn_amounts_of_data():
     run_drawn(seed=1, number=12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_more_drawn_amounts_of_data(seed):
     run_drawn(seed, number=30)

@@ -41,6 +41,17 @@ def test_the_registered_name_makes_the_strategy():
     assert "ddp_checkpoint" in StrategyRegistry
 
 
+@pytest.mark.parametrize("limit", [timedelta(), timedelta(seconds=-1)])
+def test_a_stall_limit_is_above_0(limit):
+    with pytest.raises(ValueError, match="`stall_timeout` must be above 0 seconds"):
+        DDPCheckpointStrategy(stall_timeout=limit)
+
+
+def test_a_stall_limit_is_a_time():
+    with pytest.raises(TypeError, match="`stall_timeout` must be a timedelta or a number of seconds, got 'soon'"):
+        DDPCheckpointStrategy(stall_timeout="soon")
+
+
 def test_arguments_keep_lightnings_names():
     strategy = DDPCheckpointStrategy(process_group_backend="gloo", timeout=timedelta(seconds=5), start_method="fork")
     assert isinstance(strategy, ExplicitDDPStrategy)

@@ -1,0 +1,158 @@
+"""What becomes of `ddp_join` under torchrun when its processes are killed, again and again.
+
+Two agents of torchrun host one rank each, as on two nodes. A random rank is killed at a random moment; torchrun
+restarts all, and they resume from the last checkpoint, which is never more than some steps old. In the end parameters,
+buffers and the state of the optimizer have to be those of a run without interruption, bit for bit.
+
+Run it with `python benchmarks/elastic.py --kills 20`; it takes about five minutes. It ends with code 1 if any restart
+failed.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from measuring.leaving import free_port
+from rich.console import Console
+from rich.table import Table
+
+PROGRAM = Path(__file__).with_name("measuring") / "restarted.py"
+AGENTS = 2
+LIMIT = 120.0  # seconds for a start or a restart
+_LATEST = 1.0  # seconds in training after which a rank is killed
+
+
+@dataclass(slots=True)
+class Restart:
+    """What came of a kill.
+
+    Attributes:
+        rank: Who was killed.
+        step: The global step from which the ranks went on.
+        seconds: Until they did.
+    """
+
+    rank: int
+    step: int
+    seconds: float
+
+
+def main() -> None:
+    """Kill, and count."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=20, help="how many processes to kill")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        _, whole = run(Path(folder), "whole", 0, draw)
+        restarts: list[Restart] = []
+        equal = runs = 0
+        while len(restarts) < options.kills:
+            made, digests = run(Path(folder), f"{runs}", options.kills - len(restarts), draw)
+            restarts += made
+            equal += digests == whole
+            runs += 1
+            if not made:
+                break
+    table = Table(title=f"kills of one of {AGENTS} ranks under torchrun")
+    for column in ("killed", "ranks went on from step", "after seconds"):
+        table.add_column(column, justify="right")
+    for restart in restarts:
+        table.add_row(f"rank {restart.rank}", f"{restart.step}", f"{restart.seconds:.1f}")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{len(restarts)} of {options.kills} restarts; {equal} of {runs} runs ended as the uninterrupted one."
+    )
+    raise SystemExit(len(restarts) != options.kills or equal != runs)
+
+
+def run(parent: Path, name: str, kills: int, draw: random.Random) -> tuple[list[Restart], list[str]]:
+    """Train, and kill up to so many ranks on the way.
+
+    Returns:
+        The restarts, and the digest of each rank.
+    """
+    folder = parent / name
+    folder.mkdir()
+    with (folder / "output").open("wb") as output:
+        port = free_port()
+        agents = [_start_agent(folder, port, kills, output.fileno()) for _ in range(AGENTS)]
+        try:
+            restarts = _kill_some(folder, agents, kills, draw)
+            for agent in agents:
+                agent.wait(LIMIT)
+        except (subprocess.TimeoutExpired, TimeoutError) as error:
+            print(f"{name}: {error}\n{(folder / 'output').read_text()[-3000:]}", file=sys.stderr)
+            restarts = []
+        finally:
+            for agent in agents:
+                _end(agent)
+    return restarts, [path.read_text() for path in sorted(folder.glob("digest-*"))]
+
+
+def _kill_some(folder: Path, agents: "list[subprocess.Popen[bytes]]", kills: int, draw: random.Random) -> list[Restart]:
+    started = _wait_for_ranks(folder, agents)
+    restarts = []
+    for _ in range(kills):
+        time.sleep(draw.uniform(0.0, _LATEST))
+        rank = draw.randrange(AGENTS)
+        if started is None or any(agent.poll() is not None for agent in agents):
+            break
+        moment = time.monotonic()
+        os.kill(started[rank][0], signal.SIGKILL)
+        started = _wait_for_ranks(folder, agents)
+        if started is not None:
+            restarts.append(Restart(rank, started[0][1], time.monotonic() - moment))
+    return restarts
+
+
+def _wait_for_ranks(folder: Path, agents: "list[subprocess.Popen[bytes]]") -> dict[int, tuple[int, int]] | None:
+    """Return process and step of each rank once all train; None if the run has come to its end instead."""
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        found = {}
+        for path in folder.glob("started-*"):
+            rank, step = map(int, path.read_text().split())
+            found[rank] = int(path.name.partition("-")[2]), step
+        if len(found) == AGENTS:
+            for path in folder.glob("started-*"):
+                path.unlink()
+            return found
+        if all(agent.poll() is not None for agent in agents):
+            return None
+        time.sleep(0.02)
+    raise TimeoutError(f"the ranks did not train within {LIMIT:g} s")
+
+
+def _start_agent(folder: Path, port: int, restarts: int, output: int) -> "subprocess.Popen[bytes]":
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{AGENTS}", "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", f"{restarts}"),
+        *("--monitor-interval", "0.1", str(PROGRAM), str(folder), f"{AGENTS}"),
+    ]
+    path = os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+
+
+def _end(agent: "subprocess.Popen[bytes]") -> None:
+    if agent.poll() is None:
+        agent.terminate()
+        try:
+            agent.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What is checked of a run before it starts, on this host alone and in milliseconds."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig, ListConfig
+
+from lightning_ddp_ext.cli.problems import LaunchError
+from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
+from lightning_ddp_ext.integration.slurm_cluster import meeting_ports
+from lightning_ddp_ext.network import slurm_arithmetic
+from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
+from lightning_ddp_ext.network.interfaces import check_gloos_variable
+from lightning_ddp_ext.network.stores import check_meeting_place
+
+# Ranks that somebody has set by hand, and a shell for a person, whatever the number of tasks: SLURM starts no rank.
+_BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "SLURM_PTY_PORT")
+
+
+def has_process_group(config: DictConfig) -> bool:
+    """Tell whether the chosen strategy has one process per device.
+
+    Args:
+        config: The composed configuration.
+    """
+    return "network_interface" in config.strategy
+
+
+def find_slurm_problems(config: DictConfig) -> list[str]:
+    """Compare what SLURM has started with what the configuration needs.
+
+    Args:
+        config: The composed configuration, with devices filled in.
+
+    Returns:
+        One text per problem; empty where somebody else starts the processes.
+    """
+    devices = _count(config.trainer.devices, config.trainer.accelerator)
+    by_hand = str(config.cluster.get("_target_", "")).endswith(ManualEnvironment.__name__)
+    by_hand = by_hand or any(name in os.environ for name in _BY_HAND)
+    if by_hand or config.trainer.plugins is not None or devices is None or not has_process_group(config):
+        return []
+    uses_gpus = config.trainer.accelerator != "cpu"
+    return slurm_arithmetic.find_problems(os.environ, config.trainer.num_nodes, devices, uses_gpus=uses_gpus)
+
+
+def check_slurm(config: DictConfig) -> None:
+    """Refuse a job of SLURM that does not fit.
+
+    Args:
+        config: The composed configuration, with devices filled in.
+
+    Raises:
+        LaunchError: With all that does not.
+    """
+    problems = find_slurm_problems(config)
+    if problems:
+        raise LaunchError(" Also: ".join(problems))
+
+
+def check_meeting(trainer: Trainer, settings: DictConfig) -> None:
+    """Refuse what would keep ranks from meeting, as far as this host knows.
+
+    Args:
+        trainer: A Trainer that has not started anything.
+        settings: The configuration of its strategy.
+
+    Raises:
+        NetworkInterfaceError: If the environment sends gloo to an interface that this host lacks.
+        RendezvousError: If this is rank 0, and another program has its port.
+    """
+    if dist.is_initialized():
+        return  # a sweep: the ranks have met, and this process itself has the port
+    environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+    backend = settings.process_group_backend or dist.get_default_backend_for_device(trainer.strategy.root_device)
+    check_gloos_variable(backend, settings.network_interface)
+    place = _known_place(environment, settings.init_method)
+    if place is not None and environment.node_rank() == 0 and environment.local_rank() == 0:
+        check_meeting_place(place, trainer.num_nodes)
+
+
+def _known_place(environment: ClusterEnvironment, init_method: str | None) -> MeetingPlace | None:
+    """Return where ranks will meet; None if that is not chosen yet, or may still change."""
+    if isinstance(environment, MPIEnvironment):  # to ask it is a collective operation
+        return None
+    place = parse_init_method(init_method)
+    if place != MeetingPlace():
+        return place
+    if "MASTER_PORT" not in os.environ and not isinstance(environment, ManualEnvironment):
+        return None
+    port, *others = meeting_ports(environment)
+    return None if others else MeetingPlace(environment.main_address, port)
+
+
+def _count(devices: object, accelerator: object) -> int | None:
+    """Count the devices of a node as the Trainer will; None if it has to be asked."""
+    if isinstance(devices, ListConfig | list):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    try:
+        count = int(str(devices))
+    except ValueError:  # "auto"
+        count = -1
+    if count >= 0:
+        return count
+    return torch.cuda.device_count() if accelerator in ("cuda", "gpu") else None

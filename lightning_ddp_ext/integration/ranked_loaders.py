@@ -1,0 +1,116 @@
+"""Loaders of a rank among others: samplers that deal out every sample, and lengths of all ranks."""
+
+import random
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DistributedSampler
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.lightning import is_sampler_wrapper
+from lightning_ddp_ext.data.lockstep_loader import gather_lengths
+from lightning_ddp_ext.data.unpadded_sampler import UnpaddedDistributedSampler
+
+
+class InjectedRank(int):
+    """A rank as it is handed to the samplers that Lightning injects, so that these can be told from the user's.
+
+    Args:
+        rank: The rank.
+        world_size: Number of ranks.
+        value: What a sampler takes for the rank while it is constructed; by default the rank.
+    """
+
+    rank: int
+    world_size: int
+
+    def __new__(cls, rank: int, world_size: int = 1, value: int | None = None) -> "InjectedRank":  # noqa: D102
+        created = super().__new__(cls, rank if value is None else value)
+        created.rank, created.world_size = rank, world_size
+        return created
+
+
+class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
+    """Deals out what a user's sampler draws, as Lightning's own wrapper does with padding.
+
+    It draws from random numbers that are the same on every rank: those of ranks themselves part when one runs out of
+    data.
+    """
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        with isolate_rng():
+            seed = (self.seed + self.epoch) % 2**32
+            random.seed(seed)
+            numpy.random.seed(seed)
+            torch.manual_seed(seed)
+            cast(Any, self.dataset).reset()  # draws anew
+        return (self.dataset[index] for index in self._indices())
+
+
+def unpad(loader: object) -> None:
+    """Make the sampler that Lightning has injected into a loader deal out every sample exactly once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
+            kind = UnpaddedSamplerWrapper if is_sampler_wrapper(sampler) else UnpaddedDistributedSampler
+            kind.take_over(sampler, sampler.rank.rank, sampler.rank.world_size)
+
+
+class RankedLoader:
+    """A loader that knows how many batches every rank has of it. Its length is the largest of these.
+
+    Everything else is the loader's. Constructing it communicates once.
+
+    Args:
+        loader: This rank's loader.
+        group: The ranks.
+    """
+
+    def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
+        self.__dict__.update(
+            loader=loader,
+            lengths=gather_lengths(sized_len(loader), group),
+            samples=gather_lengths(_count_samples(loader), group),
+            batch_sizes=gather_lengths(getattr(loader, "batch_size", None), group),
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        if self.lengths is None:
+            raise TypeError("the number of batches is not known on every rank")
+        return int(max(self.lengths))
+
+    def __getattr__(self, name: str) -> Any:
+        if "loader" not in self.__dict__:  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.__dict__["loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.loader, name, value)
+
+    def samples_in(self, steps: int) -> list[int] | None:
+        """Return how many samples each rank has in so many batches, if that can be known."""
+        if self.samples is None or self.batch_sizes is None:
+            return None
+        return [
+            min(samples, steps * batch_size) for samples, batch_size in zip(self.samples, self.batch_sizes, strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the position in an epoch is that of all loaders. Without it, Lightning warns."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+def _count_samples(loader: object) -> int | None:
+    return None if getattr(loader, "batch_size", None) is None else sized_len(getattr(loader, "sampler", None))

@@ -1,0 +1,69 @@
+"""What the benchmark of faults makes of outcomes; the faults themselves are in `test_faults_integration`."""
+
+import io
+
+import pytest
+from measuring.faults import make_fault_table, shorten
+from rich.console import Console
+
+from tests.strategies.fault_runs import Fault, FaultOutcome, list_faults
+
+
+def row(rank, error="", value=None, timed_out=False):
+    return {"rank": rank, "error": error, "value": value, "timed_out": timed_out, "output": ""}
+
+
+KILLED = Fault("kill -9", 1, "tail")
+ENDED = [row(0, "OtherRankError: the process of rank 1 is gone"), row(1)]
+DONE = [row(0, value={"steps": 16}), row(1, value={"steps": 16})]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_right"),
+    [
+        (FaultOutcome(KILLED, 2.0, ENDED, 3, []), True),
+        (FaultOutcome(KILLED, None, ENDED, 3, []), False),
+        (FaultOutcome(KILLED, 2.0, ENDED, 3, ["last.ckpt"]), False),
+        (FaultOutcome(KILLED, 2.0, ENDED, 3, [], left=1), False),
+        (FaultOutcome(KILLED, 2.0, DONE, 3, []), False),
+        (FaultOutcome(Fault("slow rank", 1, "tail"), 2.0, DONE, 3, []), True),
+        (FaultOutcome(Fault("slow rank", 1, "tail"), 2.0, ENDED, 3, []), False),
+    ],
+)
+def test_an_outcome_is_right_if_nothing_hung_broke_or_stayed(outcome, is_right):
+    assert outcome.is_right is is_right
+
+
+def test_the_table_has_a_row_for_every_fault():
+    outcomes = [
+        FaultOutcome(KILLED, 2.04, ENDED, 3, []),
+        FaultOutcome(Fault("SIGSTOP", 0, "even"), None, ENDED, 1, ["half.ckpt"], left=2),
+        FaultOutcome(Fault("slow rank", 1, "even"), 9.0, DONE, 8, []),
+    ]
+    console = Console(file=io.StringIO(), width=190)
+    console.print(make_fault_table(outcomes, 6.0))
+    text = console.file.getvalue()
+    assert "stall limit of 6 s: 2 of 3 as promised" in text
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["kill"], ["SIGSTOP"], ["slow"])]
+    assert rows[0][:6] == ["kill", "-9", "1", "tail", "2.0", "3"]
+    assert rows[1] == [
+        "SIGSTOP",
+        "0",
+        "even",
+        "hung",
+        "broken:",
+        "half.ckpt",
+        "2",
+        *["the", "process", "of", "rank", "1", "is", "gone"],
+    ]
+    assert rows[2][-2:] == ["(training", "completed)"]
+
+
+def test_what_was_said_is_one_line_of_limited_length():
+    assert shorten("OtherRankError: rank 1 failed\nmore") == "rank 1 failed"
+    assert len(shorten("x" * 500)) < 120
+
+
+def test_only_rank_0_writes_checkpoints():
+    assert {fault.rank for fault in list_faults(["full disk"], ["even"])} == {0}
+    assert {fault.rank for fault in list_faults(["exception"], ["even"])} == {0, 1}

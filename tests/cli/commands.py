@@ -1,0 +1,50 @@
+"""The command in a process of its own, and classes of a person who uses it."""
+
+import os
+import subprocess
+import sys
+
+COMMAND = [sys.executable, "-m", "lightning_ddp_ext"]
+
+
+def command(folder, *overrides, limit=180, umask=-1, **environment):
+    return subprocess.run(
+        [*COMMAND, *overrides],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "120", **environment},
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+        umask=umask,
+    )
+
+
+def run_folder(folder):
+    (found,) = folder.glob("runs/*/*")
+    return found
+
+
+OWN = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("my_loss", loss)
+        return loss
+    def test_step(self, batch, batch_idx):
+        self.log("my_test", self.layer(batch[0]).square().mean())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Data(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)
+    test_dataloader = train_dataloader
+"""

@@ -1,0 +1,83 @@
+"""`lightning-ddp-ext doctor` in situations of one host; forked from a process that has everything imported."""
+
+import socket
+from pathlib import Path
+
+import lightning_ddp_ext.cli.main  # noqa: F401  once for all that are forked
+from lightning_ddp_ext.network.bandwidth import SIZES
+from lightning_ddp_ext.network.slurm_ports import candidate_ports
+from tests.network import rank_server
+from tests.network.rank_programs import diagnose, free_port
+
+CPU = "trainer.accelerator=cpu"
+TASK = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}  # fmt: skip
+
+
+def play_doctor(folder):
+    """Play all situations; returns what became of the process of each by its name."""
+    folder = Path(folder)
+    return {name: situation(folder) for name, situation in SITUATIONS.items()}
+
+
+def _doctor(folder, *arguments, limit=60.0, **env):
+    job = {"rank": 0, "arguments": {"arguments": [*arguments, CPU], "folder": str(folder), "env": env}}
+    return rank_server.run(diagnose, [job], limit, folder)[0]
+
+
+def _by_hand(port, nodes=1):
+    numbers = f"cluster.num_nodes={nodes}", "cluster.node_rank=0", f"cluster.main_port={port}"
+    return "strategy=ddp_join", "cluster=manual", "cluster.main_address=127.0.0.1", *numbers
+
+
+def _of_slurm(rank):
+    return {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1",
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+    }  # fmt: skip
+
+
+def _taken_port_of_slurm(folder):
+    arguments = ["--json", "strategy=ddp_join", "cluster=slurm", "cluster.num_nodes=1", "trainer.devices=2", CPU]
+    jobs = [
+        {"rank": rank, "arguments": {"arguments": arguments, "folder": str(folder), "env": _of_slurm(rank)}}
+        for rank in range(2)
+    ]
+    with socket.create_server(("127.0.0.1", candidate_ports(_of_slurm(0))[0])):
+        return rank_server.run(diagnose, jobs, 60.0, folder)[0]
+
+
+def _taken_port(folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        return _doctor(folder, "--json", *_by_hand(other.getsockname()[1]))
+
+
+SITUATIONS = {
+    "healthy": lambda folder: _doctor(folder, "--json"),
+    "table": lambda folder: _doctor(folder, "strategy=ddp_join", "process_group=gloo", "network=loopback"),
+    "one process": lambda folder: _doctor(folder, "--json", "strategy=balanced_dp"),
+    "taken port": _taken_port,
+    "taken port of SLURM": _taken_port_of_slurm,
+    "missing rank": lambda folder: _doctor(
+        folder, *_by_hand(free_port(), nodes=2), "--timeout=4", "--json", "trainer.devices=1"
+    ),
+    "missing interface": lambda folder: _doctor(folder, "--json", "network=interface", "network.interface=nosuch0"),
+    "missing back-end": lambda folder: _doctor(folder, "process_group=mpi"),
+    "mistyped": lambda folder: _doctor(folder, "--json", "strategy=ddp", "strategy.bucket=1"),
+    "SLURM": lambda folder: _doctor(folder, "--json", "cluster.num_nodes=2", **TASK, SLURM_PROCID="0"),
+    "SLURM, rank 1": lambda folder: _doctor(folder, "--json", "cluster.num_nodes=2", **TASK, SLURM_PROCID="1"),
+}
+
+
+def is_healthy(found, ranks_of_hosts):
+    """Hold a healthy finding against the ranks that each host should have."""
+    assert found["healthy"], found["verdict"]
+    assert found["problems"] == []
+    assert [host["ranks"] for host in found["hosts"]] == ranks_of_hosts
+    assert found["world_size"] == sum(map(len, ranks_of_hosts))
+    sizes = [row["size"] for row in found["all_reduce"]]
+    assert sizes == list(SIZES)[: len(sizes)]
+    assert all(row["bus_bandwidth"] > 0 for row in found["all_reduce"])

@@ -1,0 +1,90 @@
+"""What the command says when something is wrong."""
+
+import sys
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from lightning_ddp_ext.cli.main import main
+from tests.cli.commands import OWN, command
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["strategy.gpu0_batchsize=2"], "Did you mean `gpu0_batch_size`?"),
+        (["strategy.gpu0_batch_size=2", "strategy.split=[1,2]"], "exclude each other"),
+        (["strategy.split=[1,2,3]"], "has 3 entries for 2 devices"),
+        (["network=loopback"], "`network=loopback` is set, but `strategy=balanced_dp` runs in one process"),
+        (["strategy=single", "trainer.devices=2"], "`strategy=single` uses one device"),
+        (["strategy=ddp", "network=interface", "network.interface=nosuch0"], "interface `nosuch0` not found"),
+        (["strategy=ddp", "network=interface"], "no interface named"),
+        (["strategy=ddp", "process_group=mpi"], "no back-end `mpi`; available: gloo"),
+        (
+            ["strategy=ddp", "process_group=gloo", "process_group.init_method=x://y"],
+            "`init_method=x://y` is of no known",
+        ),
+        (["strategy=ddp", "cluster=manual", "cluster.num_nodes=2"], "`cluster.node_rank` has no value"),
+        (["+trainer.callbacks=[]"], "trainer"),
+        (
+            ["logger=null"],
+            "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none`",
+        ),
+        (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` is not a file"),
+        (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
+        (["seed=${foo}"], "foo"),
+        (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),
+        (["strategy=ddp_join", "strategy.uneven_inputs=stopp"], "`uneven_inputs` must be one of 'join', 'stop'"),
+        (["strategy=ddp_join", "strategy.uneven_input=stop"], "Did you mean `uneven_inputs`?"),
+        (["data.train_fractions=[0.7,0.2]"], "in `data`: `train_fractions` must add up to 1, got [0.7, 0.2]"),
+        (["data.train_fractions=[0.7,0.3]"], "must have one number per process, got [0.7, 0.3] for 1 process."),
+        (["strategy=ddp_join", "data.train_fractions=[1.0]"], "got [1.0] for 2 processes"),
+        (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "`strategy=ddp` needs equally many"),
+        (["reference=true", "test=false"], "`reference=true` compares the results of the test"),
+        (["strategy=ddp_join", "strategy.start_method=spawn", "reference=true"], "`start_method=spawn` ends them"),
+        (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
+    ],
+)
+def test_a_mistake_ends_with_one_line_and_without_a_traceback(tmp_path, monkeypatch, capsys, overrides, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", *overrides])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    GlobalHydra.instance().clear()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    assert expected in printed.err
+    (line,) = printed.err.splitlines()
+    assert line.startswith("lightning-ddp-ext: ")
+    assert printed.out == ""
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
+    done = command(tmp_path, "strategy.gpu0_batchsize=2")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_traceback_of_a_mistake_can_be_asked_for(tmp_path):
+    done = command(tmp_path, "strategy.split=[1,2,3]", HYDRA_FULL_ERROR="1")
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+
+
+def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        OWN.replace("loss = self", "raise ArithmeticError('own bug')\n        loss = self")
+    )
+    done = command(
+        tmp_path, "model=custom", "model._target_=mine.Net", "+model.width=2", "data=custom", "data._target_=mine.Data"
+    )
+    assert done.returncode == 1
+    assert "ArithmeticError: own bug" in done.stderr
+    assert 'mine.py", line' in done.stderr
+    assert "Raised in replica 0 of 2 on device cpu, whose chunk is samples 0 to 3 of a batch of 8." in done.stderr

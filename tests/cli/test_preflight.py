@@ -1,0 +1,86 @@
+"""What keeps the training command from starting, before it waits for anybody."""
+
+import socket
+import sys
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from lightning_ddp_ext.cli.main import main
+from lightning_ddp_ext.cli.preflight import find_slurm_problems
+
+SCRIPT = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2",
+}  # fmt: skip
+TASK = {**SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+
+
+@pytest.fixture
+def refuse(tmp_path, monkeypatch, capsys):
+    """Run the training command, which has to end with one line."""
+
+    def run(*overrides, **environ):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", *overrides, "trainer.accelerator=cpu"])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        for name, value in {"HYDRA_FULL_ERROR": "0", **environ}.items():
+            monkeypatch.setenv(name, value)
+        GlobalHydra.instance().clear()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1
+        printed = capsys.readouterr()
+        (line,) = printed.err.splitlines()
+        assert line.startswith("lightning-ddp-ext: ")
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("environ", "overrides", "part"),
+    [
+        (SCRIPT, [], "Put `srun` before the command"),
+        (TASK, ["trainer.devices=3"], "rank 2 is missing"),
+        ({**TASK, "SLURM_JOB_NAME": "bash"}, [], "`SLURM_JOB_NAME=bash`"),
+        ({**TASK, "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}, [], "Set `num_nodes=2`"),
+    ],
+)
+def test_a_job_of_slurm_that_does_not_fit_is_refused(refuse, environ, overrides, part):
+    assert part in refuse("strategy=ddp", *overrides, **environ)
+
+
+def test_a_port_that_rank_0_cannot_have_is_refused_before_ranks_are_started(refuse):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        by_hand = ["cluster=manual", "cluster.num_nodes=1", "cluster.node_rank=0", "cluster.main_address=127.0.0.1"]
+        assert f"port {port} of host" in refuse("strategy=ddp_join", *by_hand, f"cluster.main_port={port}")
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        assert "already in use by" in refuse("strategy=ddp", "trainer.devices=2", **environ)
+
+
+def test_an_interface_in_the_environment_that_the_host_lacks_is_refused(refuse):
+    line = refuse("strategy=ddp", "process_group=gloo", "network=auto", GLOO_SOCKET_IFNAME="nosuch0")
+    assert "`nosuch0` in the environment variable `GLOO_SOCKET_IFNAME`" in line
+
+
+@pytest.mark.parametrize("devices", [2, "2", [0, 1], "0,1", "0,1,"])
+def test_devices_are_counted_as_the_trainer_does(monkeypatch, devices):
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+
+    def problems(**changes):
+        trainer = {"devices": devices, "accelerator": "cpu", "num_nodes": 1, "plugins": None, **changes}
+        cluster = {"num_nodes": 1}
+        return find_slurm_problems(
+            OmegaConf.create({"strategy": {"network_interface": None}, "trainer": trainer, "cluster": cluster})
+        )
+
+    assert problems() == []
+    assert len(problems(devices=[0, 1, 2])) == 1
+    assert problems(devices="auto") == []  # unknown before the Trainer is made
+    assert problems(devices=[0, 1, 2], plugins=["my_environment"]) == []
+    monkeypatch.setenv("NODE_RANK", "0")
+    assert problems(devices=[0, 1, 2]) == []  # somebody has set the ranks by hand

@@ -1,0 +1,292 @@
+"""Sweeps on one host, as a person starts them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Trainer
+from omegaconf import OmegaConf
+
+from lightning_ddp_ext import DDPJoinStrategy, UnsupportedFeatureError
+from lightning_ddp_ext.cli.main import main
+
+pytestmark = pytest.mark.timeout(900)
+COMMAND = [sys.executable, "-m", "lightning_ddp_ext", "-m"]
+
+# Every process of a job says what it is. In one job, rank 1 may fail.
+RECORDING = """
+import json
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+
+from lightning_ddp_ext.demo.digits import DigitsCNN
+
+
+class Recording(DigitsCNN):
+    def __init__(self, fails=False, **arguments):
+        super().__init__(**arguments)
+        self.fails = fails
+
+    def on_train_start(self):
+        hydra = HydraConfig.get()
+        made = dist.is_initialized()
+        record = {
+            "rank": dist.get_rank() if made else 0,
+            "world_size": dist.get_world_size() if made else 1,
+            "back-end": dist.get_backend() if made else None,
+            "devices": self.trainer.num_devices,
+            "overrides": list(hydra.overrides.task),
+            "number": hydra.job.num,
+        }
+        folder = Path(hydra.runtime.output_dir)
+        (folder / f"rank-{record['rank']}-{os.getpid()}.json").write_text(json.dumps(record))
+        if self.fails and self.global_rank == 1:
+            raise ArithmeticError("own bug of rank 1")
+"""
+SMALL = [
+    "model=custom", "model._target_=recording.Recording", "+model.width=4", "trainer.max_steps=2", "test=false",
+    "trainer.limit_val_batches=0", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false",
+    "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "picture=false",
+]  # fmt: skip
+
+
+def sweep(folder, *overrides, limit=600, **environment):
+    (folder / "recording.py").write_text(RECORDING)
+    return subprocess.run(
+        [*COMMAND, *SMALL, *overrides],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+
+
+def jobs(folder):
+    """What the processes of each job said, by its number."""
+    return {
+        int(job.name): [json.loads(path.read_text()) for path in sorted(job.glob("rank-*.json"))]
+        for job in folder.glob("runs/*/*/*")
+        if job.is_dir() and job.name.isdecimal()
+    }
+
+
+def check_jobs(folder, expected):
+    """Compare the jobs with (strategy, world size, devices) of each, and their folders with their configurations."""
+    found = jobs(folder)
+    assert len(found) == len(expected)
+    for number, (strategy, world_size, devices) in enumerate(expected):
+        records = found[number]
+        assert [record["rank"] for record in records] == list(range(world_size))
+        assert {record["world_size"] for record in records} == {world_size}
+        assert {record["number"] for record in records} == {number}
+        assert len({tuple(record["overrides"]) for record in records}) == 1
+        assert f"strategy={strategy}" in records[0]["overrides"]
+        (path,) = folder.glob(f"runs/*/*/{number}/config.yaml")
+        assert OmegaConf.load(path).trainer.devices == devices
+
+
+@pytest.mark.slow
+def test_every_job_has_its_own_processes_configuration_and_folder(tmp_path):
+    done = sweep(tmp_path, "strategy=ddp_join", "trainer.devices=2,3", "process_group=gloo")
+    assert done.returncode == 0, done.stderr
+    check_jobs(tmp_path, [("ddp_join", 2, 2), ("ddp_join", 3, 3)])
+
+
+@pytest.mark.slow
+def test_strategies_and_back_ends_can_be_swept(tmp_path):
+    strategies = ["ddp", "ddp_join", "ddp_checkpoint", "balanced_dp"]
+    done = sweep(tmp_path, f"strategy={','.join(strategies)}", "trainer.devices=2,3")
+    assert done.returncode == 0, done.stderr
+    ranks = {"balanced_dp": 1}
+    check_jobs(tmp_path, [(name, ranks.get(name, number), number) for name in strategies for number in (2, 3)])
+    (tmp_path / "back-ends").mkdir()
+    back_ends = ["gloo", "auto"]
+    done = sweep(tmp_path / "back-ends", "strategy=ddp_checkpoint", f"process_group={','.join(back_ends)}")
+    assert done.returncode == 0, done.stderr
+    check_jobs(tmp_path / "back-ends", [("ddp_checkpoint", 2, 2)] * 2)
+    records = jobs(tmp_path / "back-ends")
+    assert {record["back-end"] for number in range(2) for record in records[number]} == {"gloo"}
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_on_one_rank_is_named_and_the_next_one_runs(tmp_path):
+    done = sweep(tmp_path, "strategy=ddp_join", "trainer.devices=2", "+model.fails=true,false")
+    assert done.returncode == 1
+    assert "ArithmeticError: own bug of rank 1" in done.stderr
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("lightning-ddp-ext: job 0 of the sweep, `")
+    assert "+model.fails=True" in message  # as Hydra writes it
+    assert "ended with exit code" in message
+    assert message.count("runs/") == 1
+    assert [len(records) for _, records in sorted(jobs(tmp_path).items())] == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_sweep_with_all_processes_of_its_job(tmp_path):
+    (tmp_path / "recording.py").write_text(RECORDING)
+    overrides = ["strategy=ddp_join", "trainer.devices=2", "model.width=4,8", "trainer.max_steps=100000000"]
+    process = subprocess.Popen(
+        [*COMMAND, *SMALL, *overrides, "trainer.max_epochs=-1"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        await_(lambda: len(jobs(tmp_path).get(0, [])) == 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 128 + signal.SIGTERM
+        await_(lambda: not of_session(process.pid))
+        assert set(jobs(tmp_path)) == {0}
+    finally:
+        for left in of_session(process.pid):
+            left.kill()
+        process.wait()
+
+
+def await_(question, limit=300):
+    deadline = time.monotonic() + limit
+    while not question():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def of_session(number):
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == number and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def call_main(tmp_path, monkeypatch, capsys):
+    """Run the command in this process, and return its exit code and what it printed to stderr."""
+
+    def call(*arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", *arguments])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+        GlobalHydra.instance().clear()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().err.splitlines()
+
+    return call
+
+
+def test_every_job_that_cannot_start_is_named_and_the_first_one_again_at_the_end(call_main):
+    code, lines = call_main("-m", "trainer.accumulate_grad_batches=0,-1")
+    assert code == 1
+    own = [line for line in lines if line.startswith("lightning-ddp-ext: ")]
+    starts = [f"lightning-ddp-ext: job {number} of the sweep, `trainer.accumulate_grad_batches={value}`: "
+              for number, value in ((0, 0), (1, -1), (0, 0))]  # fmt: skip
+    assert [line[: len(start)] for line, start in zip(own, starts, strict=True)] == starts
+    assert all("must be at least 1" in line for line in own)
+    assert "Traceback" not in "".join(lines)
+
+
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
+def test_a_sweep_that_was_started_several_times_is_refused(call_main, monkeypatch, variable):
+    monkeypatch.setenv(variable, "2")
+    code, lines = call_main("-m", "seed=1,2")
+    assert code == 1
+    assert f"`--multirun` was started 2 times (`{variable}=2`)" in lines[-1]
+    assert "hydra/launcher=submitit_slurm" in lines[-1]
+
+
+@pytest.fixture
+def in_job():
+    """Make this process a job of Hydra in some mode."""
+
+    def become(mode):
+        with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
+            composed = compose("train", overrides=[f"hydra.mode={mode}"], return_hydra_config=True)
+        HydraConfig.instance().set_config(composed)
+
+    yield become
+    HydraConfig.instance().cfg = None
+
+
+def test_strategies_in_other_applications_refuse_to_repeat_a_sweep(in_job):
+    def trainer(devices=2, **options):
+        return Trainer(strategy=DDPJoinStrategy(**options), accelerator="cpu", devices=devices, logger=False)
+
+    in_job("MULTIRUN")
+    with pytest.raises(UnsupportedFeatureError, match='Use `start_method="spawn"`'):
+        trainer()
+    trainer(start_method="spawn")
+    trainer(devices=1)
+    in_job("RUN")
+    trainer()
+
+
+OTHER = """
+import os
+from pathlib import Path
+
+import hydra
+import torch
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_ext import DDPJoinStrategy
+
+
+class Module(LightningModule):
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.layer = torch.nn.Linear(2, 1)
+
+    def on_train_start(self):
+        (self.folder / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}").touch()
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@hydra.main(version_base="1.3", config_path=None)
+def main(config):
+    trainer = Trainer(
+        strategy=DDPJoinStrategy(start_method=config.start_method), accelerator="cpu", devices=config.devices,
+        max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    module = Module(Path(HydraConfig.get().runtime.output_dir))
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 2)), batch_size=2))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_the_remedy_for_other_applications_is_right(tmp_path, start_method):
+    (tmp_path / "other.py").write_text(OTHER)
+    command = [sys.executable, "other.py", "-m", "+devices=2,3", f"+start_method={start_method}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {job.name: {path.name for path in job.glob("rank-*")} for job in tmp_path.glob("multirun/*/*/[0-9]")}
+    assert found == {
+        str(number): {f"rank-{rank}-of-{size}" for rank in range(size)} for number, size in enumerate((2, 3))
+    }

@@ -1,0 +1,67 @@
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ArithmeticError("cannot be saved")
+
+
+def test_a_checkpoint_is_saved_and_loaded(tmp_path):
+    path = tmp_path / "new" / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, path)
+    assert torch.equal(AtomicCheckpointIO().load_checkpoint(path, weights_only=True)["weight"], torch.ones(3))
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path):
+    path = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"number": 1}, path)
+    with pytest.raises(ArithmeticError, match="cannot be saved"):
+        AtomicCheckpointIO().save_checkpoint({"number": 2, "other": Unpicklable()}, path)
+    assert torch.load(path, weights_only=True) == {"number": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=True)
+    try:
+        path = tmp_path / "a.ckpt"
+        AtomicCheckpointIO().save_checkpoint({"number": 1}, path)
+        with pytest.raises(OSError, match="no space left for the checkpoint") as raised:
+            AtomicCheckpointIO().save_checkpoint({"weight": torch.ones(2**20)}, path)
+        assert raised.value.errno == errno.ENOSPC
+        assert torch.load(path, weights_only=True) == {"number": 1}
+        assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+SAVING = """
+import sys, torch
+from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
+for number in range(10**6):
+    AtomicCheckpointIO().save_checkpoint({"number": number, "weight": torch.zeros(2**18)}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("moment", [0.0, pytest.param(0.02, marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path, moment):
+    path = tmp_path / "a.ckpt"
+    process = subprocess.Popen([sys.executable, "-c", SAVING, str(path)])
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.001)
+    time.sleep(moment)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert torch.load(path, weights_only=True)["weight"].shape == (2**18,)

@@ -1,0 +1,111 @@
+import pytest
+
+from lightning_ddp_ext.network.slurm_arithmetic import find_problems, summarize, tasks_per_node
+
+# What SLURM 22.05 gives `sbatch --nodes=2 --ntasks-per-node=2`: to the script, and to the tasks that `srun` starts.
+SCRIPT = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2", "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0", "SLURM_NODEID": "0",
+}  # fmt: skip
+TASK = {
+    **SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3", "SLURM_NODEID": "1",
+}  # fmt: skip
+
+
+def changed(environ, **changes):
+    """An environment with some variables changed, and without those that are None."""
+    return {name: value for name, value in {**environ, **changes}.items() if value is not None}
+
+
+def srun(tasks, per_node, spread=None, nodes=2, **changes):
+    return changed(
+        TASK, SLURM_NTASKS=str(tasks), SLURM_STEP_NUM_TASKS=str(tasks), SLURM_NNODES=str(nodes),
+        SLURM_NTASKS_PER_NODE=None if per_node is None else str(per_node),
+        SLURM_STEP_TASKS_PER_NODE=spread or f"{tasks // nodes}(x{nodes})", **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "num_nodes", "devices"),
+    [
+        ({}, 2, 2),
+        (TASK, 2, 2),
+        (srun(2, 1), 2, 1),
+        (srun(1, None, nodes=1), 1, 1),
+        (srun(2, 1, SLURM_GPUS_PER_TASK="1"), 2, 1),
+        (srun(4, 2, SLURM_GPUS_PER_TASK="a100:2"), 2, 2),
+        (srun(4, 2, SLURMD_TRES_BIND="gpu:per_task:2"), 2, 2),
+        # a script or a shell on one node, whose processes Lightning starts
+        (changed(SCRIPT, SLURM_NTASKS=None, SLURM_NTASKS_PER_NODE=None, SLURM_NNODES="1"), 1, 2),
+        (changed(SCRIPT, SLURM_JOB_NAME="interactive", SLURM_PROCID=None), 1, 2),
+        (srun(1, None, nodes=1, SLURM_JOB_NAME="bash"), 1, 2),
+        # torchrun, once per node
+        (srun(2, 1, TORCHELASTIC_RUN_ID="7"), 2, 8),
+        # not a number
+        (changed(TASK, SLURM_NNODES="two", SLURM_STEP_TASKS_PER_NODE="?"), 2, 2),
+    ],
+)
+def test_what_fits_is_no_problem(environ, num_nodes, devices):
+    assert find_problems(environ, num_nodes, devices) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "num_nodes", "devices", "parts"),
+    [
+        (
+            srun(3, 2, "2,1"), 2, 2,
+            ["`SLURM_NTASKS=3` (`SLURM_NTASKS_PER_NODE=2`)", "2 nodes x `devices=2` = 4 processes", "rank 3 is missing",
+             "Set `--nodes=2 --ntasks-per-node=2`"],
+        ),
+        (srun(2, 1), 2, 4, ["`SLURM_NTASKS=2`", "= 8 processes: ranks 2 to 7 are missing", "--ntasks-per-node=4"]),
+        (srun(4, 2), 2, 1, ["`SLURM_NTASKS=4`", "2 tasks too many", "--ntasks-per-node=1"]),
+        (srun(4, 3), 2, 2, ["`SLURM_NTASKS_PER_NODE=3` differs from `devices=2`"]),
+        (srun(4, None, "3,1"), 2, 2, ["`SLURM_STEP_TASKS_PER_NODE=3,1` puts 3 tasks on a node with `devices=2`"]),
+        (srun(2, None), 2, 1, ["`SLURM_NTASKS=2` without `SLURM_NTASKS_PER_NODE`", "--ntasks-per-node=1"]),
+        (TASK, 1, 2, ["`SLURM_NNODES=2` differs from `num_nodes=1`", "Set `num_nodes=2`"]),
+        (srun(2, 1, SLURM_JOB_NAME="bash"), 2, 1, ["`SLURM_JOB_NAME=bash`", "2 tasks", "`--job-name=train`"]),
+        (srun(4, 2, SLURM_JOB_NAME="interactive"), 2, 2, ["`SLURM_JOB_NAME=interactive`"]),
+        (SCRIPT, 2, 2, ["`SLURM_JOB_ID=7`", "`SLURM_STEP_ID=`", "the only one of 4", "Put `srun` before"]),
+        (changed(SCRIPT, SLURM_STEP_ID=str(0xFFFFFFFB)), 2, 2, ["`SLURM_STEP_ID=4294967291`", "Put `srun` before"]),
+        (
+            changed(SCRIPT, SLURM_NTASKS=None, SLURM_NTASKS_PER_NODE=None), 2, 1,
+            ["the only one of 2", "Put `srun` before"],
+        ),
+        (changed(SCRIPT, SLURM_JOB_NAME="interactive"), 2, 2, ["the only one of 4"]),
+        (
+            srun(4, 2, SLURM_GPUS_PER_TASK="a100:1"), 2, 2,
+            ["`SLURM_GPUS_PER_TASK=a100:1` shows each task 1 GPU", "`devices=2`", "`--gpus-per-node=2`"],
+        ),
+        (
+            srun(4, 2, SLURMD_TRES_BIND="gpu:per_task:1"), 2, 2,
+            ["`SLURMD_TRES_BIND=gpu:per_task:1` shows each task 1 GPU"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_once_with_its_variables_and_a_remedy(environ, num_nodes, devices, parts):
+    (problem,) = find_problems(environ, num_nodes, devices)
+    for part in parts:
+        assert part in problem
+    assert problem.endswith(".")
+
+
+def test_several_problems_are_all_named():
+    environ = srun(2, 1, SLURM_JOB_NAME="bash", SLURM_GPUS_PER_TASK="1")
+    assert len(find_problems(environ, 1, 2)) == 4
+
+
+def test_gpus_of_a_task_do_not_matter_to_cpus():
+    assert find_problems(srun(4, 2, SLURM_GPUS_PER_TASK="1"), 2, 2, uses_gpus=False) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", [1]), ("2(x2)", [2, 2]), ("2(x2),1", [2, 2, 1]), ("", []), ("2(x2", [])]
+)
+def test_tasks_per_node_are_read(text, counts):
+    assert tasks_per_node(text) == counts
+
+
+def test_a_job_is_summarized_in_one_line():
+    assert summarize({}) is None
+    assert summarize(TASK).startswith("job 7, `SLURM_JOB_NAME=train`, `SLURM_NNODES=2`, `SLURM_NTASKS=4`")

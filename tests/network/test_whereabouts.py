@@ -1,0 +1,60 @@
+import sys
+import threading
+
+import pytest
+
+from lightning_ddp_ext.network.whereabouts import describe_main_stack, find_main_thread, find_place
+
+
+def test_the_main_thread_is_found_from_another_one():
+    found = []
+
+    def look():
+        found.extend([find_main_thread(), describe_main_stack()])
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    place, stack = found
+    assert place.collective == ""
+    assert "test_the_main_thread_is_found_from_another_one (test_whereabouts.py:" in place.code
+    assert "in test_the_main_thread_is_found_from_another_one\n    thread." in stack
+
+
+def test_a_function_of_torch_distributed_is_named_with_its_caller():
+    frames = {}
+    namespace = {"__name__": "torch.distributed.distributed_c10d", "look": lambda: frames.update(f=sys._getframe(1))}
+    exec(
+        "def all_gather():\n    look()\ndef wrapper():\n    all_gather()\ndef all_gather_object():\n    wrapper()",
+        namespace,
+    )
+
+    def training_step():
+        namespace["all_gather_object"]()
+
+    training_step()
+    place = find_place(frames["f"])
+    assert place.collective == "all_gather_object"
+    assert place.code.startswith("training_step (test_whereabouts.py:")
+    assert str(place).startswith("all_gather_object <- training_step (")
+    assert place.waits
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"),
+    [
+        ("torch.distributed.distributed_c10d", True),
+        ("lightning_ddp_ext.parallel.reducer", True),
+        ("torch.distributed.checkpoint.filesystem", False),
+        ("lightning_ddp_ext.data.lockstep_loader", False),
+        ("theirs", False),
+    ],
+)
+def test_a_thread_waits_for_ranks_only_where_nothing_else_takes_time(module, waits):
+    namespace = {"__name__": module, "sys": sys}
+    exec("def stay():\n    return sys._getframe()", namespace)
+    assert find_place(namespace["stay"]()).waits == waits
+
+
+def test_nothing_is_known_of_a_thread_that_has_ended():
+    assert str(find_place(None)) == ""

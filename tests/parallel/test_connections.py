@@ -1,0 +1,125 @@
+"""Connections that are remembered can be broken, under a thread that waits for them; all others stay."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from lightning_ddp_ext.parallel import connections
+from lightning_ddp_ext.parallel.connections import (
+    break_connections,
+    break_rest,
+    count_received,
+    spare_port,
+    tracked_connections,
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered(monkeypatch):
+    monkeypatch.setattr(connections, "_tracked", {})
+    monkeypatch.setattr(connections, "_spared_ports", set())
+    monkeypatch.setattr(connections, "_has_broken", False)
+
+
+@pytest.fixture
+def connect():
+    """Make a connection of two sockets of this process."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def connect():
+            own = stack.enter_context(socket.create_connection(listener.getsockname()))
+            return own, stack.enter_context(listener.accept()[0])
+
+        connect.listener = listener
+        yield connect
+
+
+def works(pair):
+    own, other = pair
+    try:
+        own.sendall(b"x")
+        return other.recv(1) == b"x"
+    except OSError:
+        return False
+
+
+def test_those_that_a_block_opens_are_broken_and_no_others(connect):
+    before = connect()
+    with tracked_connections():
+        during = connect()
+    after = connect()
+    assert break_connections() == 2
+    assert not works(during)
+    assert works(before)
+    assert works(after)
+    assert works(connect())  # the listener was there before
+    assert break_connections() == 0
+
+
+def test_lasting_ones_are_broken_only_if_asked_for(connect):
+    with tracked_connections(lasting=True):
+        pair = connect()
+    assert break_connections() == 0
+    assert works(pair)
+    assert break_connections(lasting=True) == 2
+    assert not works(pair)
+
+
+def test_who_waits_in_another_thread_is_woken(connect):
+    with tracked_connections():
+        _, other = connect()
+    received = []
+    thread = threading.Thread(target=lambda: received.append(other.recv(1)))
+    thread.start()
+    break_connections()
+    thread.join(30)
+    assert received == [b""]
+
+
+def test_a_listener_and_connections_to_a_spared_port_stay():
+    with contextlib.ExitStack() as stack:
+        with tracked_connections():
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            spare_port(listener.getsockname()[1])
+            own = stack.enter_context(socket.create_connection(listener.getsockname()))
+            served = stack.enter_context(listener.accept()[0])
+        assert break_connections() == 1
+        assert not works((served, own))  # the end of the client is
+        later = stack.enter_context(socket.create_connection(listener.getsockname()))
+        assert works((later, stack.enter_context(listener.accept()[0])))
+
+
+def test_a_descriptor_that_is_used_again_is_left_alone(connect):
+    with tracked_connections():
+        own, other = connect()
+    own.close()
+    other.close()
+    pair = connect()
+    assert break_connections() == 0
+    assert works(pair)
+
+
+def test_the_rest_is_broken_at_the_end_only_where_something_was_before(connect):
+    with tracked_connections(lasting=True):
+        pair = connect()
+    break_rest()
+    assert works(pair)
+    break_connections()
+    break_rest()
+    assert not works(pair)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux counts the bytes of a connection")
+def test_bytes_that_come_are_counted_but_for_one_port(connect):
+    own, other = connect()
+    before = count_received(None)
+    other.sendall(b"x" * 1000)
+    assert len(own.recv(1000, socket.MSG_WAITALL)) == 1000
+    assert count_received(None) == before + 1000
+    without = count_received(connect.listener.getsockname()[1])
+    other.sendall(b"x")
+    assert own.recv(1) == b"x"
+    assert count_received(connect.listener.getsockname()[1]) == without

@@ -1,0 +1,119 @@
+"""What becomes of training when a rank gets into trouble. One process imports everything and forks the ranks."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lightning_ddp_ext.testing import run_processes
+from tests.network.hosts import Hosts, reason_to_skip
+from tests.strategies.fault_ranks import FAULTS, GO_ON, OF_LINKS, WHEN
+from tests.strategies.fault_runs import Fault, become_subreaper, list_faults, run_fault
+
+LIMIT = 6.0  # seconds without a sign of life
+MORE = 10.0  # seconds that all ranks may take beyond the limit
+BUSY = 15.0  # seconds more on a busy machine
+
+FEW = [
+    Fault("none", 0, "even"),
+    Fault("kill -9", 1, "even"),
+    Fault("SIGSTOP", 1, "even"),
+    Fault("SIGSTOP", 0, "tail"),
+    Fault("exception", 0, "tail"),
+    Fault("exception", 1, "tail"),
+    Fault("exception", 1, "validation"),
+    Fault("vanished folder", 0, "even"),
+    Fault("slow rank", 1, "even"),
+]
+ALL = list_faults([kind for kind in FAULTS if kind not in OF_LINKS], list(WHEN))
+SAID = {
+    "kill -9": "the process of rank {rank} is gone",
+    "SIGSTOP": "stalled",
+    "exception": "rank {rank} failed: ArithmeticError: boom (at step ",
+    "out of memory": "rank {rank} failed: RuntimeError: ",
+    "full disk": "rank 0 failed: OSError: [Errno 28] No space left on device",
+    "vanished folder": "rank 0 failed: FileExistsError: ",
+    "link cut": "stalled",
+}
+PHASES = {"even": "training, batch 2", "tail": "training, batch 6", "validation": "validation, batch 1"}
+
+
+def play(faults, strategy="ddp_join"):
+    """Run faults one after another on this process's children; returns what is looked at."""
+    become_subreaper()
+    outcomes = []
+    for fault in faults:
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = run_fault(fault, Path(folder) / "run", LIMIT, strategy=strategy)
+        outcomes.append({**vars(outcome), "said": outcome.said, "living": outcome.living})
+    return outcomes
+
+
+def check(outcome):
+    fault, rows = outcome["fault"], outcome["rows"]
+    assert not any(row["timed_out"] for row in rows), "\n".join(row["output"] for row in rows)
+    assert outcome["left"] == 0
+    if fault.kind in GO_ON:
+        assert [row["value"] for row in rows] == [{"steps": 16}] * 2, "\n".join(row["output"] for row in rows)
+        return
+    assert outcome["seconds"] < LIMIT + MORE + BUSY
+    expected = SAID[fault.kind].format(rank=fault.rank)
+    for row in outcome["living"]:
+        if row["rank"] != fault.rank or fault.kind in OF_LINKS:
+            assert row["error"].startswith("OtherRankError: "), row["output"]
+            assert expected in row["error"]
+        else:
+            assert row["error"], row["output"]
+    if fault.kind in ("exception", "out of memory"):
+        assert PHASES[fault.phase] in outcome["said"]
+    assert outcome["checkpoints"] > 0 or fault.phase == "even"
+    assert not outcome["broken"]
+
+
+@pytest.fixture(scope="module")
+def few():
+    (outcomes,) = run_processes(play, 1, FEW, timeout=280)
+    return {outcome["fault"]: outcome for outcome in outcomes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FEW, ids=str)
+def test_all_ranks_end_soon_and_say_what_has_happened_or_go_on(few, fault):
+    check(few[fault])
+
+
+@pytest.mark.slow
+def test_a_stall_report_names_step_phase_and_collective(few):
+    outcome = few[Fault("SIGSTOP", 1, "even")]
+    output = outcome["rows"][0]["output"]
+    assert "stall report of rank 0 of 2" in output
+    assert output.count("training, batch 2") >= 2
+    assert "all_reduce <- " in output
+    other = next(line for line in output.splitlines() if line.startswith("1 "))
+    assert "_act (fault_ranks.py" in other
+    stack = output.partition("Python stack")[2].partition("ends now")[0]
+    assert "sync_control.py" in stack
+    assert "work.wait()" in stack
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp_join", "ddp_checkpoint"])
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind not in OF_LINKS])
+def test_every_fault_on_every_rank_in_every_phase(kind, strategy):
+    (outcomes,) = run_processes(play, 1, [fault for fault in ALL if fault.kind == kind], strategy, timeout=290)
+    for outcome in outcomes:
+        check(outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", list_faults(OF_LINKS, ["even", "validation"], [1]), ids=str)
+def test_a_link_that_is_cut(fault, tmp_path):
+    reason = reason_to_skip()
+    if reason:
+        pytest.skip(f"no hosts of network namespaces: {reason}")
+    hosts = Hosts(2, tmp_path)
+    try:
+        outcome = run_fault(fault, tmp_path / "run", 12.0, hosts)
+    finally:
+        hosts.close()
+    check({**vars(outcome), "said": outcome.said, "living": outcome.living})

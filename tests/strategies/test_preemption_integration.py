@@ -1,0 +1,72 @@
+"""Runs that are told to end at some moment, and go on as if nothing had happened."""
+
+import pytest
+
+from lightning_ddp_ext.testing import run_processes
+from tests.strategies import preemption_ranks as ranks
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank has; one launch for all cases."""
+    return run_processes(ranks.run_all, 2, str(tmp_path_factory.mktemp("runs")), timeout=500)
+
+
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_a_run_that_leaves_and_resumes_ends_as_the_whole_one(found, name):
+    for by_name in found:
+        case = by_name[name]
+        assert case.interrupted.digests, "left before its first batch"
+        assert len(case.interrupted.digests) < len(case.whole.digests), "was not interrupted"
+        assert case.interrupted.digests + case.resumed.digests == case.whole.digests
+        assert case.interrupted.steps + case.resumed.steps == case.whole.steps
+        assert case.interrupted.validated + case.resumed.validated == case.whole.validated
+
+
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_ranks_leave_after_the_same_batch_with_one_checkpoint(found, name):
+    first, second = (by_name[name] for by_name in found)
+    assert first.interrupted.digests == second.interrupted.digests
+    assert first.files == second.files == ["hpc_ckpt_1.ckpt"]
+    assert first.code == second.code == 128 + ranks.CASES[name].signum
+
+
+def test_random_numbers_matter(found):
+    """The control: ranks draw different ones, and so does each run that does not restore them."""
+    assert found[0]["within an epoch"].whole.digests != found[0]["in the tail"].whole.digests
+    assert len(set(found[0]["within an epoch"].whole.digests)) == len(found[0]["within an epoch"].whole.digests)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """Samples by rank until an epoch is interrupted on two ranks, and when three resume it."""
+    folder = str(tmp_path_factory.mktemp("others"))
+    steps = [1, 4, 5]  # the ranks have 16 and 15 samples, in batches of 3
+    before = run_processes(ranks.save_within_an_epoch, 2, folder, steps, timeout=120)
+    run_processes(ranks.save_streams, 2, folder, timeout=120)
+    after = run_processes(ranks.resume_on_others, 3, folder, steps, timeout=120)
+    refused = run_processes(ranks.refuse_on_others, 3, folder, timeout=120)
+    return steps, before, after, refused
+
+
+@pytest.mark.slow
+def test_what_is_left_of_an_epoch_is_dealt_out_on_another_number_of_ranks(others):
+    steps, before, after, _ = others
+    for number in range(len(steps)):
+        until = [index for by_rank in before for index in by_rank[number]]
+        rest = [index for by_rank in after for index in by_rank[number][0]]
+        assert sorted(until + rest) == list(range(31))
+        assert until
+        assert rest
+        following = [index for by_rank in after for index in by_rank[number][1]]
+        assert sorted(following) == list(range(31))
+
+
+@pytest.mark.slow
+def test_streams_and_several_loaders_refuse_another_number_of_ranks(others):
+    for by_rank in others[3]:
+        for message in by_rank:
+            assert "UnsupportedFeatureError: the checkpoint was saved by 2 ranks in the middle of an epoch" in message
+            assert "Resume on 2 ranks" in message
