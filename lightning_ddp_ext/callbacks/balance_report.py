@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import logs_now
+from lightning_ddp_ext._compat.loops import logs_now
 from lightning_ddp_ext.arguments import check_flag, check_path
 from lightning_ddp_ext.callbacks.balance_picture import draw_balance
 from lightning_ddp_ext.integration.replicated_step import BatchRecord

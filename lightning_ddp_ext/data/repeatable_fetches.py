@@ -57,26 +57,33 @@ class RepeatableFetches:
 
     Args:
         device: A CUDA device whose generator counts too.
+
+    Attributes:
+        looks_ahead: Whether batches are fetched before they are used.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._resumed: FetchRecord | None = None
-        self._has_begun = self._is_back = self._is_going = False
+        self._has_begun = self._is_back = self._is_going = self._is_bypassed = False
         self._start = self._capture()
         self._states: deque[Tensor] = deque(maxlen=LOOKAHEAD)
         self._fetched = self._used = 0
-        self._looks_ahead = True
+        self.looks_ahead = True
 
     def resume(self, record: FetchRecord) -> None:
         """Let the next iteration go on where a record was made."""
         self._resumed = record
         self._has_begun = self._is_back = self._is_going = False
 
+    def leave_to_loaders(self) -> None:
+        """Let loaders resume by themselves: only the states of the interruption matter."""
+        self._is_bypassed = True
+
     def go_on(self) -> None:
         """Have the random states of the interruption; to be called before every step, and its fetch."""
         self._is_going = True
-        if self._resumed is not None and self._is_back:
+        if self._resumed is not None and (self._is_back or self._is_bypassed):
             self._come_back(self._resumed)  # something else may have drawn meanwhile
         elif self._resumed is not None and self._has_begun and not self._resumed.has_begun:
             self._resumed = None
@@ -90,7 +97,7 @@ class RepeatableFetches:
         now = self._capture()
         if used is None:
             return FetchRecord(False, now, (), now)
-        ahead = max(0, self._fetched - used) if self._looks_ahead else 0
+        ahead = max(0, self._fetched - used) if self.looks_ahead else 0
         return FetchRecord(True, self._start, tuple(self._states)[len(self._states) - ahead :], now)
 
     def begin(self, used: int = 0, looks_ahead: bool = True) -> None:
@@ -98,7 +105,7 @@ class RepeatableFetches:
 
         Args:
             used: How many batches are going to be passed over.
-            looks_ahead: Whether batches are fetched before they are used.
+            looks_ahead: Whether batches are fetched before they are used; may be set until the first one is fetched.
         """
         if self._resumed is not None:
             restore_random_states(self._resumed.start, self._device)
@@ -107,12 +114,12 @@ class RepeatableFetches:
         self._has_begun = True
         self._start = self._capture()
         self._states.clear()
-        self._fetched, self._used, self._looks_ahead = 0, used, looks_ahead
+        self._fetched, self._used, self.looks_ahead = 0, used, looks_ahead
 
     def fetch(self, fetch_next: Callable[[], T]) -> T:
         """Fetch the next batch; raises what the function raises."""
         self._set_back()
-        state = self._capture() if self._looks_ahead else None
+        state = self._capture() if self.looks_ahead else None
         try:
             batch = fetch_next()
         except StopIteration:

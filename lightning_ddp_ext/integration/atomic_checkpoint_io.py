@@ -1,14 +1,19 @@
 """Checkpoints that are complete or not there."""
 
+import contextlib
 import errno
 import os
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
+
+from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io, is_wrapping
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -27,7 +32,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.partial")
+        # Lightning takes every file whose name holds that of a checkpoint for one.
+        partial = target.with_name(f".{zlib.crc32(target.name.encode()):08x}.partial")
         try:
             with partial.open("wb") as file:
                 torch.save(checkpoint, file)
@@ -45,17 +51,36 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         _sync_folder(target.parent)
 
 
+class AtomicSaving(Strategy):
+    """Saves with `AtomicCheckpointIO` where Lightning would with `TorchCheckpointIO`; before its class in the bases."""
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        given = given_checkpoint_io(self)
+        if given is None:
+            self.checkpoint_io = given = AtomicCheckpointIO()
+        elif is_wrapping(given):
+            given.checkpoint_io = AtomicCheckpointIO()  # unless it has one of its own
+        return given
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        give_checkpoint_io(self, io)
+
+
 def _is_full(folder: Path, error: BaseException) -> bool:
     """Tell whether a disk is full; torch's writer does not say so."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOSPC
-    return isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < 2**20
+    return isinstance(error, RuntimeError) and folder.is_dir() and shutil.disk_usage(folder).free < 2**20
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the new name reach the disk too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Let the new name reach the disk too, where folders may be opened and synchronised."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torchmetrics import Metric
 
-from lightning_ddp_ext._compat.lightning import (
+from lightning_ddp_ext._compat.lightning import is_hook_of_loop
+from lightning_ddp_ext._compat.loops import (
     active_combined_loader,
     combination_mode,
-    is_hook_of_loop,
     reload_training_data_after_epoch,
     replace_loaders,
     restore_loaders,

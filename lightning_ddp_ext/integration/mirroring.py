@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_ddp_ext._compat.lightning import manual_step_progress
+from lightning_ddp_ext._compat.loops import manual_step_progress
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.parallel.buckets import broadcast_all
 from lightning_ddp_ext.parallel.packing import Packed, broadcast_packed, pack, unpack

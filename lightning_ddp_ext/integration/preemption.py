@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_ddp_ext._compat.lightning import preemption_path, replace_signal_handling, saved_between_batches
+from lightning_ddp_ext._compat.loops import preemption_path, replace_signal_handling
 
 LEAVE, REQUEUE = 1, 2
 
@@ -37,13 +37,16 @@ class Departure:
 
     Attributes:
         request: What this rank has been told: 0, `LEAVE` or `REQUEUE`.
+        is_leaving: Whether the checkpoint is being saved.
+        requeue_signal: The signal after which a job is requeued.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.request = 0
+        self.is_leaving = False
         self._trainer = trainer
         self._agreed = 0
-        self._requeue_signal = _requeue_signal(trainer)
+        self.requeue_signal = _requeue_signal(trainer)
         self._postponed: list[Callable[[], Any]] = []
         replace_signal_handling(trainer, self._register)
 
@@ -63,30 +66,37 @@ class Departure:
         """
         if not self._agreed:
             return
-        signum = signal.SIGTERM if self._agreed == LEAVE else self._requeue_signal
+        signum = signal.SIGTERM if self._agreed == LEAVE else self.requeue_signal
         trainer = self._trainer
         _let_children_end(trainer)
         path = preemption_path(trainer)
-        with saved_between_batches(trainer):
-            trainer.save_checkpoint(path, weights_only=False)
+        self.is_leaving = True
+        trainer.save_checkpoint(path, weights_only=False)
         code = _SHELL + signum
         rank_zero_info(
             f"{signum.name} was received: all ranks leave after step {trainer.global_step}, exit code {code}. Saved"
             f' {path}; fitting with `ckpt_path="hpc"` and this `default_root_dir` goes on from there.'
         )
         if self._agreed == REQUEUE:
+            self._requeue()
+        raise SIGTERMException(code)
+
+    def _requeue(self) -> None:
+        try:
             if self._postponed:
                 for handler in self._postponed:
                     handler()
-            elif trainer.is_global_zero and _requeues(trainer):
+            elif self._trainer.is_global_zero and _requeues(self._trainer):
                 requeue_job(os.environ)
-        raise SIGTERMException(code)
+        finally:
+            # A rank that ends earlier has `srun -K` end the step, and rank 0 with it.
+            self._trainer.strategy.barrier("requeued")
 
     def _register(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers there only
         self._replace(signal.SIGTERM, LEAVE)
-        self._replace(self._requeue_signal, REQUEUE)
+        self._replace(self.requeue_signal, REQUEUE)
 
     def _replace(self, signum: signal.Signals, request: int) -> None:
         previous = signal.getsignal(signum)

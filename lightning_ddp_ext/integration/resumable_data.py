@@ -1,15 +1,14 @@
 """Training data of a run that is interrupted in the middle of an epoch, and resumes there."""
 
-import warnings
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import combination_mode, has_state
+from lightning_ddp_ext._compat.loops import combination_mode, has_state
 from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 POSITION = "position"
 WORLD_SIZE = "world_size"
@@ -23,12 +22,16 @@ class ResumableCombinedLoader(CombinedLoader):
         mode: See `CombinedLoader`.
         fetches: Knows the random states of this process.
         world_size: Number of ranks.
+        may_look_ahead: Whether the loop may fetch a batch before it is needed: not where `training_step` fetches.
     """
 
-    def __init__(self, iterables: Any, mode: Any, fetches: RepeatableFetches, world_size: int) -> None:
+    def __init__(
+        self, iterables: Any, mode: Any, fetches: RepeatableFetches, world_size: int, may_look_ahead: bool = True
+    ) -> None:
         super().__init__(iterables, mode)
         self._world_size = world_size
         self._fetches = fetches
+        self._may_look_ahead = may_look_ahead
         self._length: int | None = None
         self._position = self._skip = 0
         self._has_ended = True
@@ -36,13 +39,17 @@ class ResumableCombinedLoader(CombinedLoader):
     @override
     def __iter__(self) -> "ResumableCombinedLoader":
         skip, self._skip = self._skip, 0
-        # Lightning looks one batch ahead if it cannot tell otherwise which one is the last.
-        self._fetches.begin(skip, looks_ahead=self._looks_ahead)
+        self._fetches.begin(skip)
         super().__iter__()
         self._length = sized_len(self)
+        self._fetches.looks_ahead = self._looks_ahead
         self._position, self._has_ended = 0, False
-        for _ in range(skip):
-            next(self)
+        for passed in range(skip):
+            if next(self, None) is None:
+                raise UnsupportedFeatureError(
+                    f"the checkpoint was saved after {skip} batches of an epoch, which has only {passed} now. Resume"
+                    " with the same data, batch size and number of ranks, or from a checkpoint of the end of an epoch."
+                )
         return self
 
     @override
@@ -64,7 +71,8 @@ class ResumableCombinedLoader(CombinedLoader):
 
     @property
     def _looks_ahead(self) -> bool:
-        return any(sized_len(loader) is None for loader in self.flattened)
+        # Lightning looks one batch ahead if it cannot tell otherwise which one is the last.
+        return self._may_look_ahead and self._length is None
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
@@ -77,8 +85,6 @@ class ResumableCombinedLoader(CombinedLoader):
                 f"The checkpoint was saved by {ranks} ranks in the middle of an epoch, and {self._world_size} resume"
                 " it: some samples of this epoch are seen twice or never. Use `ddp_join` to deal out what is left."
             )
-        # Lightning warns of loaders that do not resume; these do.
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before", PossibleUserWarning)
 
 
 def position_in(states: list[dict[str, Any]]) -> int:
@@ -86,10 +92,13 @@ def position_in(states: list[dict[str, Any]]) -> int:
     return next((int(state[POSITION]) for state in states if POSITION in state), 0)
 
 
-def make_resumable(given: Any, fetches: RepeatableFetches, world_size: int) -> Any:
+def make_resumable(given: Any, fetches: RepeatableFetches, world_size: int, may_look_ahead: bool) -> Any:
     """Combine the loaders of a training loop so that they resume, unless one of them has a state and does so itself."""
     iterables, mode = given, "max_size_cycle"  # as in Lightning
     if isinstance(given, CombinedLoader):
         iterables, mode = given.iterables, combination_mode(given)
-    combined = ResumableCombinedLoader(iterables, mode, fetches, world_size)
-    return given if any(has_state(loader) for loader in combined.flattened) else combined
+    combined = ResumableCombinedLoader(iterables, mode, fetches, world_size, may_look_ahead)
+    if any(has_state(loader) for loader in combined.flattened):
+        fetches.leave_to_loaders()
+        return given
+    return combined

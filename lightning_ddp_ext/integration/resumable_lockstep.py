@@ -1,6 +1,7 @@
 """Training in lockstep that resumes in the middle of an epoch, on the same or another number of ranks."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         group: See `LockstepCombinedLoader`.
         uneven_inputs: See `LockstepCombinedLoader`.
         fetches: Knows the random states of this process.
-        reload_after_epoch: Called if this epoch has another length than the next one.
+        reload_after_epoch: Called if this epoch has another length than the next one, with what to do between them.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         group: dist.ProcessGroup,
         uneven_inputs: UnevenInputs,
         fetches: RepeatableFetches,
-        reload_after_epoch: Callable[[], None],
+        reload_after_epoch: Callable[[Callable[[], None]], None],
     ) -> None:
         super().__init__(iterables, mode, group, uneven_inputs)
         self._fetches = fetches
@@ -107,11 +108,13 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         position = position_in(states)
         if not position:
             return
-        ranks, dealt, before = state[WORLD_SIZE], state[_DEALT], state[_BEFORE]
+        # A checkpoint of `ddp_checkpoint` has no more than the position.
+        ranks, dealt, before = state[WORLD_SIZE], state.get(_DEALT, []), state.get(_BEFORE, 0)
         if ranks != dist.get_world_size(self._group):
-            if state[_TAKEN] is None:
+            taken = state.get(_TAKEN)
+            if taken is None:
                 self._refuse(ranks)
-            dealt, before = [*dealt, state[_TAKEN]], position
+            dealt, before = [*dealt, taken], position
         if dealt:
             self._deal_rest(dealt, before, ranks)
         self._skip = position - before
@@ -133,13 +136,13 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         self.flattened = [RankedLoader(loader.loader, self._group)]
         self.limits = [max(0, limit)]
         self._dealt, self._before = dealt, before
-        self._reload_after_epoch()
+        self._reload_after_epoch(partial(sampler.leave_out, ()))
 
     def _refuse(self, ranks: int) -> None:
         raise UnsupportedFeatureError(
             f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and"
             f" {dist.get_world_size(self._group)} resume it. What is left can be dealt out anew only for a single"
             " loader with a dataset that has a length and the sampler of `ddp_join`; streams, several loaders and"
-            f" samplers or batch samplers of your own need the same number of ranks. Resume on {ranks} ranks, or from a"
-            " checkpoint of the end of an epoch."
+            " samplers or batch samplers of your own, and checkpoints of other strategies, need the same number of"
+            f" ranks. Resume on {ranks} ranks, or from a checkpoint of the end of an epoch."
         )

@@ -8,7 +8,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_ddp_ext._compat.lightning import (
+from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.loops import (
     before_each_batch,
     go_on_as_uninterrupted,
     not_before_each_batch,
@@ -16,6 +17,8 @@ from lightning_ddp_ext._compat.lightning import (
     restore_callback_metrics,
     restore_loaders,
     restore_signal_handling,
+    restore_training_data,
+    resume_training_data,
     training_loader,
 )
 from lightning_ddp_ext.data.repeatable_fetches import FetchRecord, RepeatableFetches
@@ -47,16 +50,17 @@ class ResumableRun:
         self.fetches = RepeatableFetches(trainer.strategy.root_device)
         self._trainer = trainer
         self._group = group
-        self._is_resumed = resumed is not None
+        self._resumed = resumed
         if resumed is not None:
             restore_callback_metrics(trainer, resumed["metrics"])
             self._load(resumed["fetches"])
         replace_loaders(trainer, self._combine)
+        resume_training_data(trainer)
         before_each_batch(trainer, self._between_batches)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Add the records of all ranks to a checkpoint. One collective."""
-        if "loops" not in checkpoint:
+        if "optimizer_states" not in checkpoint:
             return  # weights only
         used = getattr(training_loader(self._trainer), "used", None)
         own = self.fetches.record(used).pack()
@@ -66,16 +70,21 @@ class ResumableRun:
         checkpoint[RANKS] = {
             "fetches": torch.stack(gathered),
             "metrics": {name: metrics[name].cpu() for name in metrics},
+            "between_batches": self.departure.is_leaving,
         }
 
     def close(self) -> None:
         """Give loops and signals back."""
         not_before_each_batch(self._trainer)
+        restore_training_data(self._trainer)
         restore_loaders(self._trainer)
         restore_signal_handling(self._trainer)
 
     def _combine(self, given: Any, is_training: bool) -> Any:
-        return make_resumable(given, self.fetches, self._trainer.world_size) if is_training else given
+        if not is_training:
+            return given
+        may_look_ahead = not takes_dataloader_iter(self._trainer.lightning_module, "training_step")
+        return make_resumable(given, self.fetches, self._trainer.world_size, may_look_ahead)
 
     def _load(self, records: Tensor) -> None:
         own = self.fetches.record(None).pack()
@@ -89,8 +98,8 @@ class ResumableRun:
         )
 
     def _between_batches(self) -> None:
-        if self._is_resumed:
-            self._is_resumed = False
-            go_on_as_uninterrupted(self._trainer)
+        if self._resumed is not None:
+            go_on_as_uninterrupted(self._trainer, self._resumed["between_batches"])
+            self._resumed = None
         self.fetches.go_on()
         self.departure.leave_if_agreed()

@@ -153,7 +153,7 @@ def _tell_rank_0(meeting: Meeting, place: MeetingPlace, error: NetworkInterfaceE
     if not has_listener(place.host, place.port, _TELLING_LIMIT):
         return
     limit = timedelta(seconds=_TELLING_LIMIT)
-    with contextlib.suppress(RendezvousError):  # rank 0 was not there in time; the error of this rank follows
+    with contextlib.suppress(RendezvousError, dist.DistError):  # rank 0 was not there in time; our own error follows
         opened = open_store_of_run(
             place, rank=meeting.rank, world_size=meeting.world_size, num_nodes=meeting.num_nodes, timeout=limit
         )

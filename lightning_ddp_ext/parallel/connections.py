@@ -83,27 +83,40 @@ def count_received(but_port: int | None) -> int | None:
     """
     if not hasattr(socket, "TCP_INFO"):  # only Linux has it
         return None
-    received = 0
-    for descriptor, _ in _list_sockets():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                received += _count_bytes(connection, but_port)
-    return received
+    try:
+        return sum(_count_bytes(descriptor, but_port) for descriptor, _ in _list_sockets())
+    except OSError:  # no descriptor is left to look with
+        return None
 
 
-def _count_bytes(connection: socket.socket, but_port: int | None) -> int:
-    if but_port in (connection.getsockname()[1], connection.getpeername()[1]):
-        return 0
-    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-    return int(_BYTES_RECEIVED.unpack(told)[0])
+def _count_bytes(descriptor: int, but_port: int | None) -> int:
+    with contextlib.suppress(OSError, struct.error), _duplicate(descriptor) as connection:
+        if _is_tcp(connection) and but_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+            return int(_BYTES_RECEIVED.unpack(told)[0])
+    return 0
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """Return a socket that can be closed without closing the owner's.
+
+    Said to be non-blocking, so that Python does not set a flag that both share to what `socket.setdefaulttimeout` says.
+    """
+    kind = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
+    return socket.socket(type=kind, fileno=os.dup(descriptor))
+
+
+def _is_tcp(connection: socket.socket) -> bool:
+    is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+    return is_internet and connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
 
 
 def _shut_down(descriptor: int, number: int) -> bool:
     with contextlib.suppress(OSError):  # it has been closed meanwhile
         if os.fstat(descriptor).st_ino != number:
             return False
-        # A duplicate: closing it leaves the owner's alone, while a shutdown concerns the connection.
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        # A shutdown concerns the connection, whose duplicate this is.
+        with _duplicate(descriptor) as connection:
             if _may_break(connection):
                 connection.shutdown(socket.SHUT_RDWR)
                 return True

@@ -20,11 +20,13 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import restore_signal_handling, surround_launch
+from lightning_ddp_ext._compat.lightning import surround_launch
+from lightning_ddp_ext._compat.loops import restore_signal_handling
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
-from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
+from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicSaving
 from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
 from lightning_ddp_ext.integration.connecting import Connection, check_objects, check_start_method
+from lightning_ddp_ext.integration.loader_workers import shield_workers
 from lightning_ddp_ext.integration.preemption import leave_at_once
 from lightning_ddp_ext.integration.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.integration.stall_watch import StallWatch
@@ -47,7 +49,7 @@ _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
 _ONE_MINUTE = timedelta(minutes=1)
 
 
-class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
+class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
     """The base of the strategies with one process per device: gradients that are right after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -135,7 +137,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or AtomicCheckpointIO(),
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
@@ -268,10 +270,23 @@ class ExplicitDDPStrategy(DataOnlyLoading, DDPStrategy):
         return super().optimizer_step(optimizer, watched, model, **kwargs)
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        if self._run is not None:
+            shield_workers(dataloader, self.global_rank, self._run.departure.requeue_signal)
+        return dataloader
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._watch.failure() is None:  # otherwise the others do not come
+            super().barrier(*args, **kwargs)
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self._run is not None:
+        # After a failure nobody can be asked any more; what callbacks save then has no random states of the ranks.
+        if self._run is not None and self._watch.failure() is None:
             self._run.save(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

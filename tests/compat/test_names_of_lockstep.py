@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DistributedSampler, SequentialSampler
 from torchmetrics import CatMetric
 
-from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, torchmetrics
+from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, loops, torchmetrics
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def test_loops_ask_a_source_for_their_loaders():
         asked.append(is_training)
         return CombinedLoader(given, "max_size_cycle" if is_training else "sequential")
 
-    lightning.replace_loaders(trainer, replace)
+    loops.replace_loaders(trainer, replace)
     trainer.fit(BoringModel())
     assert asked == [True, False] or asked == [False, True]
-    lightning.restore_loaders(trainer)
+    loops.restore_loaders(trainer)
     trainer.test(BoringModel(), verbose=False)
     assert len(asked) == 2
 
@@ -78,13 +78,13 @@ def test_the_loader_of_the_loop_and_its_mode_are_found():
     original = trainer.strategy.batch_to_device
 
     def batch_to_device(*args, **kwargs):
-        found.append((lightning.is_hook_of_loop(module, "batch_to_device"), lightning.active_combined_loader(trainer)))
+        found.append((lightning.is_hook_of_loop(module, "batch_to_device"), loops.active_combined_loader(trainer)))
         return original(*args, **kwargs)
 
     trainer.strategy.batch_to_device = batch_to_device
     trainer.fit(module := BoringModel())
     assert [is_hook for is_hook, _ in found] == [True, True]
-    assert [lightning.combination_mode(loader) for _, loader in found] == ["max_size_cycle", "sequential"]
+    assert [loops.combination_mode(loader) for _, loader in found] == ["max_size_cycle", "sequential"]
     assert not lightning.is_hook_of_loop(module, "batch_to_device")
 
 
@@ -96,10 +96,10 @@ def test_combined_loaders_save_their_state_where_it_is_overridden():
 
 def test_a_sampler_that_lightning_has_wrapped_is_recognised():
     wrapped = DistributedSamplerWrapper(SequentialSampler(range(4)), num_replicas=2, rank=0)
-    assert lightning.is_sampler_wrapper(wrapped)
+    assert loops.is_sampler_wrapper(wrapped)
     wrapped.dataset.reset()
     assert wrapped.dataset[2] == 2
-    assert not lightning.is_sampler_wrapper(DistributedSampler(range(4), 2, 0))
+    assert not loops.is_sampler_wrapper(DistributedSampler(range(4), 2, 0))
 
 
 def test_batch_hooks_of_evaluation_are_silenced():
@@ -112,7 +112,7 @@ def test_batch_hooks_of_evaluation_are_silenced():
     module = Calling()
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, fast_dev_run=1, enable_progress_bar=False)
     trainer.strategy.connect(module)
-    with lightning.without_batch_hooks(trainer):
+    with loops.without_batch_hooks(trainer):
         module.on_validation_batch_start(None, 0)
         assert trainer.callbacks == []
     module.on_validation_batch_start(None, 0)
@@ -124,7 +124,7 @@ def test_manual_steps_are_counted_where_expected():
     trainer = Trainer(accelerator="cpu", devices=1, logger=False)
     trainer.strategy.connect(module := BoringModel())
     module.automatic_optimization = False
-    progress = lightning.manual_step_progress(trainer)
+    progress = loops.manual_step_progress(trainer)
     progress.increment_ready()
     progress.increment_completed()
     assert trainer.global_step == 1

@@ -16,6 +16,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat import lightning as compat_lightning
+from lightning_ddp_ext._compat import loops as compat_loops
 from lightning_ddp_ext._compat import torch as compat_torch
 from lightning_ddp_ext._compat import torchmetrics as compat_torchmetrics
 from lightning_ddp_ext.strategies import balanced_dp, ddp_checkpoint, explicit_ddp, single_process, upstream
@@ -62,13 +63,13 @@ def test_lightning_handles_signals_where_that_is_replaced():
     assert "self._original_handlers.items()" in inspect.getsource(type(connector).teardown)
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
     before = signal.getsignal(signal.SIGUSR1)
-    compat_lightning.replace_signal_handling(trainer, lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
+    compat_loops.replace_signal_handling(trainer, lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
     connector.register_signal_handlers()
     loop._broadcast_sigterm_tensor()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     connector.teardown()
     assert signal.getsignal(signal.SIGUSR1) == before
-    compat_lightning.restore_signal_handling(trainer)
+    compat_loops.restore_signal_handling(trainer)
     assert connector.register_signal_handlers.__func__ is type(connector).register_signal_handlers
 
 
@@ -77,12 +78,12 @@ def test_the_loop_is_asked_before_each_batch(tmp_path):
         accelerator="cpu", devices=1, logger=False, max_steps=3, enable_progress_bar=False, default_root_dir=tmp_path
     )
     asked = []
-    compat_lightning.before_each_batch(trainer, lambda: asked.append(trainer.global_step))
+    compat_loops.before_each_batch(trainer, lambda: asked.append(trainer.global_step))
     trainer.fit(BoringModel())
     assert asked == [0, 1, 2]
-    compat_lightning.not_before_each_batch(trainer)
+    compat_loops.not_before_each_batch(trainer)
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
-    assert compat_lightning.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
+    assert compat_loops.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
 
 
 def test_how_a_strategy_starts_processes_is_known():
@@ -174,18 +175,18 @@ def test_a_batch_of_each_loader_is_told_from_a_list_of_samples(loaders, mode, ex
     trainer = Trainer(accelerator="cpu", logger=False)
     trainer.training = True
     trainer.fit_loop._combined_loader = CombinedLoader(loaders, mode)
-    assert compat_lightning.is_list_of_batches(trainer, [None, None]) is expected
+    assert compat_loops.is_list_of_batches(trainer, [None, None]) is expected
     trainer.training = False
-    assert not compat_lightning.is_list_of_batches(trainer, [None, None])
+    assert not compat_loops.is_list_of_batches(trainer, [None, None])
 
 
 def test_the_steps_that_are_logged_are_known():
     trainer = Trainer(accelerator="cpu", logger=False, log_every_n_steps=2)
     trainer.training = True
     trainer.fit_loop.epoch_loop._batches_that_stepped = 1
-    assert compat_lightning.logs_now(trainer)
+    assert compat_loops.logs_now(trainer)
     trainer.fit_loop.epoch_loop._batches_that_stepped = 2
-    assert not compat_lightning.logs_now(trainer)
+    assert not compat_loops.logs_now(trainer)
 
 
 def test_steps_that_fetch_their_own_batches_are_recognised():

@@ -7,7 +7,11 @@ import time
 
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicCheckpointIO
 
 
@@ -45,6 +49,30 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
         assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_partial_file_is_not_taken_for_a_checkpoint(tmp_path, monkeypatch):
+    """Lightning looks for the number behind this name in all names of a folder."""
+    names = []
+    monkeypatch.setattr(torch, "save", lambda *_: names.extend(path.name for path in tmp_path.iterdir()))
+    AtomicCheckpointIO().save_checkpoint({}, tmp_path / "hpc_ckpt_2.ckpt")
+    assert len(names) == 1
+    assert "hpc_ckpt" not in names[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp_join", "object"])
+def test_a_plugin_that_leaves_writing_to_another_one_is_taken(strategy):
+    plugin = AsyncCheckpointIO()
+    strategy = DDPJoinStrategy() if strategy == "object" else strategy
+    trainer = Trainer(strategy=strategy, plugins=[plugin], accelerator="cpu", devices=2, logger=False)
+    assert trainer.strategy.checkpoint_io is plugin
+    assert isinstance(plugin.checkpoint_io, AtomicCheckpointIO)
+
+
+def test_a_plugin_of_the_users_is_kept():
+    plugin = TorchCheckpointIO()
+    assert DDPCheckpointStrategy(checkpoint_io=plugin).checkpoint_io is plugin
+    assert isinstance(DDPCheckpointStrategy().checkpoint_io, AtomicCheckpointIO)
 
 
 SAVING = """

@@ -1,6 +1,7 @@
 """Connections that are remembered can be broken, under a thread that waits for them; all others stay."""
 
 import contextlib
+import os
 import socket
 import threading
 
@@ -110,6 +111,17 @@ def test_the_rest_is_broken_at_the_end_only_where_something_was_before(connect):
     break_connections()
     break_rest()
     assert not works(pair)
+
+
+def test_a_default_time_limit_of_sockets_changes_none_of_them(connect):
+    with tracked_connections():
+        own, _ = connect()
+    socket.setdefaulttimeout(5)
+    try:
+        count_received(None)
+        assert os.get_blocking(own.fileno())
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux counts the bytes of a connection")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -56,6 +57,36 @@ def train_until_signal(rank: int, folder: str, accumulate: int = 1) -> dict[str,
         "steps": trainer.global_step,
         "digest": digest_of(module, trainer),
     }
+
+
+class FailAt(Callback):
+    """Fails on one rank."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and trainer.global_rank == 1:
+            raise ArithmeticError("boom")
+
+
+def fail_and_save(folder: str) -> dict[str, Any]:
+    """Fail on one rank, where every rank saves when it meets an error; tells what is left."""
+    warnings.simplefilter("ignore")
+    handler = signal.getsignal(signal.SIGTERM)
+    saving = ModelCheckpoint(folder, "{step}", save_on_exception=True)
+    trainer = quiet_trainer(
+        strategy="ddp_checkpoint", max_epochs=1, precision="64-true", callbacks=[FailAt(), saving],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    module = Momentum()
+    error = ""
+    try:
+        trainer.fit(
+            module, torch.utils.data.DataLoader(batches_of([[4] * 6] * 2, trainer.global_rank), batch_size=None)
+        )
+    except Exception as raised:
+        error = type(raised).__name__
+    files = sorted(os.listdir(folder)) if trainer.is_global_zero else []
+    steps = [torch.load(os.path.join(folder, file), weights_only=True)["global_step"] for file in files]
+    return {"error": error, "steps": steps, "is_restored": signal.getsignal(signal.SIGTERM) is handler}
 
 
 def count_broadcasts(strategy: str) -> int:

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import signal_handling
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.ddp_modules import Adversaries
@@ -79,6 +81,27 @@ class Random(LightningModule):
         ]
 
 
+class Estimating(Random):
+    """Asks how many steps there will be, as schedules with a warm-up do: that sets up the data early."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=int(self.trainer.estimated_stepping_batches)
+        )
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class PlateauBySteps(Random):
+    """Lowers its learning rate after every validation."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0)
+        schedule = {"scheduler": plateau, "monitor": "val_loss", "strict": False, "interval": "step", "frequency": 2}
+        return [optimizer], [schedule]
+
+
 class Unnormalised(Random):
     """Has no buffers, which ranks have of their own within an accumulation window."""
 
@@ -103,6 +126,7 @@ class Case:
         strategy: Its name.
         hook: Where the signal is sent.
         rank: Who sends it to itself.
+        is_to_group: Whether it sends it to its workers too.
         signum: The signal.
         module: Makes the module.
         is_dealt: Whether the strategy deals the samples out.
@@ -114,6 +138,7 @@ class Case:
     strategy: str = "ddp_join"
     hook: str = "on_train_batch_start"
     rank: int = 1
+    is_to_group: bool = False
     signum: signal.Signals = signal.SIGTERM
     module: Callable[[], LightningModule] = Random
     is_dealt: bool = True
@@ -133,6 +158,32 @@ def streams(*numbers: int) -> Callable[[], DataLoader]:
     return lambda: DataLoader(AugmentedStream(numbers[RANK]), batch_size=3)
 
 
+class StatefulLoader(DataLoader):
+    """Resumes by itself, as torchdata's does."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.count(super().__iter__(), self.position)  # draws a random number at once
+
+    def count(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            if number >= skip:
+                self.position = number + 1
+                yield batch
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def stateful() -> StatefulLoader:
+    return StatefulLoader(list(zip(*samples(22), strict=True)), batch_size=3)
+
+
 # With 22 samples on two ranks in batches of 3, an epoch has 4 batches.
 CASES = {
     "within an epoch": Case(1, dealt()),
@@ -148,6 +199,10 @@ CASES = {
     "in the last validation": Case(3, dealt(), hook="on_validation_batch_start"),
     "in a window": Case(4, dealt(34), module=Unnormalised, options={"accumulate_grad_batches": 3}),
     "with workers": Case(5, dealt(num_workers=2)),
+    "with workers, which get the signal too": Case(1, dealt(num_workers=2), is_to_group=True),
+    "SIGUSR1 to workers too": Case(2, dealt(num_workers=1), is_to_group=True, signum=signal.SIGUSR1),
+    "with a schedule that asks for the number of steps": Case(2, dealt(), module=Estimating),
+    "after a validation, with a plateau": Case(1, dealt(), module=PlateauBySteps, options={"val_check_interval": 2}),
     "by number of steps": Case(5, dealt(), options={"max_epochs": -1, "max_steps": 9}),
     "by number of steps, at the end of an epoch": Case(3, dealt(), options={"max_epochs": -1, "max_steps": 9}),
     "in the tail": Case(2, own(12, 5), is_dealt=False, rank=0),
@@ -160,6 +215,13 @@ CASES = {
     "ddp_checkpoint, at the end of an epoch": Case(3, dealt(), "ddp_checkpoint"),
     "ddp_checkpoint, in a stream": Case(2, streams(14, 14), "ddp_checkpoint"),
     "ddp_checkpoint, with workers": Case(1, dealt(num_workers=1), "ddp_checkpoint"),
+    "ddp_checkpoint, in the second epoch": Case(6, dealt(), "ddp_checkpoint"),
+    "ddp_checkpoint, in the second epoch, with workers": Case(6, dealt(num_workers=1), "ddp_checkpoint"),
+    "ddp_checkpoint, with a schedule that asks": Case(2, dealt(), "ddp_checkpoint", module=Estimating),
+    "ddp_checkpoint, in a stream with a limit": Case(
+        2, streams(14, 14), "ddp_checkpoint", options={"limit_train_batches": 100}
+    ),
+    "ddp_checkpoint, with a loader that resumes by itself": Case(2, stateful, "ddp_checkpoint"),
 }
 
 
@@ -212,7 +274,11 @@ class Tracing(Callback):
         case = self._case
         if case is not None and (hook, RANK) == (case.hook, case.rank) and self._batches >= case.after:
             self._case = None
-            os.kill(os.getpid(), case.signum)
+            if case.is_to_group:
+                # By another process: a worker tells a signal of its parent from one of a stranger.
+                subprocess.run(["kill", f"-{case.signum.value}", "--", f"-{os.getpgid(0)}"], check=False)
+            else:
+                os.kill(os.getpid(), case.signum)
 
 
 @dataclass
@@ -251,6 +317,7 @@ def _run(case: Case, folder: Path) -> Found:
 
 def _fit(case: Case, folder: Path, tracing: Tracing, ckpt_path: str | None = None) -> None:
     seed_everything(0, verbose=False)  # deals the samples out
+    signal_handling._SIGCHLD_handler_set = False  # as in a new process: it is gone after a run with signal handlers
     own = RANK if ckpt_path is None else 100 + RANK
     random.seed(own)
     numpy.random.seed(own)

@@ -44,6 +44,13 @@ def test_a_signal_inside_an_accumulation_window_is_agreed_at_its_end(found):
     assert [end["steps"] for end in ends] == [1, 1]
 
 
+def test_a_checkpoint_is_saved_when_a_rank_fails_and_the_run_is_put_away(tmp_path):
+    ends = run_processes(ranks.fail_and_save, 2, str(tmp_path), timeout=120)
+    assert [end["error"] for end in ends] == ["OtherRankError", "ArithmeticError"]
+    assert ends[0]["steps"] == [2]
+    assert all(end["is_restored"] for end in ends)
+
+
 def test_nothing_is_sent_for_signals_in_a_step(found):
     """Lightning sends a message before each batch."""
     assert [by_name["broadcasts of ddp_checkpoint"] for by_name in found] == [0, 0]

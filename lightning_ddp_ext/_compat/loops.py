@@ -1,0 +1,251 @@
+"""Private names of Lightning's loops and of the data they run on, each with its reason; see `_compat.lightning`.
+
+Private methods of `CombinedLoader` that are overridden: `_state_dicts` and `_load_state_dicts`, which the training loop
+calls to save and load its position.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import Trainer
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+
+
+def is_list_of_batches(trainer: Trainer, batch: Any) -> bool:
+    """Tell whether a batch is a list with one batch of each of several loaders, rather than a list of samples."""
+    loop = trainer._active_loop
+    combined = None if loop is None else loop._combined_loader
+    return (
+        combined is not None
+        and combined._mode != "sequential"
+        and isinstance(combined.iterables, list | tuple)
+        and type(batch) is type(combined.iterables)
+        and len(batch) == len(combined.iterables)
+    )
+
+
+def logs_now(trainer: Trainer) -> bool:
+    """Tell whether what is logged in this step is passed on to loggers."""
+    return trainer._logger_connector.should_update_logs
+
+
+def replace_signal_handling(trainer: Trainer, register: Callable[[], None]) -> None:
+    """Replace what Lightning does about signals: it communicates and saves within signal handlers.
+
+    Handlers that were there before are back when the run has ended, as with Lightning's own.
+
+    Args:
+        trainer: Of a run that has not registered its signal handlers yet.
+        register: Registers other handlers.
+    """
+    connector = trainer._signal_connector
+
+    def register_handlers() -> None:
+        connector.received_sigterm = False
+        connector._original_handlers = connector._get_current_signal_handlers()
+        register()
+
+    connector.register_signal_handlers = register_handlers  # type: ignore[method-assign]
+    # It asks all ranks before every batch.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def restore_signal_handling(trainer: Trainer) -> None:
+    """Undo `replace_signal_handling`."""
+    trainer._signal_connector.__dict__.pop("register_signal_handlers", None)
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def before_each_batch(trainer: Trainer, action: Callable[[], None]) -> None:
+    """Call something before each training batch is fetched, when everything about the one before it is done.
+
+    No hook is called there: validation and the end of an epoch come after the hooks of a batch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = type(loop).advance.__get__(loop)
+
+    def advance(data_fetcher: Any) -> None:
+        action()
+        original(data_fetcher)
+
+    loop.advance = advance  # type: ignore[method-assign]
+
+
+def not_before_each_batch(trainer: Trainer) -> None:
+    """Undo `before_each_batch`."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+
+
+def go_on_as_uninterrupted(trainer: Trainer, between_batches: bool) -> None:
+    """Let the epoch that was resumed go on and end as any other; to be called before its first batch is fetched.
+
+    Lightning leaves `ReduceLROnPlateau` out at its end, and goes through the end of the last batch once more.
+
+    Args:
+        trainer: Which has resumed.
+        between_batches: Whether everything about the last batch had been done when the checkpoint was saved.
+    """
+    trainer.fit_loop._restarting = False
+    if between_batches:
+        trainer.fit_loop.epoch_loop._restarting = False
+
+
+def restore_callback_metrics(trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
+    """Let callbacks and schedulers find the values that were logged before the run was interrupted."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def training_loader(trainer: Trainer) -> CombinedLoader | None:
+    """Return the loader of the training loop; `trainer.train_dataloader` is only what it combines."""
+    return trainer.fit_loop._combined_loader
+
+
+def resume_training_data(trainer: Trainer) -> None:
+    """Let training data begin where a checkpoint says, which Lightning gets wrong in three ways.
+
+    It keeps the loaders that were set up before the state of loops was loaded, as `estimated_stepping_batches` does. It
+    begins to iterate before samplers know the epoch. And it warns of loaders that are no `_Stateful`, though these
+    resume.
+    """
+    loop = trainer.fit_loop
+    setup, load, reset = loop.setup_data, loop._load_combined_loader_states, loop.epoch_loop.reset
+
+    def setup_data() -> None:
+        if loop.restarting and loop._combined_loader_states_to_load:
+            loop._combined_loader = None
+        setup()
+
+    def load_states() -> None:
+        assert loop._combined_loader is not None
+        epoch: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        for loader in loop._combined_loader.flattened:
+            _set_sampler_epoch(loader, epoch)
+        load()
+
+    def reset_epoch() -> None:
+        with warnings.catch_warnings():
+            message = "You're resuming from a checkpoint that ended before"
+            warnings.filterwarnings("ignore", message, PossibleUserWarning)
+            reset()
+
+    loop.setup_data = setup_data  # type: ignore[method-assign]
+    loop._load_combined_loader_states = load_states  # type: ignore[method-assign]
+    loop.epoch_loop.reset = reset_epoch  # type: ignore[method-assign]
+
+
+def reload_training_data_after_epoch(trainer: Trainer, before: Callable[[], None]) -> None:
+    """Let the training loop ask for its loaders again when this epoch is over: the next has another length.
+
+    Args:
+        trainer: Which is fitting.
+        before: Called before that.
+    """
+    loop, epoch = trainer.fit_loop, trainer.current_epoch
+    original = loop.setup_data
+
+    def setup_data() -> None:
+        if trainer.current_epoch != epoch:
+            loop.setup_data = original  # type: ignore[method-assign]
+            loop._combined_loader = None
+            before()
+        original()
+
+    loop.setup_data = setup_data  # type: ignore[method-assign]
+
+
+def restore_training_data(trainer: Trainer) -> None:
+    """Undo `resume_training_data` and `reload_training_data_after_epoch`."""
+    for owner, name in (
+        (trainer.fit_loop, "setup_data"),
+        (trainer.fit_loop, "_load_combined_loader_states"),
+        (trainer.fit_loop.epoch_loop, "reset"),
+    ):
+        owner.__dict__.pop(name, None)
+
+
+def has_state(loader: object) -> bool:
+    """Tell whether Lightning saves and loads the state of a loader."""
+    return isinstance(loader, _Stateful)
+
+
+def preemption_path(trainer: Trainer) -> str:
+    """Return where a run that has to leave saves a checkpoint: where Lightning looks for it, `ckpt_path="hpc"`."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def manual_step_progress(trainer: Trainer) -> Any:
+    """Return what counts optimizer steps under manual optimization; `trainer.global_step` reads it."""
+    return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+
+
+def combination_mode(combined: CombinedLoader) -> str:
+    """Return the mode of a combined loader; there is no public way to read it."""
+    mode: str = combined._mode
+    return mode
+
+
+def is_sampler_wrapper(sampler: object) -> bool:
+    """Tell whether Lightning has wrapped a user's sampler, to deal out what that one draws."""
+    return isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper)
+
+
+def replace_loaders(trainer: Trainer, replace: Callable[[Any, bool], Any]) -> None:
+    """Replace what the loops that train and evaluate get when they ask for their loaders.
+
+    Lightning makes a `CombinedLoader` of anything that is none, so this is where another one can be given to it.
+
+    Args:
+        trainer: The Trainer.
+        replace: Maps what was asked for, and whether it is for training, to a `CombinedLoader`.
+    """
+    for source, is_training in _loader_sources(trainer):
+        original = type(source).dataloader.__get__(source)
+
+        def dataloader(original: Callable[[], Any] = original, is_training: bool = is_training) -> Any:
+            return replace(original(), is_training)
+
+        source.dataloader = dataloader
+
+
+def restore_loaders(trainer: Trainer) -> None:
+    """Undo `replace_loaders`."""
+    for source, _ in _loader_sources(trainer):
+        source.__dict__.pop("dataloader", None)
+
+
+def _loader_sources(trainer: Trainer) -> Iterator[tuple[Any, bool]]:
+    yield trainer.fit_loop._data_source, True
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        yield loop._data_source, False
+
+
+def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:
+    """Return the loader of the loop that runs; `trainer.train_dataloader` is only what it combines."""
+    loop = trainer._active_loop
+    return None if loop is None else loop._combined_loader
+
+
+@contextmanager
+def without_batch_hooks(trainer: Trainer) -> Iterator[None]:
+    """Call no hook of a batch in evaluation; the loop that runs goes on nevertheless."""
+    module, owner = trainer.lightning_module, vars(trainer)
+    callbacks = owner["callbacks"]
+    names = [f"on_{stage}_batch_{end}" for stage in ("validation", "test") for end in ("start", "end")]
+    kept = {name: vars(module)[name] for name in names if name in vars(module)}
+    owner["callbacks"] = []
+    vars(module).update(dict.fromkeys(names, lambda *_: None))
+    try:
+        yield
+    finally:
+        owner["callbacks"] = callbacks
+        for name in names:
+            del vars(module)[name]
+        vars(module).update(kept)
