@@ -23,6 +23,7 @@ from lightning_ddp_ext._compat.torchmetrics import (
     record_calls,
     restore_compute_groups,
     set_forward_value,
+    take_dtype,
     write_state,
 )
 from lightning_ddp_ext.integration.metric_arguments import can_join, is_scalar, is_whole, join
@@ -83,6 +84,7 @@ class _Entry:
     def empty(self, index: int) -> None:
         """Let a replica begin anew, which is no call of its own."""
         type(self.copies[index]).reset(self.copies[index])
+        take_dtype(self.copies[index], self.metric)
         self.calls[index].clear()
 
 
