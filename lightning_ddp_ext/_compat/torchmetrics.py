@@ -5,16 +5,22 @@ update count alone and divides by it for means: states have to be read and writt
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 MetricOrCollection = TypeVar("MetricOrCollection", bound=Metric | MetricCollection)
 State = dict[str, Tensor | list[Tensor]]
 
+Gather = Callable[..., list[Tensor]]
+
+_SYNC = Metric._sync_dist  # `sync` keeps what there was before it, and takes no function for more than one tensor
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 
 
@@ -23,9 +29,39 @@ def forget_computed(metric: Metric) -> None:
     metric._computed = None
 
 
-def list_states(metric: Metric) -> dict[str, list[Tensor]]:
-    """Return the states that are lists, by name; only the defaults tell which are states."""
-    return {name: getattr(metric, name) for name in metric._defaults if isinstance(getattr(metric, name), list)}
+def list_states(metric: Metric) -> dict[str, list[Any]]:
+    """Return the entries of states that begin as empty lists, by name; those that are to be concatenated as one."""
+    found = {}
+    for name, default in metric._defaults.items():
+        if isinstance(default, list):
+            value = getattr(metric, name)
+            entries = value if isinstance(value, list) else [value]
+            is_concatenated = metric._reductions[name] is dim_zero_cat and bool(entries)
+            found[name] = [dim_zero_cat(entries)] if is_concatenated else entries
+    return found
+
+
+def watch_synchronization(
+    around: Callable[[Metric, Callable[[Gather], None], Gather, dist.ProcessGroup | None], None],
+) -> None:
+    """Have every metric's synchronisation run by a function.
+
+    Args:
+        around: Called with the metric, a function that synchronises it, what that gathers tensors with, and the ranks.
+    """
+
+    def _sync_dist(
+        self: Metric, dist_sync_fn: Gather | None = None, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        group = process_group or self.process_group
+        around(self, partial(_SYNC, self, process_group=group), dist_sync_fn or gather_all_tensors, group)
+
+    Metric._sync_dist = _sync_dist  # type: ignore[method-assign]
+
+
+def unwatch_synchronization() -> None:
+    """Undo `watch_synchronization`."""
+    Metric._sync_dist = _SYNC  # type: ignore[method-assign]
 
 
 def has_mergeable_state(metric: Metric) -> bool:

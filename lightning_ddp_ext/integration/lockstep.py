@@ -23,12 +23,17 @@ from lightning_ddp_ext._compat.loops import (
     restore_loaders,
     without_batch_hooks,
 )
-from lightning_ddp_ext._compat.torchmetrics import forget_computed
+from lightning_ddp_ext._compat.torchmetrics import (
+    forget_computed,
+    unwatch_synchronization,
+    watch_synchronization,
+)
 from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
 from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep_data import LockstepCombinedLoader
 from lightning_ddp_ext.integration.logged_values import LoggedValues
+from lightning_ddp_ext.integration.metric_lists import synchronize_lists
 from lightning_ddp_ext.integration.resumable_lockstep import ResumableLockstepLoader
 from lightning_ddp_ext.integration.stall_watch import StallWatch
 from lightning_ddp_ext.parallel.exchange import own_group
@@ -79,6 +84,7 @@ class Lockstep:
         self._turn_stack = ExitStack()
         self.logged = LoggedValues(trainer, module, self.group, self._end_batch, self._messages.forget)
         replace_loaders(trainer, self._combine)
+        watch_synchronization(synchronize_lists)
 
     def close(self) -> None:
         """Give loops, logging and process groups back."""
@@ -86,6 +92,7 @@ class Lockstep:
         self._tail.close()
         self.logged.close()
         restore_loaders(self._trainer)
+        unwatch_synchronization()
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_ddp_ext._compat.lightning_logging import (
     adopt_logged,
@@ -22,7 +21,6 @@ from lightning_ddp_ext._compat.lightning_logging import (
     unwatch_logging,
     watch_logging,
 )
-from lightning_ddp_ext._compat.torchmetrics import list_states
 from lightning_ddp_ext.data.lockstep_loader import Turn
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.parallel.exchange import gather_integer, gather_objects
@@ -65,6 +63,7 @@ class LoggedValues:
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # in this step, by key
         self._pending: dict[str, Any] = {}
+        self._begins_evaluation = True  # ranks compare keys after the first batch, and when there are any
         self._end_of_epoch = end_epoch
         watch_logging(trainer, self._update, end_batch, self._end_epoch, self._check_epoch)
 
@@ -122,8 +121,9 @@ class LoggedValues:
         Raises:
             LoggedKeysError: If ranks have logged different keys.
         """
-        if notes is None and (self._pending or self._trainer.training):
+        if notes is None and (self._pending or self._trainer.training or self._begins_evaluation):
             notes = gather_integer(self.note, self._group)
+        self._begins_evaluation = self._trainer.training
         if notes is not None:
             active = range(len(notes)) if self._turn is None else self._turn.active
             self._compare([notes[rank] for rank in active])
@@ -139,20 +139,10 @@ class LoggedValues:
 
     def describe(self) -> str:
         """Describe the keys of this step for a rank that makes a ghost step."""
-        metrics = {
-            name: {
-                state: (list(values[0].shape[1:]), str(values[0].dtype).removeprefix("torch."))
-                for state, values in list_states(metric).items()
-                if values
-            }
-            for name, metric in self._module.named_modules()
-            if isinstance(metric, Metric)
-        }
         return json.dumps(
             {
                 "logged": [describe_logged(key, metric) for key, metric in self._logged.items()],
                 "pending": list(self._pending),
-                "list_states": {name: states for name, states in metrics.items() if states},
             }
         )
 
@@ -164,13 +154,6 @@ class LoggedValues:
         for logged in message["logged"]:
             adopt_logged(results, logged, self._module, self._trainer.strategy.reduce)
         self._pending = {key: results[key] for key in message["pending"]}
-        # torchmetrics gathers an empty list as a vector of floats, whatever other ranks have.
-        for name, states in message["list_states"].items():
-            metric = self._module.get_submodule(name)
-            for state, (shape, dtype) in states.items():
-                if not getattr(metric, state):
-                    empty = torch.empty(0, *shape, dtype=getattr(torch, dtype), device=self._module.device)
-                    setattr(metric, state, [empty])
 
     @property
     def _is_ghost(self) -> bool:
@@ -249,6 +232,7 @@ class LoggedValues:
         results = current_results(self._trainer)
         if results is None:
             return
+        self._begins_evaluation = True
         keys = self._synchronised_keys()
         notes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self._group)
         self._compare([note >> 32 for note in notes])

@@ -5,15 +5,17 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.loops import manual_step_progress
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.parallel.buckets import broadcast_all
 from lightning_ddp_ext.parallel.packing import Packed, broadcast_packed, pack, unpack
 from lightning_ddp_ext.parallel.reducer import GradientReducer
+from lightning_ddp_ext.parallel.sharing import find_ignored
 
 # What is the same on every rank without being sent: code.
 _CODE = (type, FunctionType, BuiltinFunctionType, partial, Enum)
@@ -44,34 +46,51 @@ def mirror_training(
         UnsupportedFeatureError: On every rank, if the state of an optimizer or a scheduler holds something that cannot
             be sent.
     """
-    parameters = list(module.parameters())
+    ignored = find_ignored(module)
+    parameters = [parameter for name, parameter in module.named_parameters() if name not in ignored]
+    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
     own = _pack_state(trainer, parameters, reducer.unsynchronized(parameters))
     sent = broadcast_packed(own, group, source)
     state = unpack(sent, own.left_out)
     if "problem" in state:
         raise UnsupportedFeatureError(state["problem"])
-    broadcast_all([*parameters, *module.buffers()], group, source)
+    broadcast_all([*parameters, *buffers], group, source)
     if take:
         for optimizer, values in zip(trainer.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         for config, values in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(values)
+        trainer.precision_plugin.load_state_dict(state["precision"])
         manual_step_progress(trainer).load_state_dict(state["progress"])
-    if state["gradients"] is None:
-        return
-    for parameter, has_gradient in zip(parameters, state["gradients"], strict=True):
-        if take:
-            parameter.grad = parameter.detach().clone() if has_gradient else None
-    broadcast_all([parameter.grad for parameter in parameters if parameter.grad is not None], group, source)
+    if state["gradients"] is not None:
+        _mirror_gradients(dict(zip(parameters, state["gradients"], strict=True)), group, source, take)
+
+
+def _mirror_gradients(kinds: dict[nn.Parameter, int | None], group: dist.ProcessGroup, source: int, take: bool) -> None:
+    dense = {
+        parameter: torch.empty_like(parameter) if take or parameter.grad is None else parameter.grad.to_dense()
+        for parameter, kind in kinds.items()
+        if kind is not None
+    }
+    broadcast_all(list(dense.values()), group, source)
+    for parameter, sparse_dim in kinds.items() if take else ():
+        gradient = dense.get(parameter)
+        parameter.grad = gradient.to_sparse(sparse_dim) if gradient is not None and sparse_dim else gradient
+
+
+def _kind(gradient: Tensor | None) -> int | None:
+    """Return None where there is no gradient, else the number of its sparse dimensions."""
+    return None if gradient is None else gradient.sparse_dim() if gradient.is_sparse else 0
 
 
 def _pack_state(trainer: Trainer, parameters: list[nn.Parameter], has_own_gradients: bool) -> Packed:
     state: dict[str, Any] = {
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "precision": trainer.precision_plugin.state_dict(),
         "progress": manual_step_progress(trainer).state_dict(),
         # What is still being accumulated on each rank by itself stays there.
-        "gradients": None if has_own_gradients else [parameter.grad is not None for parameter in parameters],
+        "gradients": None if has_own_gradients else [_kind(parameter.grad) for parameter in parameters],
     }
     packed = pack(state)
     strange = {place: value for place, value in packed.left_out.items() if not isinstance(value, _CODE)}

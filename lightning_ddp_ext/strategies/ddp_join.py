@@ -124,8 +124,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             step.begin_without_data()
         output = lockstep.train(functools.partial(super().training_step, *args, **kwargs), self._synchronize_nothing)
         if not self._module.automatic_optimization:
-            if lockstep.logged.note:
-                lockstep.logged.synchronize(0.0 if lockstep.is_ghost else step.batch_weight)
+            lockstep.logged.synchronize(0.0 if lockstep.is_ghost else step.batch_weight)
             self._mirror_manual_step()
         return output
 

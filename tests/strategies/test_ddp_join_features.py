@@ -27,6 +27,16 @@ def test_evaluation_counts_every_sample_once(found, number):
     assert expected["number"] == expected["hook"] == expected["seen"] == number
 
 
+@pytest.mark.filterwarnings("ignore:Metric .* will save")
+@pytest.mark.filterwarnings("ignore:The variance of")
+@pytest.mark.parametrize("number", range(1, 11))
+def test_metrics_that_keep_lists_are_those_of_one_process(found, number):
+    expected = evaluation.evaluate_lists(number, strategy="auto", devices=1)
+    assert expected["number"] == expected["callback's number"] == number
+    for rank in RANKS:
+        assert found[rank]["metrics_with_lists"][number] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("number", [1, 2, 7])
 def test_prediction_returns_every_sample_once(found, number):
     assert [found[rank]["prediction"][number] for rank in RANKS] == [list(range(number))[rank::3] for rank in RANKS]
@@ -72,6 +82,18 @@ def test_a_metric_is_that_of_all_ranks_in_every_epoch(found):
     [
         ("a_broadcast_from_a_joined_rank", "sends what rank 2 has, but rank 2 has run out of data"),
         ("keys_that_differ_in_training", "rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 0 does not"),
+        (
+            "keys_that_differ_after_a_manual_backward",
+            "rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 0 does not",
+        ),
+        (
+            "keys_that_differ_in_steps_of_validation",
+            "rank 1 logs `odd` with `sync_dist=True` in `validation_step`, rank 0 does not",
+        ),
+        (
+            "keys_that_differ_in_steps_of_streams",
+            "rank 1 logs `odd` with `sync_dist=True` in `validation_step`, rank 0 does not",
+        ),
         (
             "keys_that_differ_in_validation",
             "rank 1 logs `odd` with `sync_dist=True` in `validation_step`, rank 0 does not",
@@ -119,6 +141,18 @@ def test_ranks_stay_identical(found, name):
 
 def test_manual_optimization_counts_the_steps_of_all_ranks(found):
     assert found[0]["manual_optimization"][0] == 2 * 2 * 4
+
+
+def test_manual_optimization_gives_scalers_and_sparse_gradients_to_ranks_without_data(found):
+    states = [found[rank]["manual_optimization_of_words"][0] for rank in RANKS]
+    assert states[0] == states[1] == states[2]
+    assert [(is_sparse, scale) for is_sparse, scale, _ in states[2]] == [
+        (True, 2.0 * 4 ** (1 + step)) for step in range(4)
+    ]
+
+
+def test_manual_optimization_leaves_buffers_of_a_rank_alone(found):
+    assert [found[rank]["manual_optimization_of_words"][1] for rank in RANKS] == [[0, 0], [1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6])

@@ -44,6 +44,37 @@ def keys_that_differ_in_training(folder: str) -> Any:
 
 
 @case
+def keys_that_differ_after_a_manual_backward(folder: str) -> Any:
+    class Manual(OddKeys):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self._log_in("training_step")
+
+    fit(Manual("training_step"), loader(4, 4, 4))
+
+
+class OddSteps(OddKeys):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if RANK == 1 and batch_idx == 0:
+            self.log("odd", 1.0, sync_dist=True, on_step=True)
+
+
+@case
+def keys_that_differ_in_steps_of_validation(folder: str) -> Any:
+    fit(OddSteps(""), loader(2, 2, 2), loader(4, 4, 4))
+
+
+@case
+def keys_that_differ_in_steps_of_streams(folder: str) -> Any:
+    fit(OddSteps(""), loader(2, 2, 2), loader(4, 4, 4, stream=True))
+
+
+@case
 def keys_that_differ_in_validation(folder: str) -> Any:
     fit(OddKeys("validation_step"), loader(2, 2, 2), loader(*COUNTS))
 

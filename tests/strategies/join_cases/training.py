@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.strategies.ddp_modules import Adversaries
@@ -62,6 +65,48 @@ def manual_optimization(folder: str) -> Any:
     made = trainer(max_epochs=2)
     made.fit(module, DataLoader([(part, part) for part in parts], batch_size=None))
     return made.global_step, [digest_of(module, optimizer) for optimizer in made.optimizers]
+
+
+class Words(LightningModule):
+    """Has sparse gradients that are left after a step, a scaler that grows, and a buffer of each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.words = nn.Embedding(9, 3, sparse=True)
+        self.top = nn.Linear(3, 2)
+        self.register_buffer("queue", torch.full((2,), float(RANK)))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["queue"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scores = self.top(self.words(batch[0] % 9)).float()
+        self.manual_backward(nn.functional.cross_entropy(scores, batch[2] % 2))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.words.parameters(), lr=0.1), torch.optim.Adam(self.top.parameters())
+
+
+@case
+def manual_optimization_of_words(folder: str) -> Any:
+    module = Words()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+    states = []
+
+    class Reading(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Words, *_: Any) -> None:
+            gradient = module.words.weight.grad
+            values = [gradient.to_dense(), *module.parameters()]
+            states.append((gradient.is_sparse, scaler.get_scale(), [value.tolist() for value in values]))
+
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    made = trainer(Reading(), precision=None, plugins=[plugin], enable_checkpointing=False)
+    made.fit(module, loader(*COUNTS))
+    return states, module.queue.tolist()
 
 
 @case

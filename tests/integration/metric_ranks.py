@@ -1,0 +1,80 @@
+"""What ranks do with metrics that keep lists, rank r having r entries."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchmetrics import CatMetric, Metric
+
+from lightning_ddp_ext._compat.torchmetrics import unwatch_synchronization, watch_synchronization
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.integration.metric_lists import synchronize_lists
+
+
+class Entries(Metric):
+    entries: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("entries", default=[], dist_reduce_fx=None)
+
+    def update(self, *values: torch.Tensor) -> None:
+        self.entries.extend(values)
+
+    def compute(self) -> list[list[float]]:
+        return [entry.tolist() for entry in self.entries]
+
+
+class Texts(Metric):
+    """Gathers what is no tensor by itself, as `MeanAveragePrecision` does with masks."""
+
+    texts: list[tuple[str]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("texts", default=[], dist_reduce_fx=None)
+
+    def update(self, *values: str) -> None:
+        self.texts.extend((value,) for value in values)
+
+    def compute(self) -> list[str]:
+        return [text for (text,) in self.texts]
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(dist_sync_fn, process_group)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.texts)
+        self.texts = [texts[index] for index in range(len(gathered[0])) for texts in gathered]
+
+
+def synchronize() -> dict[str, Any]:
+    """Compute metrics of all ranks."""
+    dist.init_process_group("gloo")
+    watch_synchronization(synchronize_lists)
+    rank, found = dist.get_rank(), {}
+    entries, numbers, shared = Entries(), CatMetric(), Entries()
+    # Rank 0 has one entry of two numbers, others as many of one number as their rank says.
+    entries.update(*([torch.zeros(2)] if rank == 0 else [torch.ones(1)] * 2 if rank == 1 else [torch.full((1,), 2.0)]))
+    for _ in range(rank):
+        numbers.update(float(rank))
+    shared.update(*[torch.tensor(float(rank))] * rank)
+    found["entries"], found["numbers"] = entries.compute(), sorted(numbers.compute().tolist())
+    found["shared"], found["kept"] = len(shared.compute()), len(shared.entries)
+    equal, unequal = Texts(), Texts()
+    equal.update(f"rank {rank}")
+    found["equal"] = equal.compute()
+    unequal.update(*["text"] * rank)
+    try:
+        unequal.compute()
+    except UnsupportedFeatureError as error:
+        found["unequal"] = str(error)
+    unwatch_synchronization()
+    return found
+
+
+def synchronize_in_vain() -> None:
+    """Compute a metric with torchmetrics alone."""
+    dist.init_process_group("gloo")
+    entries = Entries()
+    entries.update(*[torch.ones(1)] * (1 + dist.get_rank()))
+    entries.compute()

@@ -1,0 +1,29 @@
+import pytest
+
+from lightning_ddp_ext.testing import RankError, RankTimeoutError, run_processes
+from tests.integration import metric_ranks as ranks
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_processes(ranks.synchronize, 3, timeout=60)
+
+
+def test_lists_of_any_length_are_gathered_and_given_back(found):
+    for rank, own in enumerate(found):
+        assert sorted(own["entries"]) == [[0.0, 0.0], [1.0], [1.0], [2.0]]
+        assert own["numbers"] == [1.0, 2.0, 2.0]
+        assert own["shared"] == 3
+        assert own["kept"] == rank
+
+
+def test_what_torchmetrics_pickles_is_refused_where_ranks_differ(found):
+    assert [own["equal"] for own in found] == [["rank 0", "rank 1", "rank 2"]] * 3
+    expected = "`Texts` keeps 0 to 2 entries of `texts` on ranks 0 to 2"
+    assert all(expected in own["unequal"] for own in found)
+
+
+@pytest.mark.slow
+def test_torchmetrics_alone_waits_for_entries_that_there_are_not():
+    with pytest.raises((RankTimeoutError, RankError), match="in barrier"):  # that of the other rank's next entry
+        run_processes(ranks.synchronize_in_vain, 2, timeout=20)
