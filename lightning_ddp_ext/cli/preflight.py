@@ -1,6 +1,7 @@
 """What is checked of a run before it starts, on this host alone and in milliseconds."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from omegaconf import DictConfig, ListConfig
 
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
-from lightning_ddp_ext.integration.slurm_cluster import meeting_ports
+from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment, meeting_ports
 from lightning_ddp_ext.network import slurm_arithmetic
 from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
 from lightning_ddp_ext.network.interfaces import check_gloos_variable
@@ -60,6 +61,25 @@ def check_slurm(config: DictConfig) -> None:
     problems = find_slurm_problems(config)
     if problems:
         raise LaunchError(" Also: ".join(problems))
+
+
+def check_single_tasks(plugins: Sequence[object] | None, strategy: str, trainer: Trainer) -> None:
+    """Refuse tasks of a SLURM job that would each train by themselves; other strategies compare tasks with devices.
+
+    Args:
+        plugins: The Trainer's.
+        strategy: The name that was chosen.
+        trainer: A Trainer that has not started anything.
+
+    Raises:
+        LaunchError: If there are several tasks for a run of one process.
+    """
+    for plugin in plugins or ():
+        if isinstance(plugin, CheckedSLURMEnvironment) and plugin.world_size() != trainer.world_size:
+            raise LaunchError(
+                f"`strategy={strategy}` runs in {trainer.world_size} process, and the job has"
+                f" `SLURM_NTASKS={plugin.world_size()}`. Start it with `srun --ntasks=1`."
+            )
 
 
 def check_meeting(trainer: Trainer, settings: DictConfig) -> None:

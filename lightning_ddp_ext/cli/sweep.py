@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 
 from lightning_ddp_ext.cli.problems import LaunchError
 
-# What launchers say about the number of processes that they have started; `srun` and `torchrun`.
-_SIZES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
+# What launchers say about the number of processes that they have started; `srun`, `torchrun`, and `mpirun` twice.
+_SIZES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 _GRACE = 5.0  # seconds
 
