@@ -96,8 +96,8 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
         if self.world_size() != num_nodes * num_devices:
             raise ClusterError(
                 f"{_rank()}`SLURM_NTASKS={self.world_size()}` differs from `num_nodes={num_nodes}` x"
-                f" `devices={num_devices}`, and SLURM's tasks are the processes of the run. Put `srun` before the command,"
-                " or leave out `cluster=slurm` where something else starts the processes."
+                f" `devices={num_devices}`, and SLURM's tasks are the processes of the run. Put `srun` before the"
+                " command, or leave out `cluster=slurm` where something else starts the processes."
             )
 
 
