@@ -43,10 +43,8 @@ def found_in(source):
                     yield alias.name if alias.name in READING else f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                renamed = alias.asname is not None and (alias.name in MODULES or f"{alias.asname}.load" not in LOADERS)
-                if (renamed and alias.name in {*MODULES, "torch", "numpy"}) or (
-                    alias.name in MODULES and not MODULES[alias.name]
-                ):
+                is_known = alias.asname is None or f"{alias.asname}.load" in LOADERS
+                if MODULES.get(alias.name) == set() or (alias.name in {*MODULES, "torch", "numpy"} and not is_known):
                     yield alias.name
         elif isinstance(node, ast.Attribute):
             module = ast.unparse(node.value)
