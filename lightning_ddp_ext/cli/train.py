@@ -24,7 +24,14 @@ from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.cli.checks import check_hosts, check_settings, make, make_all
 from lightning_ddp_ext.cli.picture import draw_run
-from lightning_ddp_ext.cli.preflight import check_meeting, check_single_tasks, check_slurm, has_process_group
+from lightning_ddp_ext.cli.preflight import (
+    check_folder,
+    check_launcher,
+    check_meeting,
+    check_single_tasks,
+    check_slurm,
+    has_process_group,
+)
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.cli.reference import BatchRecorder, merge_results, train_alone
 from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print_results
@@ -63,7 +70,7 @@ def train(config: DictConfig) -> None:
     """
     run = _build(config)
     if run.trainer.is_global_zero:
-        OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
+        _keep_config(config, run.folder)
         _keep_metrics(run.folder)
     _fit(config, run)
     results = _test(run) if config.test else {}
@@ -104,6 +111,13 @@ def _is_mistake(error: Exception, run: _Run) -> bool:
     theirs = {type(part).__module__.partition(".")[0] for part in parts} - set(_NOT_THEIRS)
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return not any(frame.f_globals.get("__name__", "").partition(".")[0] in theirs for frame in frames)
+
+
+def _keep_config(config: DictConfig, folder: Path) -> None:
+    """Write the whole configuration down, for the owner only: it may hold keys from the environment."""
+    path = folder / "config.yaml"
+    path.touch(mode=0o600)
+    OmegaConf.save(config, path, resolve=True)
 
 
 def _keep_metrics(folder: Path) -> None:
@@ -163,6 +177,8 @@ def _build(config: DictConfig) -> _Run:
         if has_process_group(config):
             check_meeting(trainer, config.strategy)
         check_single_tasks(plugins, choices.strategy, trainer)
+        check_launcher(config, choices.strategy)
+        check_folder(config, trainer)
     except Exception as error:
         # Whatever a constructor raises, the run has not started: the command prints it as one message.
         raise LaunchError(str(error)) from error
