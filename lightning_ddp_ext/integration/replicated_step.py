@@ -168,6 +168,7 @@ class ReplicatedModule:
         }
         if not jobs:
             return
+        self._replicas.forget_gradients()
         _, timers = self._apply(jobs, scattered)
         self._replicas.reduce_gradients(sorted(jobs))
         self._attributes.collect_entries(scattered.active, scattered.active_sizes)

@@ -24,7 +24,8 @@ def send_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """
     if not tensors or tensors[0].device == device:
         return list(tensors)
-    sent = [tensor if tensor.layout == torch.strided else tensor.to(device) for tensor in tensors]
+    in_buckets = [tensor.layout == torch.strided and tensor.numel() > 0 for tensor in tensors]
+    sent = [tensor if fits else tensor.to(device) for tensor, fits in zip(tensors, in_buckets, strict=True)]
     for bucket in _buckets(tensors):
         members = [tensors[position] for position in bucket]
         flat = torch.cat([member.reshape(-1) for member in members]).to(device, non_blocking=True)

@@ -244,6 +244,15 @@ class Replicas(Sequence[Replica]):
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next(name for name, other in self.master.named_parameters() if other is parameter)
 
+    def forget_gradients(self) -> None:
+        """Clear what a step has left on the replicas' parameters by backward passes of its own.
+
+        On one device, Lightning clears gradients between the step and the backward pass.
+        """
+        for replica in self._replicas:
+            for leaf in replica.leaves:
+                leaf.grad = None
+
     def reduce_gradients(self, active: Sequence[int]) -> None:
         """Add the gradients of the replicas to the master's, in the order of the replicas, and clear them.
 

@@ -174,9 +174,11 @@ class ReplicaWorkers:
             context = contextvars.copy_context()
 
             def run() -> None:
-                context.run(_execute, index, job, outcome, state.applied())
-                outcome.finished = True
-                progress.put(None)
+                try:
+                    context.run(_execute, index, job, outcome, state.applied())
+                finally:
+                    outcome.finished = True
+                    progress.put(None)
 
             return run
 
@@ -232,13 +234,16 @@ def _serve(
 
 def _execute(index: int, job: Job, outcome: _Outcome, context: contextlib.AbstractContextManager[Any]) -> None:
     _running.replica = index
-    outcome.timer.start()
     try:
+        outcome.timer.start()
         with context:
             outcome.result = job()
     except BaseException as error:
         outcome.error = error
-    outcome.timer.stop()
+    try:
+        outcome.timer.stop()
+    except BaseException as error:  # a device that has failed fails here again
+        outcome.error = outcome.error or error
     _running.replica = None
 
 

@@ -205,6 +205,22 @@ class Generator(Classifies):
         return {"loss": functional.mse_loss(made, batch[0]) + adversarial + slope.norm(dim=1).mean(), "made": made}
 
 
+class Adversarial(Classifies):
+    """Trains on inputs that it has made worse by a backward pass of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, features):
+        return self.layers(features)
+
+    def training_step(self, batch, batch_idx):
+        features = batch[0].clone().requires_grad_()
+        functional.cross_entropy(self(features), batch[1]).backward()
+        return functional.cross_entropy(self((features + 0.1 * features.grad.sign()).detach()), batch[1])
+
+
 class PackedRecurrent(Classifies):
     def __init__(self):
         super().__init__()
@@ -227,7 +243,7 @@ def sequences():
 
 POINTS = [
     TiedWeights, ParameterContainers, Parametrized, HookedNorms, OwnFunction, Functional, ComplexWeights,
-    HookedFeatures, Adapted, Experts, Generator,
+    HookedFeatures, Adapted, Experts, Generator, Adversarial,
 ]  # fmt: skip
 
 

@@ -37,6 +37,16 @@ def test_jobs_run_at_the_same_time_each_on_its_own_thread(workers):
     assert set(seconds) == {0, 1}
 
 
+@pytest.mark.parametrize("moment", ["start", "stop"])
+def test_a_device_that_fails_with_the_job_does_not_keep_the_caller_waiting(workers, monkeypatch, moment):
+    def fail(*_):
+        raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(f"lightning_ddp_ext.parallel.workers.Timer.{moment}", fail)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        run(workers, {0: lambda: 1, 1: lambda: 2})
+
+
 def test_a_single_job_runs_on_the_caller(workers):
     results, _ = run(workers, {1: threading.current_thread})
     assert results[1] is threading.current_thread()
