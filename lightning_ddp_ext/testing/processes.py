@@ -1,12 +1,13 @@
 """Running a function on several processes under a hard time limit."""
 
 import os
+import random
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -18,6 +19,9 @@ from lightning_ddp_ext.testing._report import describe_failures, describe_timeou
 from lightning_ddp_ext.testing.errors import RankError, RankTimeoutError
 
 _POLL = 0.02  # seconds
+# Below those that systems give to outgoing connections. Of these, a rank that looks for rank 0 before that one listens
+# may be given the very port that it looks for, which connects it with itself.
+_PORTS = range(25000, 32768)
 
 T = TypeVar("T")
 
@@ -134,9 +138,12 @@ def _build_environments(world_size: int, additions: Mapping[str, str | None]) ->
 
 
 def _find_free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    drawn = random.SystemRandom()  # whatever seed a test has set
+    while True:
+        port = drawn.choice(_PORTS)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _run_ranks(
