@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
 
 from lightning_ddp_ext._compat.torch import HOOKS
 from lightning_ddp_ext._compat.torchmetrics import (
@@ -63,8 +63,8 @@ class _Call:
         return self.returned
 
     @property
-    def has_scalars(self) -> bool:
-        return any(_is_scalar(value) for value in (*self.args, *self.kwargs.values()))
+    def scalars(self) -> list[Any]:
+        return [value for value in (*self.args, *self.kwargs.values()) if _is_scalar(value)]
 
 
 @dataclass(slots=True)
@@ -88,9 +88,10 @@ class MetricFolder:
     """Folds what replicas' metrics saw in one step into the master's metrics, and empties them.
 
     States that follow from the chunks' states (sums, concatenations, maxima and minima) are merged in the order of the
-    replicas. Every other metric - and a call with scalars, whose place in the batch a state no longer shows - is given
-    the replicas' arguments once more, joined to those of the whole batch: tensors and lists are concatenated,
-    floating-point scalars are means and are averaged by weight, whole numbers are counts and are added.
+    replicas. Every other metric - and a call whose only scalars are floating-point numbers, which are means of a chunk
+    as a rule - is given the replicas' arguments once more, joined to those of the whole batch: tensors and lists are
+    concatenated, floating-point scalars are averaged by weight, whole numbers that were counted are added. What cannot
+    be joined, such as texts, is given one replica after the other.
 
     What `forward` returns to a step is the value of a chunk; `of_whole_batch` tells that of the batch.
 
@@ -133,28 +134,31 @@ class MetricFolder:
                 return whole.as_strided(value.shape, value.stride(), value.storage_offset())
         return None
 
-    def fold(self, active: Sequence[int], weights: Sequence[float]) -> None:
+    def fold(self, active: Sequence[int], weights: Sequence[float], sizes: Sequence[int]) -> None:
         """Fold what the step added.
 
         Args:
             active: Indices of the replicas that ran the step, in order.
             weights: What each of their chunks counts.
+            sizes: Samples in each of them.
         """
         touched = False
         self._returned.clear()
         for entry in self._entries:
-            called = [(index, weight) for index, weight in zip(active, weights, strict=True) if entry.calls[index]]
+            chunks = zip(active, weights, sizes, strict=True)
+            called = [(index, weight, size) for index, weight, size in chunks if entry.calls[index]]
             if not called:
                 continue
             touched = True
-            calls = [call for index, _ in called for call in entry.calls[index]]
+            calls = [call for index, _, _ in called for call in entry.calls[index]]
             # After several calls of `forward`, the value of the last one is not that of the merged state.
             one_value = len(calls) == len(called) or all(call.method == "update" for call in calls)
-            if has_mergeable_state(entry.metric) and one_value and not any(call.has_scalars for call in calls):
-                self._merge(entry, [index for index, _ in called])
+            indices, weights_of_calls, sizes_of_calls = zip(*called, strict=True)
+            if has_mergeable_state(entry.metric) and one_value and _states_tell(entry.metric, calls):
+                self._merge(entry, indices)
             else:
-                self._replay(entry, [index for index, _ in called], [weight for _, weight in called])
-            for index, _ in called:
+                self._replay(entry, indices, weights_of_calls, sizes_of_calls)
+            for index in indices:
                 entry.calls[index].clear()
                 entry.copies[index].reset()
         if touched:
@@ -172,19 +176,21 @@ class MetricFolder:
         calls = max(len(entry.calls[index]) for index in indices)
         write_state(metric, merge_states(metric, [read_state(metric), batch]), updates=calls)
 
-    def _replay(self, entry: _Entry, indices: Sequence[int], weights: Sequence[float]) -> None:
+    def _replay(self, entry: _Entry, indices: Sequence[int], weights: Sequence[float], sizes: Sequence[int]) -> None:
         by_replica = [entry.calls[index] for index in indices]
         same_calls = len({tuple(call.method for call in calls) for calls in by_replica}) == 1
-        if not same_calls:
+        groups = list(zip(*by_replica, strict=False))
+        can_join = same_calls and all(map(_can_join_calls, groups))
+        if not can_join or _is_extreme(entry.metric, by_replica[0]):
             for calls in by_replica:
                 for call in calls:
                     getattr(entry.metric, call.method)(
                         *to_device(call.args, self._home), **to_device(call.kwargs, self._home)
                     )
             return
-        for group in zip(*by_replica, strict=True):
-            args = _join([call.args for call in group], weights, self._home)
-            kwargs = _join([call.kwargs for call in group], weights, self._home)
+        for group in groups:
+            args = _join([call.args for call in group], weights, sizes, self._home)
+            kwargs = _join([call.kwargs for call in group], weights, sizes, self._home)
             self._pair(group, getattr(entry.metric, group[0].method)(*args, **kwargs))
 
     def _pair(self, calls: Sequence[_Call], whole: Any) -> None:
@@ -228,27 +234,65 @@ def _is_scalar(value: Any) -> bool:
     )
 
 
-def _join(values: Sequence[Any], weights: Sequence[float], device: torch.device) -> Any:
+def _states_tell(metric: Metric, calls: Sequence[_Call]) -> bool:
+    """Tell whether the states of chunks make that of the batch, rather than the mean of what was passed."""
+    scalars = [value for call in calls for value in call.scalars]
+    return not scalars or isinstance(metric, SumMetric) or any(map(_is_whole, scalars))
+
+
+def _is_extreme(metric: Metric, calls: Sequence[_Call]) -> bool:
+    """Tell whether a metric is given the largest or smallest value of a chunk."""
+    return isinstance(metric, MaxMetric | MinMetric) and any(call.scalars for call in calls)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point())
+
+
+def _can_join_calls(calls: Sequence[_Call]) -> bool:
+    """Tell whether the arguments of replicas' calls make those of one call for the whole batch."""
+    options = [{key: value for key, value in call.kwargs.items() if not isinstance(value, str)} for call in calls]
+    texts = [{key: value for key, value in call.kwargs.items() if isinstance(value, str)} for call in calls]
+    return all(text == texts[0] for text in texts) and _can_join(
+        [(call.args, option) for call, option in zip(calls, options, strict=True)]
+    )
+
+
+def _can_join(values: Sequence[Any]) -> bool:
+    first = values[0]
+    if isinstance(first, dict):
+        return all(value.keys() == first.keys() for value in values) and all(
+            _can_join([value[key] for value in values]) for key in first
+        )
+    if isinstance(first, tuple):
+        return len(set(map(len, values))) == 1 and all(map(_can_join, zip(*values, strict=True)))
+    # Equal texts may be two samples.
+    is_joined = isinstance(first, Tensor | list) or _is_scalar(first)
+    return is_joined or (not isinstance(first, str) and all(value is first for value in values))
+
+
+def _join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], device: torch.device) -> Any:
     first = values[0]
     if isinstance(first, Tensor) and first.ndim:
         return torch.cat([value.detach().to(device) for value in values])
     if _is_scalar(first):
-        return _join_scalars(to_device(list(values), device), weights)
+        return _join_scalars(to_device(list(values), device), weights, sizes)
     if isinstance(first, dict):
-        return {key: _join([value[key] for value in values], weights, device) for key in first}
+        return {key: _join([value[key] for value in values], weights, sizes, device) for key in first}
     if isinstance(first, tuple):
-        return tuple(_join(items, weights, device) for items in zip(*values, strict=True))
+        return tuple(_join(items, weights, sizes, device) for items in zip(*values, strict=True))
     if isinstance(first, list):
         return [to_device(item, device) for value in values for item in value]
     return first
 
 
-def _join_scalars(values: Sequence[Any], weights: Sequence[float]) -> Any:
+def _join_scalars(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
     values = [value.detach() if isinstance(value, Tensor) else value for value in values]
     first = values[0]
     if isinstance(first, Tensor):
         if not first.is_floating_point():
             return torch.stack(values).sum()
     elif isinstance(first, int):
-        return sum(values)
+        was_counted = list(values) == list(sizes) or len(set(values)) > 1
+        return sum(values) if was_counted else first
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / (sum(weights) or 1)

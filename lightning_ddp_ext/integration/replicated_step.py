@@ -261,5 +261,5 @@ class ReplicatedModule:
         merged = self._batch_norm.merge(active, sizes)
         self._buffers.merge(active, [float(size) for size in sizes], merged)
         self._attributes.collect(active, sizes)
-        self._metrics.fold(active, means)
+        self._metrics.fold(active, means, sizes)
         self._logs.replay(active, sizes, means)
