@@ -126,24 +126,28 @@ def restore_compute_groups(collection: MetricCollection, form: bool) -> None:
 Recorder = Callable[[str, tuple[Any, ...], dict[str, Any]], Callable[[Any], Any]]
 
 
-def record_calls(metric: Metric, recorder: Recorder) -> None:
-    """Report the outermost calls of `update` and `forward` of one metric, and have what each returns passed on."""
-    depth = 0
+def record_calls(metric: Metric, recorder: Recorder, depth: list[int]) -> None:
+    """Report the outermost calls of `update`, `forward` and `reset` of a metric, and pass on what each returns.
+
+    Args:
+        metric: The metric; metrics call each other.
+        recorder: Told of a call; returns what is given its result.
+        depth: One number, of calls under way in metrics of the same replica.
+    """
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
-            if depth:
+            if depth[0]:
                 return function(*args, **kwargs)
             pass_on = recorder(name, args, kwargs)
-            depth += 1
+            depth[0] += 1
             try:
                 result = function(*args, **kwargs)
             finally:
-                depth -= 1
+                depth[0] -= 1
             return pass_on(result)
 
         return call
 
-    for name in ("update", "forward"):
+    for name in ("update", "forward", "reset"):
         metric.__dict__[name] = wrap(name, getattr(metric, name))

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -71,12 +71,18 @@ class _Call:
 class _Entry:
     metric: Metric
     copies: list[Metric]
+    depths: InitVar[Sequence[list[int]]]
     calls: list[list[_Call]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, depths: Sequence[list[int]]) -> None:
         self.calls = [[] for _ in self.copies]
-        for calls, copied in zip(self.calls, self.copies, strict=True):
-            record_calls(copied, partial(_record, calls))
+        for calls, copied, depth in zip(self.calls, self.copies, depths, strict=True):
+            record_calls(copied, partial(_record, calls), depth)
+
+    def empty(self, index: int) -> None:
+        """Let a replica begin anew, which is no call of its own."""
+        type(self.copies[index]).reset(self.copies[index])
+        self.calls[index].clear()
 
 
 def _record(calls: list[_Call], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
@@ -102,15 +108,14 @@ class MetricFolder:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._home = replicas[0].device
-        inner = {
-            id(child)
-            for module in replicas.master.modules()
-            if isinstance(module, Metric)
-            for child in module.modules()
-            if child is not module
-        }
-        metrics = [m for m in replicas.master.modules() if isinstance(m, Metric) and id(m) not in inner]
-        self._entries = [_Entry(m, [replica.references.find(m) for replica in replicas]) for m in metrics]  # type: ignore[misc]
+        # What a metric holds is called by it, and by steps only if a module holds it as well.
+        modules = [module for module in replicas.master.modules() if not isinstance(module, Metric)]
+        metrics = {id(child): child for module in modules for child in module.children() if isinstance(child, Metric)}
+        depths: list[list[int]] = [[0] for _ in replicas]
+        self._entries = [
+            _Entry(metric, [replica.references.find(metric) for replica in replicas], depths)  # type: ignore[misc]
+            for metric in metrics.values()
+        ]
         self._collections = [m for m in replicas.master.modules() if isinstance(m, MetricCollection)]
         self._originals = {id(copied): entry.metric for entry in self._entries for copied in entry.copies}
         self._returned: list[tuple[Tensor, Tensor]] = []
@@ -152,15 +157,15 @@ class MetricFolder:
             touched = True
             calls = [call for index, _, _ in called for call in entry.calls[index]]
             # After several calls of `forward`, the value of the last one is not that of the merged state.
+            was_reset = any(call.method == "reset" for call in calls)
             one_value = len(calls) == len(called) or all(call.method == "update" for call in calls)
             indices, weights_of_calls, sizes_of_calls = zip(*called, strict=True)
-            if has_mergeable_state(entry.metric) and one_value and _states_tell(entry.metric, calls):
+            if has_mergeable_state(entry.metric) and one_value and not was_reset and _states_tell(entry.metric, calls):
                 self._merge(entry, indices)
             else:
                 self._replay(entry, indices, weights_of_calls, sizes_of_calls)
             for index in indices:
-                entry.calls[index].clear()
-                entry.copies[index].reset()
+                entry.empty(index)
         if touched:
             for collection in self._collections:
                 updated_only = all(last_forward_value(metric) is None for metric in collection.values(copy_state=False))

@@ -265,7 +265,7 @@ def test_the_last_forward_value_can_be_read_and_set():
 def test_outermost_calls_of_a_metric_are_recorded():
     calls = []
     metric = torchmetrics.PearsonCorrCoef()  # its forward calls its update
-    compat_torchmetrics.record_calls(metric, lambda name, args, kwargs: calls.append(name) or (lambda result: 7))
+    compat_torchmetrics.record_calls(metric, lambda name, args, kwargs: calls.append(name) or (lambda result: 7), [0])
     assert metric(torch.rand(4), torch.rand(4)) == 7
     metric.update(torch.rand(4), torch.rand(4))
     assert calls == ["forward", "update"]

@@ -283,3 +283,43 @@ def test_sums_counts_options_and_texts_are_taken_for_what_they_are(split, device
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+class Nested(Measured):
+    """Metrics that are parts of others, and one that is emptied in the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.mse, self.mae = torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()
+        self.product = 2 * self.mse * self.mae
+        self.extremes = torchmetrics.MinMaxMetric(self.mae)
+        self.recent = torchmetrics.SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        features, labels = batch
+        self.mse.update(features[:, 0], features[:, 1])
+        self.mae.update(features[:, 2], features[:, 3])
+        if batch_idx == 2:
+            self.recent.reset()
+        self.recent.update(features[:, 0])
+        return functional.cross_entropy(self.network(features), labels)
+
+    def on_train_epoch_end(self):
+        metrics = {"mse": self.mse, "mae": self.mae, "product": self.product, "recent": self.recent}
+        self.results = {name: metric.compute().clone() for name, metric in metrics.items()}
+        self.results["extremes"] = self.extremes.compute()["max"]
+        for metric in metrics.values():
+            metric.reset()
+
+
+@pytest.mark.parametrize(("split", "devices"), [([1, 1], 2), ([2, 6], 2)])
+def test_metrics_within_others_and_metrics_that_a_step_empties(split, devices):
+    def results(strategy, devices):
+        trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2)
+        module = seeded(Nested)
+        trainer.fit(module, DataLoader(dataset(27), batch_size=8))
+        return module.results
+
+    found, expected = results(BalancedDataParallelStrategy(split=split), devices), results("auto", 1)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
