@@ -100,6 +100,13 @@ def move_keeping_dtype(metric: MetricOrCollection, device: torch.device) -> Metr
     return metric
 
 
+def take_dtype(metric: Metric, source: Metric) -> None:
+    """Round what is given to a metric as another does; Lightning moves those that are logged, which may change it."""
+    for part, other in zip(metric.modules(), source.modules(), strict=True):
+        if isinstance(part, Metric) and isinstance(other, Metric):
+            part._dtype = other._dtype
+
+
 def forget_compute_groups(collection: MetricCollection) -> None:
     """Keep a replica's collection from grouping metrics whose states happen to agree on a small chunk."""
     collection._enable_compute_groups = False

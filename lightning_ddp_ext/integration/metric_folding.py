@@ -23,8 +23,10 @@ from lightning_ddp_ext._compat.torchmetrics import (
     record_calls,
     restore_compute_groups,
     set_forward_value,
+    take_dtype,
     write_state,
 )
+from lightning_ddp_ext.integration.metric_arguments import can_join, is_scalar, is_whole, join
 from lightning_ddp_ext.parallel.containers import items, map_items, to_device
 from lightning_ddp_ext.parallel.replicas import Replicas
 
@@ -64,7 +66,7 @@ class _Call:
 
     @property
     def scalars(self) -> list[Any]:
-        return [value for value in (*self.args, *self.kwargs.values()) if _is_scalar(value)]
+        return [value for value in (*self.args, *self.kwargs.values()) if is_scalar(value)]
 
 
 @dataclass(slots=True)
@@ -82,6 +84,7 @@ class _Entry:
     def empty(self, index: int) -> None:
         """Let a replica begin anew, which is no call of its own."""
         type(self.copies[index]).reset(self.copies[index])
+        take_dtype(self.copies[index], self.metric)
         self.calls[index].clear()
 
 
@@ -185,8 +188,8 @@ class MetricFolder:
         by_replica = [entry.calls[index] for index in indices]
         same_calls = len({tuple(call.method for call in calls) for calls in by_replica}) == 1
         groups = list(zip(*by_replica, strict=False))
-        can_join = same_calls and all(map(_can_join_calls, groups))
-        if not can_join or _is_extreme(entry.metric, by_replica[0]):
+        are_joined = same_calls and all(map(_can_join_calls, groups))
+        if not are_joined or _is_extreme(entry.metric, by_replica[0]):
             for calls in by_replica:
                 for call in calls:
                     getattr(entry.metric, call.method)(
@@ -194,8 +197,8 @@ class MetricFolder:
                     )
             return
         for group in groups:
-            args = _join([call.args for call in group], weights, sizes, self._home)
-            kwargs = _join([call.kwargs for call in group], weights, sizes, self._home)
+            args = join([call.args for call in group], weights, sizes, self._home)
+            kwargs = join([call.kwargs for call in group], weights, sizes, self._home)
             self._pair(group, getattr(entry.metric, group[0].method)(*args, **kwargs))
 
     def _pair(self, calls: Sequence[_Call], whole: Any) -> None:
@@ -233,16 +236,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(item)
 
 
-def _is_scalar(value: Any) -> bool:
-    return (isinstance(value, Tensor) and value.ndim == 0) or (
-        isinstance(value, int | float) and not isinstance(value, bool)
-    )
-
-
 def _states_tell(metric: Metric, calls: Sequence[_Call]) -> bool:
     """Tell whether the states of chunks make that of the batch, rather than the mean of what was passed."""
     scalars = [value for call in calls for value in call.scalars]
-    return not scalars or isinstance(metric, SumMetric) or any(map(_is_whole, scalars))
+    return not scalars or isinstance(metric, SumMetric) or any(map(is_whole, scalars))
 
 
 def _is_extreme(metric: Metric, calls: Sequence[_Call]) -> bool:
@@ -250,54 +247,10 @@ def _is_extreme(metric: Metric, calls: Sequence[_Call]) -> bool:
     return isinstance(metric, MaxMetric | MinMetric) and any(call.scalars for call in calls)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point())
-
-
 def _can_join_calls(calls: Sequence[_Call]) -> bool:
     """Tell whether the arguments of replicas' calls make those of one call for the whole batch."""
     options = [{key: value for key, value in call.kwargs.items() if not isinstance(value, str)} for call in calls]
     texts = [{key: value for key, value in call.kwargs.items() if isinstance(value, str)} for call in calls]
-    return all(text == texts[0] for text in texts) and _can_join(
+    return all(text == texts[0] for text in texts) and can_join(
         [(call.args, option) for call, option in zip(calls, options, strict=True)]
     )
-
-
-def _can_join(values: Sequence[Any]) -> bool:
-    first = values[0]
-    if isinstance(first, dict):
-        return all(value.keys() == first.keys() for value in values) and all(
-            _can_join([value[key] for value in values]) for key in first
-        )
-    if isinstance(first, tuple):
-        return len(set(map(len, values))) == 1 and all(map(_can_join, zip(*values, strict=True)))
-    # Equal texts may be two samples.
-    is_joined = isinstance(first, Tensor | list) or _is_scalar(first)
-    return is_joined or (not isinstance(first, str) and all(value is first for value in values))
-
-
-def _join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], device: torch.device) -> Any:
-    first = values[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return torch.cat([value.detach().to(device) for value in values])
-    if _is_scalar(first):
-        return _join_scalars(to_device(list(values), device), weights, sizes)
-    if isinstance(first, dict):
-        return {key: _join([value[key] for value in values], weights, sizes, device) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_join(items, weights, sizes, device) for items in zip(*values, strict=True))
-    if isinstance(first, list):
-        return [to_device(item, device) for value in values for item in value]
-    return first
-
-
-def _join_scalars(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
-    values = [value.detach() if isinstance(value, Tensor) else value for value in values]
-    first = values[0]
-    if isinstance(first, Tensor):
-        if not first.is_floating_point():
-            return torch.stack(values).sum()
-    elif isinstance(first, int):
-        was_counted = list(values) == list(sizes) or len(set(values)) > 1
-        return sum(values) if was_counted else first
-    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / (sum(weights) or 1)

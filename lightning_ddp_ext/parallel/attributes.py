@@ -13,7 +13,8 @@ from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE
 from lightning_ddp_ext.parallel.containers import to_device
 from lightning_ddp_ext.parallel.dictionaries import MISSING as _MISSING
 from lightning_ddp_ext.parallel.dictionaries import DictionaryMirror, Place
-from lightning_ddp_ext.parallel.replicas import Replica, Replicas
+from lightning_ddp_ext.parallel.replica import Replica
+from lightning_ddp_ext.parallel.replicas import Replicas
 
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
 _LONGEST_LIST = 10_000

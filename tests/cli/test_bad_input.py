@@ -1,7 +1,6 @@
 """Whatever people write, they get a run or one readable message that names what they wrote."""
 
 import contextlib
-import inspect
 import io
 import os
 import signal
@@ -13,29 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from hydra.core.global_hydra import GlobalHydra
-from lightning.pytorch import Trainer
 
-from lightning_ddp_ext import (
-    BalancedDataParallelStrategy,
-    DDPCheckpointStrategy,
-    DDPExtError,
-    DDPJoinStrategy,
-    ExplicitDDPStrategy,
-    ManualEnvironment,
-)
-from lightning_ddp_ext.callbacks import BalanceReport, JoinReport, ReplicaConsistency
 from lightning_ddp_ext.cli import train as train_module
 from lightning_ddp_ext.cli.main import main
-from lightning_ddp_ext.demo.byte_stream import StdlibStream
-from lightning_ddp_ext.demo.byte_text import ByteTransformer, StdlibText
-from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
-from lightning_ddp_ext.demo.slowed_digits import SlowedDigitsCNN
-from lightning_ddp_ext.strategies.upstream import ddp_strategy, fsdp_strategy
-from tests.cli.mutations import Override, draw_arguments, draw_overrides
+from tests.cli.judging import MUTATIONS, SEED, SHARE, report
+from tests.cli.mutations import Override, draw_overrides
 
-MUTATIONS = int(os.environ.get("LIGHTNING_DDP_EXT_MUTATIONS", "500"))
-SHARE = 0.12  # of command lines, which take most of the time; the others are arguments of constructors
-SEED = 6
 LIMIT = 60  # seconds for one mutation; what hangs, hangs longer
 RUNS = 12  # of those that pass all checks, this many train two steps
 
@@ -145,12 +127,6 @@ def try_override(command, mutation):
     return True, None if problem is None else f"{problem}: {errors[-700:]}"
 
 
-def report(kind, mutations, problems, refused, capsys):
-    with capsys.disabled():
-        print(f"\n{len(mutations)} {kind}: {refused} refused, {len(mutations) - refused} accepted", end=" ")
-    assert not problems, f"{len(problems)} of {len(mutations)}:\n" + "\n".join(problems)
-
-
 def fuzz_overrides(number, seed, monkeypatch, folder, capsys):
     command = Command(monkeypatch, folder, RUNS)
     mutations = draw_overrides(number, seed)
@@ -175,82 +151,6 @@ def test_a_thousand_more_wrong_command_lines_are_messages(monkeypatch, tmp_path,
     fuzz_overrides(1000, SEED + 1, monkeypatch, tmp_path, capsys)
 
 
-# By name: the class, arguments that are right, and whether a Trainer takes it as its strategy.
-CONSTRUCTORS = {
-    "BalancedDataParallelStrategy": (BalancedDataParallelStrategy, {}, True),
-    "DDPCheckpointStrategy": (DDPCheckpointStrategy, {}, True),
-    "DDPJoinStrategy": (DDPJoinStrategy, {}, True),
-    "ddp_strategy": (ddp_strategy, {}, True),
-    "fsdp_strategy": (fsdp_strategy, {}, False),
-    "BalanceReport": (BalanceReport, {}, False),
-    "JoinReport": (JoinReport, {}, False),
-    "ReplicaConsistency": (ReplicaConsistency, {}, False),
-    "ManualEnvironment": (ManualEnvironment, {"num_nodes": 2, "node_rank": 1, "main_address": "node1"}, False),
-    "DigitsCNN": (DigitsCNN, {}, False),
-    "DigitsData": (DigitsData, {}, False),
-    "SlowedDigitsCNN": (SlowedDigitsCNN, {"milliseconds_per_sample": [1.0]}, False),
-    "ByteTransformer": (ByteTransformer, {"depth": 1}, False),
-    "StdlibText": (StdlibText, {}, False),
-    "StdlibStream": (StdlibStream, {}, False),
-}
-_ANYTHING = {"ddp_comm_state", "options", "unknown", "args", "self"}
-
-
-def arguments_of(target):
-    kind = CONSTRUCTORS[target][0]
-    names = set(inspect.signature(kind).parameters)
-    if kind is DDPJoinStrategy:
-        names |= set(inspect.signature(ExplicitDDPStrategy).parameters)
-    extra = {"sharding_strategy", "state_dict_type"} if kind is fsdp_strategy else set()
-    return sorted((names | extra) - _ANYTHING)
-
-
-def complaint_about_error(argument, error):
-    """Why an error of a constructor is not readable; None if it is."""
-    if not isinstance(error, TypeError | ValueError | DDPExtError):
-        return f"{type(error).__name__}: {error}"
-    named = (f"`{argument.name}", f"`{argument.value!s}`", f"`{argument.name.replace('_', '.', 1)}`")
-    if not any(name in str(error) for name in named):
-        return f"the argument is not named: {error}"
-    return None
-
-
-def construct(argument):
-    """Construct, and for a strategy the Trainer too; returns an error if there is one."""
-    kind, right, is_strategy = CONSTRUCTORS[argument.target]
-    try:
-        made = kind(**{**right, argument.name: argument.value})
-        if is_strategy:
-            Trainer(strategy=made, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-    except Exception as error:
-        return error
-    return None
-
-
-def fuzz_arguments(number, seed, capsys):
-    mutations = draw_arguments({target: arguments_of(target) for target in CONSTRUCTORS}, number, seed)
-    problems, refused = [], 0
-    for argument in mutations:
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            error = construct(argument)
-        refused += error is not None
-        problem = None if error is None else complaint_about_error(argument, error)
-        if problem is not None:
-            problems.append(f"{argument.target}({argument.name}={str(argument.value)[:100]!r})\n    {problem}")
-    report("arguments", mutations, problems, refused, capsys)
-    assert 0 < refused < len(mutations)
-
-
-def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it(capsys):
-    fuzz_arguments(MUTATIONS - int(SHARE * MUTATIONS), SEED, capsys)
-
-
-@pytest.mark.exhaustive
-def test_ten_thousand_more_wrong_arguments_are_named(capsys):
-    fuzz_arguments(10_000, SEED + 1, capsys)
-
-
 @pytest.mark.parametrize(
     ("printed", "problem"),
     [
@@ -268,22 +168,18 @@ def test_what_is_readable_is_told_from_what_is_not(printed, problem):
     assert complaint_about_message("model.width", 0, printed) == "exit code 0"
 
 
-@pytest.mark.parametrize(
-    ("error", "is_readable"),
-    [
-        (TypeError("`split` must be a sequence"), True),
-        (ValueError("`split=[0]` must not be zero"), True),
-        (TypeError("'<=' not supported between instances of 'int' and 'str'"), False),
-        (AttributeError("`split`"), False),
-    ],
-)
-def test_errors_of_constructors_are_told_apart(error, is_readable):
-    argument = draw_arguments({"BalancedDataParallelStrategy": ["split"]}, 1, 0)[0]
-    assert (complaint_about_error(argument, error) is None) == is_readable
-
-
 def test_the_same_seed_draws_the_same_mutations():
     assert draw_overrides(20, 1) == draw_overrides(20, 1) != draw_overrides(20, 2)
+
+
+def check_refused(command, found):
+    problems = []
+    for arguments in found:
+        mutation = Override(tuple(arguments[:-1]), arguments[-1], arguments[-1].partition("=")[0])
+        is_refused, problem = try_override(command, mutation)
+        if problem is not None or not is_refused:
+            problems.append(f"{' '.join(arguments)}: {problem or 'accepted'}")
+    assert not problems, "\n".join(problems)
 
 
 # What was found, as small as it gets: each of these was a traceback, a hang or a message that named nothing.
@@ -321,13 +217,7 @@ FOUND = [
 @pytest.mark.slow
 def test_what_was_found_before_is_refused(monkeypatch, tmp_path):
     command = Command(monkeypatch, tmp_path)
-    problems = []
-    for arguments in FOUND:
-        mutation = Override(tuple(arguments[:-1]), arguments[-1], arguments[-1].partition("=")[0])
-        is_refused, problem = try_override(command, mutation)
-        if problem is not None or not is_refused:
-            problems.append(f"{' '.join(arguments)}: {problem or 'accepted'}")
-    assert not problems, "\n".join(problems)
+    check_refused(command, FOUND)
 
 
 # What only shows when a run starts.
@@ -345,10 +235,4 @@ FOUND_AT_THE_START = [
 
 def test_what_was_found_at_the_start_of_a_run_is_refused(monkeypatch, tmp_path):
     command = Command(monkeypatch, tmp_path, runs=len(FOUND_AT_THE_START))
-    problems = []
-    for arguments in FOUND_AT_THE_START:
-        mutation = Override(tuple(arguments[:-1]), arguments[-1], arguments[-1].partition("=")[0])
-        is_refused, problem = try_override(command, mutation)
-        if problem is not None or not is_refused:
-            problems.append(f"{' '.join(arguments)}: {problem or 'accepted'}")
-    assert not problems, "\n".join(problems)
+    check_refused(command, FOUND_AT_THE_START)

@@ -166,7 +166,9 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path):
             lines.append(line)
             if "run folder" in line:
                 break
-        time.sleep(3)
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("runs/*/*/metrics.csv")) and time.monotonic() < deadline:  # it trains
+            time.sleep(0.2)
         assert process.poll() is None, "".join(lines)
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=30)

@@ -1,11 +1,7 @@
 """What the command says when something is wrong."""
 
-import sys
-
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
-from lightning_ddp_ext.cli.main import main
 from tests.cli.commands import OWN, command
 
 
@@ -45,16 +41,9 @@ from tests.cli.commands import OWN, command
         (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
     ],
 )
-def test_a_mistake_ends_with_one_line_and_without_a_traceback(tmp_path, monkeypatch, capsys, overrides, expected):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", *overrides])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    GlobalHydra.instance().clear()
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    printed = capsys.readouterr()
+def test_a_mistake_ends_with_one_line_and_without_a_traceback(call_main, tmp_path, overrides, expected):
+    code, printed = call_main(*overrides)
+    assert code == 1
     assert expected in printed.err
     (line,) = printed.err.splitlines()
     assert line.startswith("lightning-ddp-ext: ")

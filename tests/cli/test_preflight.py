@@ -1,13 +1,10 @@
 """What keeps the training command from starting, before it waits for anybody."""
 
 import socket
-import sys
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.cli.main import main
 from lightning_ddp_ext.cli.preflight import find_slurm_problems
 
 SCRIPT = {
@@ -18,20 +15,12 @@ TASK = {**SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROC
 
 
 @pytest.fixture
-def refuse(tmp_path, monkeypatch, capsys):
+def refuse(call_main):
     """Run the training command, which has to end with one line."""
 
     def run(*overrides, **environ):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", *overrides, "trainer.accelerator=cpu"])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        for name, value in {"HYDRA_FULL_ERROR": "0", **environ}.items():
-            monkeypatch.setenv(name, value)
-        GlobalHydra.instance().clear()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 1
-        printed = capsys.readouterr()
+        code, printed = call_main(*overrides, "trainer.accelerator=cpu", **environ)
+        assert code == 1
         (line,) = printed.err.splitlines()
         assert line.startswith("lightning-ddp-ext: ")
         return line

@@ -11,13 +11,11 @@ import time
 import psutil
 import pytest
 from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
 from lightning_ddp_ext import DDPJoinStrategy, UnsupportedFeatureError
-from lightning_ddp_ext.cli.main import main
 
 pytestmark = pytest.mark.timeout(900)
 COMMAND = [sys.executable, "-m", "lightning_ddp_ext", "-m"]
@@ -171,25 +169,9 @@ def of_session(number):
     return found
 
 
-@pytest.fixture
-def call_main(tmp_path, monkeypatch, capsys):
-    """Run the command in this process, and return its exit code and what it printed to stderr."""
-
-    def call(*arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", *arguments])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-        GlobalHydra.instance().clear()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, capsys.readouterr().err.splitlines()
-
-    return call
-
-
 def test_every_job_that_cannot_start_is_named_and_the_first_one_again_at_the_end(call_main):
-    code, lines = call_main("-m", "trainer.accumulate_grad_batches=0,-1")
+    code, printed = call_main("-m", "trainer.accumulate_grad_batches=0,-1")
+    lines = printed.err.splitlines()
     assert code == 1
     own = [line for line in lines if line.startswith("lightning-ddp-ext: ")]
     starts = [f"lightning-ddp-ext: job {number} of the sweep, `trainer.accumulate_grad_batches={value}`: "
@@ -202,7 +184,8 @@ def test_every_job_that_cannot_start_is_named_and_the_first_one_again_at_the_end
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
 def test_a_sweep_that_was_started_several_times_is_refused(call_main, monkeypatch, variable):
     monkeypatch.setenv(variable, "2")
-    code, lines = call_main("-m", "seed=1,2")
+    code, printed = call_main("-m", "seed=1,2")
+    lines = printed.err.splitlines()
     assert code == 1
     assert f"`--multirun` was started 2 times (`{variable}=2`)" in lines[-1]
     assert "hydra/launcher=submitit_slurm" in lines[-1]

@@ -3,7 +3,6 @@
 import inspect
 import json
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -14,13 +13,6 @@ from torch.utils.data import DistributedSampler, SequentialSampler
 from torchmetrics import CatMetric
 
 from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, loops, torchmetrics
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_every_method_of_a_process_group_that_communicates_is_known():

@@ -1,4 +1,4 @@
-"""Fails when a private name of Lightning, torch or torchmetrics that `_compat` relies on moves."""
+"""Fails when a private name of Lightning that `_compat` relies on moves."""
 
 import ast
 import inspect
@@ -6,19 +6,15 @@ import signal
 
 import pytest
 import torch
-import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext._compat import loops as compat_loops
-from lightning_ddp_ext._compat import torch as compat_torch
-from lightning_ddp_ext._compat import torchmetrics as compat_torchmetrics
 from lightning_ddp_ext.strategies import balanced_dp, ddp_checkpoint, explicit_ddp, single_process, upstream
 
 
@@ -115,34 +111,6 @@ def test_a_restarted_job_is_tested_with_the_weights_it_has(tmp_path, monkeypatch
     assert module.value.item() == (2 if kept else 1)
 
 
-def test_parts_of_a_flat_tensor_are_views():
-    flat = torch.arange(7.0)
-    first, second = compat_torch.views_of(flat, [torch.zeros(2, 3), torch.zeros(())])
-    first[1, 2] = second[...] = 9
-    assert flat.tolist() == [0, 1, 2, 3, 4, 9, 9]
-
-
-def test_tensors_are_flattened_whatever_their_strides():
-    tensors = [torch.arange(4.0).view(2, 2).t(), torch.tensor(7.0), torch.ones(1, 1).expand(2, 1)]
-    assert compat_torch.flatten(tensors).tolist() == [0, 2, 1, 3, 7, 1, 1]
-
-
-def test_what_torch_is_told_to_ignore_is_found():
-    module = nn.Linear(2, 2)
-    assert compat_torch.ignored_by_ddp(module) == []
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, {"bias"})
-    assert compat_torch.ignored_by_ddp(module) == ["bias"]
-
-
-def test_tensors_count_changes_in_place():
-    tensor = torch.zeros(2)
-    before = compat_torch.version_of(tensor)
-    tensor.add_(1)
-    assert compat_torch.version_of(tensor) > before
-    with torch.inference_mode():
-        assert compat_torch.version_of(torch.zeros(2)) == -1
-
-
 def test_the_owner_of_a_data_hook_is_found():
     class Module(LightningModule):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
@@ -199,128 +167,3 @@ def test_steps_that_fetch_their_own_batches_are_recognised():
 
     assert compat_lightning.takes_dataloader_iter(Fetching(), "training_step")
     assert not compat_lightning.takes_dataloader_iter(Fetching(), "validation_step")
-
-
-def test_modules_keep_their_tree_and_hooks_where_expected():
-    attributes = nn.Linear(1, 1).__dict__
-    assert attributes.keys() >= compat_torch.STRUCTURE
-    assert attributes.keys() >= set(compat_torch.HOOKS)
-
-
-def test_every_batch_normalisation_has_the_same_base():
-    layers = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
-    assert all(issubclass(layer, compat_torch.BatchNorm) for layer in layers)
-
-
-def test_many_tensors_are_added_and_copied_in_place():
-    targets = [torch.ones(2), torch.zeros(3)]
-    compat_torch.add_all_(targets, [torch.ones(2), torch.ones(3)])
-    assert [t.tolist() for t in targets] == [[2, 2], [1, 1, 1]]
-    compat_torch.copy_all_(targets, [torch.zeros(2), torch.zeros(3)])
-    assert [t.sum() for t in targets] == [0, 0]
-
-
-def test_gradient_hooks_of_parameters_are_recognised():
-    plain, hooked, late = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    hooked.register_hook(lambda gradient: None)
-    late.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert [compat_torch.has_gradient_hooks(p) for p in (plain, hooked, late)] == [False, True, True]
-
-
-def test_states_of_metrics_are_merged_in_order_and_written():
-    metric, other = torchmetrics.CatMetric(), torchmetrics.CatMetric()
-    metric.update(torch.tensor([1.0, 2.0]))
-    other.update(torch.tensor([3.0]))
-    assert compat_torchmetrics.has_mergeable_state(metric)
-    state = compat_torchmetrics.merge_states(metric, [compat_torchmetrics.read_state(m) for m in (metric, other)])
-    compat_torchmetrics.write_state(metric, state, updates=1)
-    assert metric.compute().tolist() == [1, 2, 3]
-    assert metric.update_count == 2
-
-
-def test_metrics_whose_states_cannot_be_merged_are_recognised():
-    assert not compat_torchmetrics.has_mergeable_state(torchmetrics.PearsonCorrCoef())
-    assert not compat_torchmetrics.has_mergeable_state(torchmetrics.MinMaxMetric(torchmetrics.MeanSquaredError()))
-
-
-def test_a_metric_computes_over_another_state_and_keeps_its_own():
-    metric, other = torchmetrics.SumMetric(), torchmetrics.SumMetric()
-    metric.update(1.0)
-    other.update(5.0)
-    assert compat_torchmetrics.compute_over(metric, compat_torchmetrics.read_state(other)) == 5
-    assert metric.compute() == 1
-    assert metric.update_count == 1
-
-
-def test_the_last_forward_value_can_be_read_and_set():
-    metric = torchmetrics.SumMetric()
-    metric.update(1.0)
-    assert compat_torchmetrics.last_forward_value(metric) is None
-    metric(2.0)
-    assert compat_torchmetrics.last_forward_value(metric) == 2
-    compat_torchmetrics.set_forward_value(metric, torch.tensor(7.0))
-    assert metric._forward_cache == 7
-
-
-def test_outermost_calls_of_a_metric_are_recorded():
-    calls = []
-    metric = torchmetrics.PearsonCorrCoef()  # its forward calls its update
-    compat_torchmetrics.record_calls(metric, lambda name, args, kwargs: calls.append(name) or (lambda result: 7), [0])
-    assert metric(torch.rand(4), torch.rand(4)) == 7
-    metric.update(torch.rand(4), torch.rand(4))
-    assert calls == ["forward", "update"]
-
-
-def test_moving_a_metric_keeps_its_dtype():
-    metric = torchmetrics.SumMetric()
-    try:
-        torch.set_default_dtype(torch.float64)
-        compat_torchmetrics.move_keeping_dtype(metric, torch.device("cpu"))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert metric.dtype == torch.float32
-
-
-def test_compute_groups_are_given_up_and_formed():
-    collection = MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError(squared=False)][:1])
-    compat_torchmetrics.forget_compute_groups(collection)
-    compat_torchmetrics.restore_compute_groups(collection, form=True)
-    collection.update(torch.rand(3), torch.rand(3))
-    assert not collection._groups_checked
-    grouped = MetricCollection({"a": torchmetrics.MeanSquaredError(), "b": torchmetrics.MeanSquaredError()})
-    for metric in grouped.values(copy_state=False):
-        metric.update(torch.ones(3), torch.zeros(3))
-    compat_torchmetrics.restore_compute_groups(grouped, form=True)
-    assert grouped.compute_groups == {0: ["a", "b"]}
-    assert isinstance(grouped["a"], Metric)
-
-
-def test_the_innermost_hooks_for_saved_tensors_are_found():
-    with pytest.raises(RuntimeError, match="no hooks for saved tensors"):
-        compat_torch.saved_tensor_hooks()
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or 7, lambda handle: handle + 1):
-        pack, unpack = compat_torch.saved_tensor_hooks()
-    assert (pack("tensor"), packed, unpack(7)) == (7, ["tensor"], 8)
-
-
-def test_what_compilation_wraps_is_found():
-    layer = nn.Linear(2, 2)
-    assert compat_torch.uncompiled(layer) is layer
-    assert compat_torch.uncompiled(torch.compile(layer, backend="eager")) is layer
-    assert compat_torch.called_attribute(layer) == "forward"
-    layer.compile(backend="eager")
-    assert compat_torch.called_attribute(layer) == "_compiled_call_impl"
-    layer.__dict__["_compiled_call_impl"] = lambda inputs: "called"
-    assert layer(None) == "called"
-
-
-def test_a_reference_to_a_storage_keeps_its_address_but_not_its_memory():
-    tensor = torch.ones(1000)
-    reference = compat_torch.WeakStorage(tensor.untyped_storage())
-    assert reference == compat_torch.WeakStorage(tensor[3:].untyped_storage())
-    assert not reference.expired()
-    del tensor
-    assert reference.expired()
-    later = [torch.ones(1000) for _ in range(50)]
-    assert all(compat_torch.WeakStorage(other.untyped_storage()) != reference for other in later)

@@ -1,7 +1,6 @@
 """Loaders that begin where an interrupted run has ended, on one rank; see `test_preemption_integration` for several."""
 
 import pytest
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
@@ -10,13 +9,6 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.ranked_loaders import RankedLoader
 from lightning_ddp_ext.integration.resumable_data import POSITION, WORLD_SIZE, ResumableCombinedLoader
 from lightning_ddp_ext.integration.resumable_lockstep import ResumableLockstepLoader
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_an_epoch_that_is_shorter_than_the_one_that_was_left_is_refused():

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_ddp_ext.testing import run_processes
-from tests.network.rank_programs import play_scenarios
+from tests.network.meeting_scenarios import play_scenarios
 
 SOON = 10.0  # seconds; time limits are 1 or 2
 

@@ -4,6 +4,8 @@ import pytest
 
 from lightning_ddp_ext.testing import run_processes
 from tests.strategies import preemption_ranks as ranks
+from tests.strategies import redealing_ranks as redealing
+from tests.strategies.preemption_cases import CASES
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -14,7 +16,7 @@ def found(tmp_path_factory):
     return run_processes(ranks.run_all, 2, str(tmp_path_factory.mktemp("runs")), timeout=500)
 
 
-@pytest.mark.parametrize("name", ranks.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_run_that_leaves_and_resumes_ends_as_the_whole_one(found, name):
     for by_name in found:
         case = by_name[name]
@@ -25,12 +27,12 @@ def test_a_run_that_leaves_and_resumes_ends_as_the_whole_one(found, name):
         assert case.interrupted.validated + case.resumed.validated == case.whole.validated
 
 
-@pytest.mark.parametrize("name", ranks.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_leave_after_the_same_batch_with_one_checkpoint(found, name):
     first, second = (by_name[name] for by_name in found)
     assert first.interrupted.digests == second.interrupted.digests
     assert first.files == second.files == ["hpc_ckpt_1.ckpt"]
-    assert first.code == second.code == 128 + ranks.CASES[name].signum
+    assert first.code == second.code == 128 + CASES[name].signum
 
 
 def test_random_numbers_matter(found):
@@ -44,10 +46,10 @@ def others(tmp_path_factory):
     """Samples by rank until an epoch is interrupted on two ranks, and when three resume it."""
     folder = str(tmp_path_factory.mktemp("others"))
     steps = [1, 4, 5]  # the ranks have 16 and 15 samples, in batches of 3
-    before = run_processes(ranks.save_within_an_epoch, 2, folder, steps, timeout=120)
-    run_processes(ranks.save_streams, 2, folder, timeout=120)
-    after = run_processes(ranks.resume_on_others, 3, folder, steps, timeout=120)
-    refused = run_processes(ranks.refuse_on_others, 3, folder, timeout=120)
+    before = run_processes(redealing.save_within_an_epoch, 2, folder, steps, timeout=120)
+    run_processes(redealing.save_streams, 2, folder, timeout=120)
+    after = run_processes(redealing.resume_on_others, 3, folder, steps, timeout=120)
+    refused = run_processes(redealing.refuse_on_others, 3, folder, timeout=120)
     return steps, before, after, refused
 
 
