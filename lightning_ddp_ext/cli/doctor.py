@@ -23,10 +23,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from omegaconf import DictConfig
 
+from lightning_ddp_ext.cli.checks import check_hosts, check_settings
 from lightning_ddp_ext.cli.diagnosis import SETTINGS, SLURM, Diagnosis
 from lightning_ddp_ext.cli.diagnosis_table import print_diagnosis
 from lightning_ddp_ext.cli.examination import NetworkSettings, examine
-from lightning_ddp_ext.cli.preflight import find_slurm_problems, has_process_group
+from lightning_ddp_ext.cli.preflight import check_single_tasks, find_slurm_problems, has_process_group
 from lightning_ddp_ext.cli.problems import describe
 from lightning_ddp_ext.cli.train import check_groups, make_plugins, set_devices
 from lightning_ddp_ext.network.reports import Problem, report_here
@@ -135,12 +136,16 @@ def _check(options: _Options, diagnosis: Diagnosis) -> None:
     diagnosis.strategy = str(choices.strategy)
     check_groups(config, choices)
     set_devices(config, choices)
+    check_settings(config)
     diagnosis.add_problems(Problem(SLURM, text) for text in find_slurm_problems(config))
     if not diagnosis.healthy:
         diagnosis.shared = True  # all tasks have the same variables
         return
     settings = _take_settings(config, options.timeout)
-    trainer = _make_trainer(config)
+    plugins = make_plugins(config)
+    trainer = _make_trainer(config, plugins)
+    check_hosts(trainer)
+    check_single_tasks(plugins, choices.strategy, trainer)
     strategy = trainer.strategy
     if settings is None:
         return
@@ -180,10 +185,11 @@ def _take_settings(config: DictConfig, timeout: float) -> NetworkSettings | None
     return settings
 
 
-def _make_trainer(config: DictConfig) -> Trainer:
+def _make_trainer(config: DictConfig, plugins: list[Any] | None) -> Trainer:
     trainer: Trainer = instantiate(
         config.trainer,
-        plugins=make_plugins(config),
+        _convert_="all",
+        plugins=plugins,
         strategy=instantiate(config.strategy),
         logger=False,
         enable_checkpointing=False,

@@ -1,21 +1,27 @@
 """What is checked of a run before it starts, on this host alone and in milliseconds."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, ListConfig
 
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
-from lightning_ddp_ext.integration.slurm_cluster import meeting_ports
+from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment, meeting_ports
 from lightning_ddp_ext.network import slurm_arithmetic
 from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
 from lightning_ddp_ext.network.interfaces import check_gloos_variable
 from lightning_ddp_ext.network.stores import check_meeting_place
+
+# What launchers say about the number of processes that they have started; `srun`, `torchrun`, and `mpirun` twice.
+NUMBERS_OF_PROCESSES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 # Ranks that somebody has set by hand, and a shell for a person, whatever the number of tasks: SLURM starts no rank.
 _BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "SLURM_PTY_PORT")
@@ -60,6 +66,64 @@ def check_slurm(config: DictConfig) -> None:
     problems = find_slurm_problems(config)
     if problems:
         raise LaunchError(" Also: ".join(problems))
+
+
+def check_single_tasks(plugins: Sequence[object] | None, strategy: str, trainer: Trainer) -> None:
+    """Refuse tasks of a SLURM job that would each train by themselves; other strategies compare tasks with devices.
+
+    Args:
+        plugins: The Trainer's.
+        strategy: The name that was chosen.
+        trainer: A Trainer that has not started anything.
+
+    Raises:
+        LaunchError: If there are several tasks for a run of one process.
+    """
+    for plugin in plugins or ():
+        if isinstance(plugin, CheckedSLURMEnvironment) and plugin.world_size() != trainer.world_size:
+            raise LaunchError(
+                f"`strategy={strategy}` runs in {trainer.world_size} process, and the job has"
+                f" `SLURM_NTASKS={plugin.world_size()}`. Start it with `srun --ntasks=1`."
+            )
+
+
+def check_launcher(config: DictConfig, strategy: str) -> None:
+    """Refuse a launcher that has started several processes, each of which would make a run of its own.
+
+    Args:
+        config: The composed configuration.
+        strategy: The name that was chosen.
+
+    Raises:
+        LaunchError: If there are several processes for a run of one.
+    """
+    if has_process_group(config):
+        return
+    for name in NUMBERS_OF_PROCESSES:
+        if os.environ.get(name, "1") not in ("0", "1"):
+            raise LaunchError(
+                f"`strategy={strategy}` runs in one process, and a launcher has started `{name}={os.environ[name]}`."
+                " Start the command by itself, or choose `strategy=ddp_join`."
+            )
+
+
+def check_folder(config: DictConfig, trainer: Trainer) -> None:
+    """Refuse a SLURM job whose tasks and starts would each have a run folder of their own.
+
+    Args:
+        config: The composed configuration.
+        trainer: A Trainer that has not started anything.
+
+    Raises:
+        LaunchError: If a job that is put into the queue again would not find what it has saved.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    given = any(override.startswith("hydra.run.dir=") for override in HydraConfig.get().overrides.hydra)
+    if isinstance(environment, SLURMEnvironment) and "_target_" not in config.cluster and not given:
+        raise LaunchError(
+            "this is a task of a SLURM job: without `cluster=slurm`, each task and each start of the job would have a"
+            " run folder of its own, in which nothing is found again. Add `cluster=slurm`, or `hydra.run.dir=`."
+        )
 
 
 def check_meeting(trainer: Trainer, settings: DictConfig) -> None:

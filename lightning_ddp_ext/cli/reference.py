@@ -130,9 +130,21 @@ def train_alone(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> Re
     loader = _Replay(recorder, trainer, concatenate)
     setattr(data, "train_dataloader", lambda: loader)  # noqa: B010  a method of this instance
     trainer.fit(model, datamodule=data)
-    results = trainer.test(model, datamodule=data, verbose=False)[0]
+    results = merge_results(trainer.test(model, datamodule=data, verbose=False))
     assert run.lightning_module is not None
     return Reference(results, _difference(run.lightning_module, model), str(trainer.precision))
+
+
+def merge_results(by_loader: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Put the results of all test loaders together; Lightning tells their names apart.
+
+    Args:
+        by_loader: What `trainer.test` returns.
+
+    Returns:
+        All values by name.
+    """
+    return {name: value for results in by_loader for name, value in results.items()}
 
 
 def _check_sendable(batch: Any, rank: int) -> None:

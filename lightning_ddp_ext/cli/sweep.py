@@ -13,10 +13,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
+from lightning_ddp_ext.cli.preflight import NUMBERS_OF_PROCESSES
 from lightning_ddp_ext.cli.problems import LaunchError
 
-# What launchers say about the number of processes that they have started; `srun` and `torchrun`.
-_SIZES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
 _FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 _GRACE = 5.0  # seconds
 
@@ -45,7 +44,7 @@ def check_start(config: DictConfig) -> None:
     Raises:
         LaunchError: If a launcher has started this process several times.
     """
-    for variable in _SIZES:
+    for variable in NUMBERS_OF_PROCESSES:
         tasks = os.environ.get(variable, "1")
         if tasks != "1" and not _is_submitted():
             raise LaunchError(

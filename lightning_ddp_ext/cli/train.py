@@ -1,5 +1,6 @@
 """The main job: build what the configuration describes, train, test, and leave the results in the run folder."""
 
+import os
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,14 +24,20 @@ from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.cli.checks import check_hosts, check_settings, make, make_all
 from lightning_ddp_ext.cli.picture import draw_run
-from lightning_ddp_ext.cli.preflight import check_meeting, check_slurm, has_process_group
+from lightning_ddp_ext.cli.preflight import (
+    check_folder,
+    check_launcher,
+    check_meeting,
+    check_single_tasks,
+    check_slurm,
+    has_process_group,
+)
 from lightning_ddp_ext.cli.problems import LaunchError
-from lightning_ddp_ext.cli.reference import BatchRecorder, train_alone
+from lightning_ddp_ext.cli.reference import BatchRecorder, merge_results, train_alone
 from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print_results
 from lightning_ddp_ext.data.fraction_sampler import check_fractions
 from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
 from lightning_ddp_ext.integration.checkpoint_loading import is_refusal, refusal
-from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _SINGLE = "single"
@@ -63,7 +70,7 @@ def train(config: DictConfig) -> None:
     """
     run = _build(config)
     if run.trainer.is_global_zero:
-        OmegaConf.save(config, run.folder / "config.yaml", resolve=True)
+        _keep_config(config, run.folder)
         _keep_metrics(run.folder)
     _fit(config, run)
     results = _test(run) if config.test else {}
@@ -76,8 +83,9 @@ def train(config: DictConfig) -> None:
 
 
 def _fit(config: DictConfig, run: _Run) -> None:
+    path = "hpc" if _is_requeued(run.folder) else config.ckpt_path
     try:
-        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=config.ckpt_path, weights_only=config.weights_only)
+        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=path, weights_only=config.weights_only)
     except Exception as error:
         if config.weights_only and isinstance(error, UnpicklingError) and is_refusal(error):
             error = refusal(config.ckpt_path, error)
@@ -86,6 +94,11 @@ def _fit(config: DictConfig, run: _Run) -> None:
         if not _is_mistake(error, run):
             raise
         raise LaunchError(str(error)) from error
+
+
+def _is_requeued(folder: Path) -> bool:
+    """Tell whether a job of SLURM runs again and has left a checkpoint, which is newer than what it was given."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0 and any(folder.glob("hpc_ckpt_*.ckpt"))
 
 
 def _is_mistake(error: Exception, run: _Run) -> bool:
@@ -100,11 +113,19 @@ def _is_mistake(error: Exception, run: _Run) -> bool:
     return not any(frame.f_globals.get("__name__", "").partition(".")[0] in theirs for frame in frames)
 
 
+def _keep_config(config: DictConfig, folder: Path) -> None:
+    """Write the whole configuration down, for the owner only: it may hold keys from the environment."""
+    path = folder / "config.yaml"
+    path.touch(mode=0o600)
+    OmegaConf.save(config, path, resolve=True)
+
+
 def _keep_metrics(folder: Path) -> None:
     """Keep what a job has logged before it was requeued; Lightning's logger would delete it."""
     metrics = folder / "metrics.csv"
     if metrics.exists():
-        metrics.rename(folder / f"metrics-{len(list(folder.glob('metrics-*.csv'))) + 1}.csv")
+        kept = [int(number) for path in folder.glob("metrics-*.csv") if (number := path.stem[8:]).isdecimal()]
+        metrics.rename(folder / f"metrics-{max(kept, default=0) + 1}.csv")
 
 
 def _compare(config: DictConfig, run: _Run, recorder: BatchRecorder, results: Mapping[str, float]) -> None:
@@ -121,7 +142,7 @@ def _test(run: _Run) -> Mapping[str, float]:
         rank_zero_info("Not tested: the model has no `test_step`, or the data no `test_dataloader`.")
         return {}
     keep_weights_for_testing(run.trainer)
-    return run.trainer.test(run.model, datamodule=run.data, verbose=False)[0]
+    return merge_results(run.trainer.test(run.model, datamodule=run.data, verbose=False))
 
 
 def _build(config: DictConfig) -> _Run:
@@ -139,7 +160,7 @@ def _build(config: DictConfig) -> _Run:
         callbacks = _wanted(make_all(config.callbacks, "callbacks", Callback), config.trainer)
         loggers = make_all(config.logger, "logger", Logger)
         folder = Path(HydraConfig.get().runtime.output_dir)
-        recorder = BatchRecorder() if _wants_reference(config, model, data) else None
+        recorder = BatchRecorder() if _wants_reference(config, model, data, folder) else None
         summary = LaunchSummary(folder, str(choices.strategy))
         plugins = make_plugins(config)
         trainer = instantiate(
@@ -155,14 +176,16 @@ def _build(config: DictConfig) -> _Run:
         _check_fractions(config, choices, trainer)
         if has_process_group(config):
             check_meeting(trainer, config.strategy)
-        _check_tasks(plugins, choices, trainer)
+        check_single_tasks(plugins, choices.strategy, trainer)
+        check_launcher(config, choices.strategy)
+        check_folder(config, trainer)
     except Exception as error:
         # Whatever a constructor raises, the run has not started: the command prints it as one message.
         raise LaunchError(str(error)) from error
     return _Run(trainer, model, data, folder, recorder, summary)
 
 
-def _wants_reference(config: DictConfig, model: LightningModule, data: LightningDataModule) -> bool:
+def _wants_reference(config: DictConfig, model: LightningModule, data: LightningDataModule, folder: Path) -> bool:
     """Tell whether to train once more in one process; refuse what that cannot repeat."""
     wanted = config.data.get("train_fractions") is not None if config.reference is None else config.reference
     if not wanted:
@@ -172,6 +195,8 @@ def _wants_reference(config: DictConfig, model: LightningModule, data: Lightning
         reason = "compares the results of the test, and `test=false` is set"
     elif config.ckpt_path is not None:
         reason = "trains from the beginning, and `ckpt_path` resumes"
+    elif _is_requeued(folder):
+        reason = "trains from the beginning, and this job was requeued"
     elif config.strategy.get("start_method", "popen") != "popen":
         reason = f"needs processes that outlive training, and `start_method={config.strategy.start_method}` ends them"
     elif _changes_batches(model, data):
@@ -196,16 +221,6 @@ def _check_fractions(config: DictConfig, choices: Any, trainer: Trainer) -> None
             f"`data.train_fractions={list(fractions)}` gives processes different numbers of batches, and"
             f" `strategy={choices.strategy}` needs equally many. Use `strategy=ddp_join`."
         )
-
-
-def _check_tasks(plugins: list[Any] | None, choices: Any, trainer: Trainer) -> None:
-    """Refuse tasks of a SLURM job that would each train by themselves; the other strategies compare them."""
-    for plugin in plugins or []:
-        if isinstance(plugin, CheckedSLURMEnvironment) and plugin.world_size() != trainer.world_size:
-            raise LaunchError(
-                f"`strategy={choices.strategy}` runs in {trainer.world_size} process, and the job has"
-                f" `SLURM_NTASKS={plugin.world_size()}`. Start it with `srun --ntasks=1`."
-            )
 
 
 def make_plugins(config: DictConfig) -> list[Any] | None:
@@ -246,8 +261,8 @@ def check_groups(config: DictConfig, choices: Any) -> None:
         LaunchError: If there are any.
     """
     path = config.ckpt_path
-    if path not in (None, "last", "best", "hpc") and "://" not in path and not Path(path).is_file():
-        raise LaunchError(f"`ckpt_path={path}` is not a file. Give the path of a checkpoint, or `last`.")
+    if path not in (None, "last", "best", "hpc") and "://" not in path and not Path(path).exists():
+        raise LaunchError(f"`ckpt_path={path}` does not exist. Give the path of a checkpoint, or `last`.")
     for key in {"strategy", "callbacks", "logger"} & set(config.trainer):
         raise LaunchError(f"`trainer.{key}` has no effect. Use the group `{key}` instead.")
     for group, key in {"network": "network_interface", "process_group": "process_group_backend"}.items():
@@ -273,8 +288,16 @@ def set_devices(config: DictConfig, choices: Any) -> None:
     if trainer.accelerator is None:
         trainer.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if trainer.devices is None:
-        several = torch.cuda.device_count() if trainer.accelerator in ("cuda", "gpu") else 2
+        uses_gpus = trainer.accelerator in ("cuda", "gpu") or (
+            trainer.accelerator == "auto" and torch.cuda.is_available()
+        )
+        several = torch.cuda.device_count() if uses_gpus else 2
         trainer.devices = 1 if single else several
+    if single and trainer.num_nodes not in (1, "1", None):
+        raise LaunchError(
+            f"`strategy=single` runs on one node, got `trainer.num_nodes={trainer.num_nodes}`. Leave it out, or choose"
+            " `strategy=ddp`."
+        )
     if single and trainer.devices not in (1, "1"):
         raise LaunchError(f"`strategy=single` uses one device, got `trainer.devices={trainer.devices}`. Leave it out.")
 

@@ -131,6 +131,8 @@ def leave_at_once(trainer: Trainer) -> None:
     def register() -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, leave)
+            if _slurm(trainer) is not None:  # the job ends at its time limit; there is nothing to go on from
+                signal.signal(_requeue_signal(trainer), signal.SIG_IGN)
 
     replace_signal_handling(trainer, register)
 

@@ -57,6 +57,11 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
                 f"`CheckedSLURMEnvironment` was chosen, but this is no process of a SLURM job (`{_JOB}` is not set)."
                 " Leave out `cluster=slurm`, or start the command by `srun`."
             )
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ClusterError(
+                "torchrun has started this process, and numbers its processes otherwise than SLURM its tasks. Leave out"
+                " `cluster=slurm`."
+            )
         if _RANK not in os.environ:
             raise ClusterError(
                 f"this process is in the allocation `{_JOB}={os.environ[_JOB]}`, but `srun` has not started it"
@@ -88,6 +93,12 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
                 " Give both the number of nodes."
             )
         _refuse(find_problems(os.environ, num_nodes, num_devices))
+        if self.world_size() != num_nodes * num_devices:
+            raise ClusterError(
+                f"{_rank()}`SLURM_NTASKS={self.world_size()}` differs from `num_nodes={num_nodes}` x"
+                f" `devices={num_devices}`, and SLURM's tasks are the processes of the run. Put `srun` before the"
+                " command, or leave out `cluster=slurm` where something else starts the processes."
+            )
 
 
 def check_tasks(environment: ClusterEnvironment | None, *, num_nodes: int, devices: int, uses_gpus: bool) -> None:

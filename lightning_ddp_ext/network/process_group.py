@@ -19,7 +19,7 @@ from lightning_ddp_ext.network.port_search import open_store_of_run
 from lightning_ddp_ext.network.stores import OpenStore, has_listener
 from lightning_ddp_ext.parallel.connections import break_rest, tracked_connections
 
-_TELLING_LIMIT = 0.3  # seconds for rank 0 to be told that this rank cannot start
+_TELLING_LIMIT = 1.0  # seconds for rank 0 to be told that this rank cannot start
 
 
 def init_process_group(

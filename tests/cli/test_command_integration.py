@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -157,6 +158,8 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path):
         [*COMMAND, "trainer.max_epochs=1000", "callbacks=none"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
+    limit = threading.Timer(120, os.killpg, (process.pid, signal.SIGKILL))
+    limit.start()
     try:
         lines = []
         for line in process.stdout:
@@ -173,6 +176,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path):
         assert "graceful shutdown" in rest
         assert not [p for p in psutil.process_iter(["pid"]) if _session(p.pid) == process.pid]
     finally:
+        limit.cancel()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

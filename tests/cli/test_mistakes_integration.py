@@ -26,7 +26,7 @@ from tests.cli.commands import OWN, command
             ["logger=null"],
             "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none`",
         ),
-        (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` is not a file"),
+        (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` does not exist"),
         (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
         (["seed=${foo}"], "foo"),
         (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),

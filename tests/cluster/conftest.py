@@ -1,13 +1,14 @@
 import pytest
 
 from tests.cluster.slurm import SlurmCluster, reason_to_skip
+from tests.conftest import skip
 
 
 @pytest.fixture(scope="session")
 def _cluster(tmp_path_factory):
     reason = reason_to_skip()
     if reason:
-        pytest.skip(f"no SLURM: {reason}")
+        skip(f"no SLURM: {reason}")
     cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
     yield cluster
     cluster.close()

@@ -59,7 +59,7 @@ def test_a_job_fails_soon_when_a_task_is_killed(slurm, tmp_path):
 @pytest.mark.slow
 def test_a_requeued_job_goes_on_in_its_own_folder(slurm, tmp_path):
     shutil.copy(ROOT / "tests" / "cluster" / "interrupting.py", tmp_path)
-    added = "+callbacks.requeue._target_=interrupting.RequeueOnce"
+    added = "+callbacks.requeue._target_=interrupting.SignalOnce"
     job = slurm.submit(EXAMPLES / "requeue.sbatch", *SMALL, added, cwd=tmp_path)
     state = slurm.wait(job, 2 * LIMIT)
     printed = slurm.output(job)

@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 
+from tests.conftest import skip
 from tests.network.hosts import Hosts, reason_to_skip
 
 
@@ -9,7 +10,7 @@ from tests.network.hosts import Hosts, reason_to_skip
 def hosts(tmp_path_factory):
     reason = reason_to_skip()
     if reason:
-        pytest.skip(f"no hosts of network namespaces: {reason}")
+        skip(f"no hosts of network namespaces: {reason}")
     made = Hosts(2, tmp_path_factory.mktemp("hosts"))
     yield made
     made.close()

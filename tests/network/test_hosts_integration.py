@@ -155,7 +155,7 @@ def test_an_interface_that_hosts_lack_is_an_error_at_once(run):
 
 
 def test_an_interface_that_one_host_lacks_is_an_error_on_both(run):
-    second = {"network_interface": "nosuch0", "delay": 1.0}  # rank 0 is there to be told
+    second = {"network_interface": "nosuch0", "delay": 5.0}  # rank 0 is there to be told
     outcomes = run(network_interface="eth0", by_host={2: second}, timeout=60)
     failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on host node2", within=SOON)
 

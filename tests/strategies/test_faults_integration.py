@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ddp_ext.testing import run_processes
+from tests.conftest import skip
 from tests.network.hosts import Hosts, reason_to_skip
 from tests.strategies.fault_ranks import FAULTS, GO_ON, OF_LINKS, WHEN
 from tests.strategies.fault_runs import Fault, become_subreaper, list_faults, run_fault
@@ -110,7 +111,7 @@ def test_every_fault_on_every_rank_in_every_phase(kind, strategy):
 def test_a_link_that_is_cut(fault, tmp_path):
     reason = reason_to_skip()
     if reason:
-        pytest.skip(f"no hosts of network namespaces: {reason}")
+        skip(f"no hosts of network namespaces: {reason}")
     hosts = Hosts(2, tmp_path)
     try:
         outcome = run_fault(fault, tmp_path / "run", 12.0, hosts)

@@ -141,13 +141,13 @@ def test_exception_ends_all_even_if_its_process_stays() -> None:
         "--- rank 1 raised",
         "in sleep_forever",
     ):
-        run_processes(ranks.raise_but_stay, 2, timeout=100, grace=0.3)
-    assert 0.3 <= time.monotonic() - started < 10
+        run_processes(ranks.raise_but_stay, 2, timeout=100, grace=3)
+    assert 3 <= time.monotonic() - started < 30
 
 
 def test_first_failure_in_time_is_the_headline() -> None:
     with raises_with(RankError, "^rank 2 of 3 raised KeyError: 'key of rank 2'", "After it failed: ranks 0, 1"):
-        run_processes(ranks.raise_in_order, 3, {2: 0.0, 0: 0.2, 1: 0.4})
+        run_processes(ranks.raise_in_order, 3, {2: 0.0, 0: 2.0, 1: 4.0})
 
 
 def test_exit_code_is_reported() -> None:
@@ -174,7 +174,7 @@ def test_signal_is_reported_and_others_are_ended(
         "--- rank 1 was killed",
         "last words",
     ):
-        run_processes(ranks.kill_rank_1, 2, int(number), timeout=100, grace=0.3)
+        run_processes(ranks.kill_rank_1, 2, int(number), timeout=100, grace=3)
 
 
 def test_only_the_last_lines_are_quoted() -> None:
@@ -200,7 +200,7 @@ def test_hang_in_python_shows_stack_and_last_lines() -> None:
     started = time.monotonic()
     with raises_with(
         RankTimeoutError,
-        "^ranks 0, 1 of 2 did not finish within `timeout`=1 seconds",
+        "^ranks 0, 1 of 2 did not finish within `timeout`=8 seconds",
         "--- rank 0",
         "in sleep_forever",
         "in print_and_hang",
@@ -209,8 +209,8 @@ def test_hang_in_python_shows_stack_and_last_lines() -> None:
         "in sleep_forever",
         "waiting on rank 1",
     ):
-        run_processes(ranks.print_and_hang, 2, timeout=1)
-    assert 1 <= time.monotonic() - started < 6
+        run_processes(ranks.print_and_hang, 2, timeout=8)
+    assert 8 <= time.monotonic() - started < 20
 
 
 def test_hang_in_a_collective_shows_the_stack(healthy_run: tuple[list[float], float]) -> None:
@@ -228,12 +228,12 @@ def test_hang_in_a_collective_shows_the_stack(healthy_run: tuple[list[float], fl
 
 def test_hang_in_c_with_the_interpreter_lock_shows_the_stack() -> None:
     with raises_with(RankTimeoutError, "--- rank 0 not finished: it was still running", "in sleep_in_c"):
-        run_processes(ranks.sleep_in_c, 1, timeout=1)
+        run_processes(ranks.sleep_in_c, 1, timeout=6)
 
 
 def test_rank_that_returned_but_does_not_end_is_named() -> None:
     with raises_with(RankTimeoutError, "^rank 0 of 1 did not finish", "its function returned, but", "in sleep_forever"):
-        run_processes(ranks.return_but_stay, 1, timeout=1)
+        run_processes(ranks.return_but_stay, 1, timeout=6)
 
 
 def test_stopped_rank_is_reported_and_killed() -> None:
@@ -258,7 +258,7 @@ def test_grandchildren_of_finished_ranks_are_killed(tmp_path: Path, new_group: b
 
 def test_grandchildren_of_hanging_ranks_are_killed(tmp_path: Path) -> None:
     with pytest.raises(RankTimeoutError):
-        run_processes(ranks.record_pids_and_hang, 2, tmp_path, timeout=1)
+        run_processes(ranks.record_pids_and_hang, 2, tmp_path, timeout=8)
     pids = read_pids(tmp_path)
     assert len(pids) == 4
     assert not [pid for pid in pids if is_running(pid)]
