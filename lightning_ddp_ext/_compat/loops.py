@@ -37,6 +37,11 @@ def logs_now(trainer: Trainer) -> bool:
     return trainer._logger_connector.should_update_logs
 
 
+def leaves_out_backward(trainer: Trainer) -> bool:
+    """Tell whether the loop runs training steps for their statistics alone, as for averaged weights."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
 def replace_signal_handling(trainer: Trainer, register: Callable[[], None]) -> None:
     """Replace what Lightning does about signals: it communicates and saves within signal handlers.
 

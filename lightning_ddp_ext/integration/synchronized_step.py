@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.integration.preemption import Departure
 from lightning_ddp_ext.integration.step_guard import StepGuard
 from lightning_ddp_ext.parallel.reducer import GradientReducer
@@ -59,6 +60,8 @@ class SynchronizedStep:
         """
         self._begin()
         self._weights.set_batch(batch)
+        if leaves_out_backward(self._trainer):
+            self._weights.count()
 
     def begin_without_data(self) -> None:
         """Have no micro-batch, while other ranks have one."""
@@ -159,7 +162,6 @@ class SynchronizedStep:
         loss = closure()
         if self._module.automatic_optimization and not self._synchronized:
             # Lightning leaves out the backward pass where it renews statistics for averaged weights.
-            self._weights.count()
             with self.synchronize():
                 pass
         self._guard.check(optimizer)  # not every optimizer of Lightning is one of torch, whose steps are all seen

@@ -168,7 +168,36 @@ def test_what_a_metric_has_computed_is_forgotten():
     assert metric.compute().tolist() == [0, 0]
 
 
-def test_list_states_are_found():
+def test_list_states_are_found_and_concatenated():
+    metric = CatMetric()
+    assert torchmetrics.list_states(metric) == {"value": []}
+    metric.update(torch.ones(2))
+    metric.update(torch.zeros(1))
+    assert [[entry.tolist() for entry in entries] for entries in torchmetrics.list_states(metric).values()] == [
+        [[1, 1, 0]]
+    ]
+
+
+def test_synchronisation_of_metrics_is_followed(group):
+    seen = []
+
+    def around(metric, synchronize, gather, ranks):
+        seen.append((type(metric), ranks))
+        synchronize(gather)
+
     metric = CatMetric()
     metric.update(torch.ones(2))
-    assert [len(values) for values in torchmetrics.list_states(metric).values()] == [1]
+    torchmetrics.watch_synchronization(around)
+    assert metric.compute().tolist() == [1, 1]
+    torchmetrics.unwatch_synchronization()
+    torchmetrics.forget_computed(metric)
+    assert metric.compute().tolist() == [1, 1]
+    assert seen == [(CatMetric, None)]
+
+
+def test_training_steps_without_a_backward_pass_are_recognised():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    assert not loops.leaves_out_backward(trainer)
+    trainer.fit_loop._skip_backward = True
+    assert loops.leaves_out_backward(trainer)
+    assert trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward

@@ -5,6 +5,7 @@ import torch
 
 from lightning_ddp_ext.testing import run_processes
 from tests.strategies.join_cases import evaluation, run_cases
+from tests.strategies.join_ranks import samples
 
 RANKS = range(3)
 
@@ -141,6 +142,11 @@ def test_ranks_stay_identical(found, name):
 
 def test_manual_optimization_counts_the_steps_of_all_ranks(found):
     assert found[0]["manual_optimization"][0] == 2 * 2 * 4
+
+
+def test_statistics_of_averaged_weights_are_those_of_all_samples(found):
+    mean = samples(14)[1].mean(0).tolist()
+    assert [found[rank]["statistics_of_averaged_weights"] for rank in RANKS] == [pytest.approx(mean, rel=1e-9)] * 3
 
 
 def test_manual_optimization_gives_scalers_and_sparse_gradients_to_ranks_without_data(found):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -56,6 +56,15 @@ def normalisation(folder: str) -> Any:
     module = Classifier()
     module.network.insert(1, nn.BatchNorm1d(8))
     return fit(module, max_epochs=2)[1].digests
+
+
+@case
+def statistics_of_averaged_weights(folder: str) -> Any:
+    """Renew the statistics of batch normalisation in a last epoch; returns those of its inputs."""
+    module = Classifier()
+    module.network.insert(0, nn.BatchNorm1d(6))
+    fit(module, max_epochs=3, callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
+    return module.network[0].running_mean.tolist()
 
 
 @case
