@@ -259,7 +259,7 @@ class ReplicatedModule:
         active, sizes = scattered.active, scattered.active_sizes
         means = [float(size) for size in sizes] if self._weight_by == "sum" else scattered.weights
         merged = self._batch_norm.merge(active, sizes)
-        self._buffers.merge(active, [float(size) for size in sizes], merged)
+        self._buffers.merge(active, sizes, merged)
         self._attributes.collect(active, sizes)
         self._metrics.fold(active, means, sizes)
         self._logs.replay(active, sizes, means)

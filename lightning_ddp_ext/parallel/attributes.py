@@ -50,6 +50,7 @@ class AttributeMirror:
             if name not in self._own and isinstance(value, list | dict) and copy.__dict__[name] is not value
         }
         self._hooks = self._count_hooks()
+        self._moved = self._find_moved()
         self._lent: dict[int, list[dict[str, Any]]] = {}
         self._copies_of: dict[tuple[int, Place], list[Any]] = {}
         self._sample_counters: set[Any] = set()
@@ -69,10 +70,12 @@ class AttributeMirror:
                 )
                 self._seen[position] = dict(module.__dict__)
         changed.update(self._grown_hooks())
+        changed.update(place for place, version in self._moved.items() if self._version(place) != version)
         for replica in self._replicas:
             for place in changed:
                 self._push_one(replica, place)
         if len(changed) > len(self._copied):
+            self._moved = self._find_moved()
             self._lists = self._find_lists()
             self._dictionaries.find(self._find_dictionaries())
 
@@ -96,6 +99,22 @@ class AttributeMirror:
             copy.__dict__[name] = replica.references.rewrite(module.__dict__[name])
         else:
             copy.__dict__.pop(name, None)
+
+    def _find_moved(self) -> dict[Place, int]:
+        """Find plain tensors that replicas on other devices have copies of, which do not follow changes in place."""
+        home = self._replicas[0].device
+        if all(replica.device == home for replica in self._replicas):
+            return {}
+        return {
+            (position, name): self._version((position, name))
+            for position, module in enumerate(self._modules)
+            for name, value in module.__dict__.items()
+            if isinstance(value, torch.Tensor) and name not in self._own and not value.is_inference()
+        }
+
+    def _version(self, place: Place) -> int:
+        value = self._modules[place[0]].__dict__.get(place[1])
+        return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else -1
 
     def _find_lists(self) -> list[Place]:
         return [

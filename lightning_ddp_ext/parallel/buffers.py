@@ -14,7 +14,8 @@ class BufferMerger:
     """Writes the replicas' buffers into the master's.
 
     Floating-point and complex buffers that replicas have changed become the weighted mean of the replicas', integer
-    buffers come from the first active replica. Where replicas disagree on another buffer than those of normalisation
+    buffers come from the first active replica. Counters of samples, which each replica has raised by as much as it had,
+    are added up. Where replicas disagree on another buffer than those of normalisation
     layers, a warning names it once: a count or a queue, say, is not a mean.
 
     Args:
@@ -26,27 +27,27 @@ class BufferMerger:
         self._modules: list[nn.Module] = [module for module, _ in replicas[0].modules]
         names = {id(module): name for name, module in replicas.master.named_modules()}
         self._names = [f"{names[id(module)]}." if names[id(module)] else "" for module in self._modules]
+        self._sample_counters: set[str] = set()
         self._warned: set[str] = set()
 
-    def merge(self, active: Sequence[int], weights: Sequence[float], merged: Set[int] = frozenset()) -> None:
+    def merge(self, active: Sequence[int], sizes: Sequence[int], merged: Set[int] = frozenset()) -> None:
         """Merge what a step has changed.
 
         Args:
             active: Indices of the replicas that took part.
-            weights: What each of them counts.
+            sizes: Samples of each of them.
             merged: Ids of buffers of the master that hold the values of the whole batch already.
         """
-        factors = [weight / sum(weights) for weight in weights]
         with torch.inference_mode(False), torch.no_grad():
             for position, module in enumerate(self._modules):
                 own = [self._replicas[index].modules[position][1]._buffers for index in active]
                 for name in own[0]:
                     if id(module._buffers.get(name)) not in merged:
                         values = [buffers.get(name) for buffers in own]
-                        self._merge_one(position, module, name, values, factors)
+                        self._merge_one(position, module, name, values, sizes)
 
     def _merge_one(
-        self, position: int, module: nn.Module, name: str, values: Sequence[Tensor | None], factors: Sequence[float]
+        self, position: int, module: nn.Module, name: str, values: Sequence[Tensor | None], sizes: Sequence[int]
     ) -> None:
         buffer = module._buffers.get(name)
         present = [value.to(self._replicas[0].device) for value in values if value is not None]
@@ -58,14 +59,27 @@ class BufferMerger:
         changed = [value for value in present if not same_values(value, buffer)]
         if not changed:
             return
+        if self._counts_samples(self._names[position] + name, buffer, present, sizes):
+            buffer += sum(sizes)
+            return
         if len(changed) < len(present) or any(not same_values(value, present[0]) for value in present[1:]):
             # A mean is exact for statistics of instances; those of batches are merged already, if calls were seen.
             if not isinstance(module, Normalisation) or isinstance(module, BatchNorm):
                 self._warn(self._names[position] + name, _has_mean(buffer))
             if _has_mean(buffer):
-                _write_mean(buffer, present, factors)
+                _write_mean(buffer, present, [size / sum(sizes) for size in sizes])
                 return
         buffer.copy_(present[0])
+
+    def _counts_samples(self, name: str, buffer: Tensor, values: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+        if buffer.numel() != 1 or buffer.is_complex() or buffer.dtype is torch.bool:
+            return False
+        is_raised = [(value - buffer).item() for value in values] == [*sizes]
+        # With chunks of one sample, a counter of samples looks like one of steps.
+        if not is_raised or (set(sizes) == {1} and name not in self._sample_counters):
+            return False
+        self._sample_counters.add(name)
+        return True
 
     def _warn(self, name: str, has_mean: bool) -> None:
         if name in self._warned:

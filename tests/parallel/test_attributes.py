@@ -170,6 +170,21 @@ def test_hooks_registered_later_run_on_the_replica(mirrored):
     assert len(module.features) == 2
 
 
+def test_tensors_that_were_changed_in_place_reach_other_devices():
+    module = Module()
+    module.table, module.other = torch.zeros(2), torch.zeros(2)
+    replicas = Replicas(module, [CPU, torch.device("meta")])
+    replicas.refresh()
+    mirror = AttributeMirror(replicas)
+    for _ in range(2):
+        before = replicas[1].module.table, replicas[1].module.other
+        module.table += 1
+        mirror.push()
+        assert replicas[1].module.table is not before[0]
+        assert replicas[1].module.other is before[1]
+        assert replicas[0].module.table is module.table
+
+
 def test_weights_that_hooks_compute_from_parameters_are_no_state():
     module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)), nn.Linear(2, 2))
     nn.utils.prune.l1_unstructured(module[1], "weight", 0.5)

@@ -34,16 +34,33 @@ def test_elements_nobody_changed_keep_infinities_beside_changed_ones():
     assert net.state.tolist() == [float("-inf"), 5.0]
 
 
+@pytest.mark.parametrize("kind", [torch.int64, torch.float32])
+def test_counts_of_samples_are_added_up(kind):
+    net = nn.Module()
+    net.register_buffer("seen", torch.zeros(1, dtype=kind))
+    net.register_buffer("steps", torch.zeros((), dtype=kind))
+    replicas = replicate(net)
+    merger = BufferMerger(replicas)
+    for sizes in ((4, 4), (5, 2), (1, 1)):
+        replicas.refresh()
+        for replica, size in zip(replicas, sizes, strict=True):
+            replica.module.seen += size
+            replica.module.steps += 1
+        merger.merge([0, 1], sizes)
+    assert net.seen.tolist() == [17]
+    assert net.steps == 3
+
+
 def test_counts_in_buffers_are_warned_about_once():
     net = nn.Sequential(nn.Linear(1, 1))
     net[0].register_buffer("count", torch.zeros((), dtype=torch.int64))
     replicas = replicate(net)
     merger = BufferMerger(replicas)
-    replicas[0].module[0].count += 2
+    replicas[0].module[0].count += 3
     replicas[1].module[0].count += 6
     with pytest.warns(UserWarning, match=r"buffer `0.count` .* keeps that of the first replica"):
         merger.merge([0, 1], [2, 6])
-    assert net[0].count == 2
+    assert net[0].count == 3
     merger.merge([0, 1], [2, 6])
 
 
