@@ -2,17 +2,18 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from lightning_ddp_ext.testing._process import Process
+
 _KILL_WAIT = 5.0  # seconds; only a process in an uninterruptible system call takes longer to die
 _KILL_POLL = 0.01
 
 
-def kill_sessions(leaders: Iterable["subprocess.Popen[bytes]"]) -> None:
+def kill_sessions(leaders: Iterable[Process]) -> None:
     """Kill all processes of the sessions that `leaders` lead, and return when they are gone.
 
     Args:
@@ -32,8 +33,7 @@ def kill_sessions(leaders: Iterable["subprocess.Popen[bytes]"]) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_KILL_POLL)
     for leader in leaders:
-        with suppress(subprocess.TimeoutExpired):
-            leader.wait(timeout=max(_KILL_POLL, deadline - time.monotonic()))
+        leader.reap(max(_KILL_POLL, deadline - time.monotonic()))
 
 
 def _find_members(sessions: set[int]) -> Iterator[int]:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_WORKER = Path(__file__).with_name("_worker.py")
+from lightning_ddp_ext.testing._process import Start
+
 _STACK_WAIT = 2.0  # seconds that living ranks get to write their stacks
 _STACK_POLL = 0.1
 
@@ -29,7 +28,15 @@ class Failure:
 class Rank:
     """A process that runs the function, in a session of its own so that whatever it starts can be found and killed."""
 
-    def __init__(self, rank: int, call_file: Path, folder: Path, environment: Mapping[str, str], lifeline: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        start: Start,
+        call_file: Path,
+        folder: Path,
+        environment: Mapping[str, str],
+        lifeline: int,
+    ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
         self.exit_code: int | None = None
@@ -38,18 +45,8 @@ class Rank:
         self._seen_alive = time.monotonic()
         self.missing_stack = ""
         folder.mkdir()
-        # Unbuffered: a killed process cannot flush its last lines.
-        command = [sys.executable, "-u", str(_WORKER), str(call_file), str(folder), str(lifeline)]
         with (folder / "output").open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(lifeline,),
-            )
+            self.process = start(call_file, folder, environment, lifeline, output.fileno())
 
     def read_result(self) -> bytes:
         """The pickled result."""
@@ -69,7 +66,7 @@ class Rank:
         """Notice that the function returned or failed, and that the process ended; often in that order."""
         if self.exit_code is None:
             now = time.monotonic()
-            self.exit_code = _poll_exit_code(self.process)
+            self.exit_code = self.process.poll()
             if self.exit_code is None:
                 self._seen_alive = now
         self.has_returned = (self._folder / "result").exists()
@@ -87,7 +84,7 @@ class Rank:
 
     def request_stack(self) -> bool:
         """Ask the living process for the Python stacks of its threads, unless it cannot answer."""
-        if _is_stopped(self.process):
+        if self.process.is_stopped():
             self.missing_stack = "none: the process was stopped by a signal (SIGSTOP or the like)"
             return False
         # Before the file is there, nobody handles the signal, and it would end the process.
@@ -123,25 +120,6 @@ def collect_stacks(ranks: Sequence[Rank]) -> None:
         if all(stacks) and stacks == before:
             return
         before = stacks
-
-
-def _poll_exit_code(process: "subprocess.Popen[bytes]") -> int | None:
-    """The `returncode` of a process, or `None` while it runs."""
-    try:
-        # WNOWAIT leaves it a zombie until its group has been killed: its id, which is also that of the group, cannot
-        # be given to a stranger before that.
-        status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except (AttributeError, ChildProcessError):  # no waitid (macOS before Python 3.13), or somebody else reaped it
-        return process.poll()
-    if status is None:
-        return None
-    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-
-
-def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
-    with suppress(AttributeError, ChildProcessError):
-        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    return False
 
 
 def _describe_exit(code: int, has_returned: bool) -> str:

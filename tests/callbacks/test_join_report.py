@@ -7,9 +7,9 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext.callbacks import JoinReport
 from lightning_ddp_ext.callbacks.join_picture import draw_ranks
 from lightning_ddp_ext.callbacks.join_report import RankRecord
-from lightning_ddp_ext.testing import run_processes
 from tests.callbacks import join_ranks as ranks
 from tests.parity import Classifier, dataset, quiet_trainer
+from tests.processes import run_processes
 
 
 def test_every_rank_knows_what_each_rank_did(tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
+from tests.processes import run_processes
 
 from . import consistency_ranks as ranks
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
 from tests.cli.doctor_programs import CPU, is_healthy, play_doctor
+from tests.processes import run_processes
 
 SOON = 30.0  # seconds; a situation whose problem is known at once takes one or two
 

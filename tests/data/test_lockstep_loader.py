@@ -5,8 +5,8 @@ import torch
 
 from lightning_ddp_ext.data.lockstep_loader import number_of_steps
 from lightning_ddp_ext.errors import UnevenInputsError
-from lightning_ddp_ext.testing import run_processes
 from tests.data import loader_ranks as ranks
+from tests.processes import run_processes
 
 LENGTHS = [(3, 3), (3, 1), (0, 2), (2, 0), (0, 0), (1, 4), (3, 1, 2), (0, 0, 2), (4, 4, 4), (0, 3, 0)]
 OPTIONS = [{}, {"uneven_inputs": "stop"}, {"limit": 2}, {"skip": 1}, {"uneven_inputs": "stop", "limit": 1, "skip": 0}]

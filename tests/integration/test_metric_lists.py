@@ -1,7 +1,8 @@
 import pytest
 
-from lightning_ddp_ext.testing import RankError, RankTimeoutError, run_processes
+from lightning_ddp_ext.testing import RankError, RankTimeoutError
 from tests.integration import metric_ranks as ranks
+from tests.processes import run_processes
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_ddp_ext.network.run_watch import STALL_EXIT_CODE
-from lightning_ddp_ext.testing import run_processes
 from tests.network.watch_programs import LIMIT, SCENARIOS, STEPS, play_scenarios
+from tests.processes import run_processes
 
 # With thirty processes on few cores; the ranks wait for a minute without a watch.
 SOON = LIMIT + 35

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
 from tests.network.meeting_scenarios import play_scenarios
+from tests.processes import run_processes
 
 SOON = 10.0  # seconds; time limits are 1 or 2
 

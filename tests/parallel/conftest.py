@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
+from tests.processes import run_processes
 
 from . import comparing_ranks as ranks
 

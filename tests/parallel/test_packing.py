@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lightning_ddp_ext.parallel.packing import Packed, pack, unpack
-from lightning_ddp_ext.testing import run_processes
 from tests.parallel import packing_values as values
+from tests.processes import run_processes
 
 
 def through_text(packed):

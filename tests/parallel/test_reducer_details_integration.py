@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
 from tests.parallel.reducer_checks import CHECKS, run_checks
+from tests.processes import run_processes
 
 EXACT = 1e-12
 FLOAT32 = 1e-6

@@ -3,8 +3,8 @@
 import pytest
 from measuring.scenarios import MODES, SCENARIOS
 
-from lightning_ddp_ext.testing import run_processes
 from tests.parallel import reducer_ranks as ranks
+from tests.processes import run_processes
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])

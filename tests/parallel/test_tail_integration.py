@@ -2,8 +2,9 @@
 
 import pytest
 
-from lightning_ddp_ext.testing import RankTimeoutError, run_processes
+from lightning_ddp_ext.testing import RankTimeoutError
 from tests.parallel import tail_ranks as ranks
+from tests.processes import run_processes
 
 # On ranks 0 and 2, which give 1 and 3; rank 1 has run out of data.
 EXPECTED = {

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_ddp_ext.testing import run_processes
+from tests.processes import run_processes
 from tests.strategies import ddp_ranks as ranks
 from tests.strategies.ddp_modules import (
     Adam,

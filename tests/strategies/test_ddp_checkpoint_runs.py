@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
+from tests.processes import run_processes
 from tests.strategies import ddp_runs as ranks
 
 HERE = Path(__file__).parent

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_ddp_ext.testing import run_processes
+from tests.processes import run_processes
 from tests.strategies.join_cases import evaluation, run_cases
 from tests.strategies.join_ranks import samples
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
+from tests.processes import run_processes
 from tests.strategies import ghost_hook_ranks as ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ddp_join.md").read_text()

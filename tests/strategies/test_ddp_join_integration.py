@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from lightning_ddp_ext.testing import run_processes
+from tests.processes import run_processes
 from tests.strategies import join_ranks as ranks
 from tests.strategies.join_ranks import Case
 

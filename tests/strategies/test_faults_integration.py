@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
 from tests.conftest import skip
 from tests.network.hosts import Hosts, reason_to_skip
+from tests.processes import run_processes
 from tests.strategies.fault_ranks import FAULTS, GO_ON, OF_LINKS, WHEN
 from tests.strategies.fault_runs import Fault, become_subreaper, list_faults, run_fault
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
+from tests.processes import run_processes
 from tests.strategies import preemption_ranks as ranks
 from tests.strategies import redealing_ranks as redealing
 from tests.strategies.preemption_cases import CASES

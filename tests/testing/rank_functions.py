@@ -6,6 +6,7 @@ torch only where it is used.
 
 import ctypes
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -34,6 +35,16 @@ def collect_environment() -> dict[str, str]:
 
 def collect_modules() -> list[str]:
     return list(sys.modules)
+
+
+def collect_origin() -> tuple[int, list[str]]:
+    return os.getppid(), list(sys.modules)
+
+
+def draw() -> tuple[float, float]:
+    import numpy as np
+
+    return random.random(), np.random.random()
 
 
 def print_lines(count: int) -> None:

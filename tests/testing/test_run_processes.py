@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,18 @@ from .helpers import SCRIPT_HEADER, is_running, raises_with, read_pids, wait_unt
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.fixture(autouse=True, scope="module", params=["fresh", "forked"])
+def _start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of this holds for both kinds of ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "forked":
+            patch.setitem(globals(), "run_processes", functools.partial(run_processes, preload=("json",)))
+            run_processes(ranks.rank, 1)  # now there is the process that forks others
+        yield
+
+
 @pytest.fixture(scope="module")
-def healthy_run() -> tuple[list[float], float]:
+def healthy_run(_start: None) -> tuple[list[float], float]:
     """Results of a collective that completes, and its seconds: the measure for the limit of one that does not."""
     started = time.monotonic()
     results = run_processes(ranks.all_reduce_ranks, 2, timeout=100)
