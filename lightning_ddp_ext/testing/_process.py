@@ -1,5 +1,6 @@
 """The process of a rank: started from nothing, or forked from one that has imported what it needs."""
 
+import atexit
 import functools
 import json
 import os
@@ -130,8 +131,7 @@ class Template:
             )
         problem = self._ask({"modules": modules, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
         if problem is not None:
-            self._control.close()
-            self._process.wait()
+            self.close()
             raise ImportError(f"`preload` cannot be imported: {modules}. Correct it, or leave it out.\n{problem}")
 
     def fork(self, call_file: Path, folder: Path, environment: Mapping[str, str], lifeline: int, output: int) -> Forked:
@@ -143,6 +143,11 @@ class Template:
     def reap(self, pid: int) -> None:
         """Wait for a rank that has been killed."""
         self._ask({"reap": pid})
+
+    def close(self) -> None:
+        """End it."""
+        self._control.close()
+        self._process.wait()
 
     def _ask(self, request: object, descriptors: Sequence[int] = ()) -> Any:
         with self._lock:
@@ -161,4 +166,6 @@ def template_for(modules: tuple[str, ...], owner: int) -> Template:
         modules: What it has imported.
         owner: Id of the process: what it forks itself does not have a template.
     """
-    return Template(modules)
+    template = Template(modules)
+    atexit.register(template.close)
+    return template

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.processes import run_processes
+from lightning_ddp_ext.testing import run_processes
 
 from . import comparing_ranks as ranks
 

@@ -43,6 +43,16 @@ def test_ranks_draw_random_numbers_of_their_own() -> None:
     assert len({number for number, _ in drawn}) == len({number for _, number in drawn}) == 3
 
 
+def test_nothing_is_left_at_the_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT_HEADER + "import rank_functions\nrun_processes(rank_functions.rank, 1, preload=('json',))\n"
+    )
+    command = [sys.executable, "-W", "error::ResourceWarning", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_a_module_that_cannot_be_imported_is_named() -> None:
     with pytest.raises(ImportError, match=r"`preload` cannot be imported: \('nowhere',\)(?s:.*)No module named"):
         run_processes(ranks.rank, 1, preload=("nowhere",))
