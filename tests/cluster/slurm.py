@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # seconds for what takes less than one
 _SYSTEM = os.pathsep.join(("/usr/sbin", "/sbin"))
@@ -115,7 +117,7 @@ class SlurmCluster:
             failing.pop_all()
 
     def _configure(self):
-        ports = _free_ports(3)
+        ports = [free_port() for _ in range(3)]
         text = _CONFIGURATION.format(folder=self.folder, ports=ports, host=socket.gethostname().partition(".")[0])
         for name in ("state", "spool-node1", "spool-node2"):
             (self.folder / name).mkdir()
@@ -225,9 +227,3 @@ class SlurmCluster:
 def _read(text):
     pairs = (line.partition("=") for line in text.splitlines())
     return {name: value for name, _, value in pairs if name.startswith("SLURM")}
-
-
-def _free_ports(count):
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [taken.getsockname()[1] for taken in found]

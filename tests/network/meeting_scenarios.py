@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tests.network import rank_server
 from tests.network.rank_programs import (
-    free_port,
     join,
     join_and_die,
     join_briefly,
@@ -20,6 +19,7 @@ from tests.network.rank_programs import (
     time_all_reduces,
     train,
 )
+from tests.ports import free_port
 
 
 def play_scenarios(folder):

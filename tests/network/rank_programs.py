@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -199,9 +198,3 @@ def serve_as_agent(*, port, invitation=None):
         store.set("invitation", json.dumps(invitation))
     while store.check([]):
         time.sleep(0.1)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

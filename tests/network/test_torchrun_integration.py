@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.network.rank_programs import free_port
+from tests.ports import free_port
 
 PROGRAM = Path(__file__).parent / "torchrun_program.py"
 

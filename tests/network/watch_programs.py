@@ -16,6 +16,7 @@ from lightning_ddp_ext.errors import OtherRankError
 from lightning_ddp_ext.network.process_group import init_process_group
 from lightning_ddp_ext.network.run_watch import Interruption, RunWatch
 from tests.network import rank_server
+from tests.ports import free_port
 
 LIMIT = 4.0  # seconds without a sign of life
 STEPS, WHEN = 6, 3
@@ -140,7 +141,7 @@ def play_scenarios(folder):
     torch.set_num_threads(1)
     jobs = []
     for name, (actions, options) in SCENARIOS.items():
-        settings = {"main_port": _free_port(), "actions": {str(r): f.__name__ for r, f in actions.items()}, **options}
+        settings = {"main_port": free_port(), "actions": {str(r): f.__name__ for r, f in actions.items()}, **options}
         if settings.pop("file", False):
             settings["file"] = f"file://{folder}/meeting"
         jobs += [{"rank": f"{name}/{rank}", "arguments": {**settings, "rank": rank}} for rank in range(2)]
@@ -148,9 +149,3 @@ def play_scenarios(folder):
         (Path(folder) / f"{os.getpid()}-{job['rank']}").parent.mkdir(parents=True, exist_ok=True)
     rows = {row["rank"]: row for row in rank_server.run(run_rank, jobs, 80.0, Path(folder))}
     return {name: [rows[f"{name}/{rank}"] for rank in range(2)] for name in SCENARIOS}
-
-
-def _free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import socket
 import subprocess
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 
 from tests.network import rank_server
+from tests.ports import free_port
 from tests.strategies.fault_ranks import (
     CHECKPOINTS,
     GO_ON,
@@ -119,7 +119,7 @@ def run_fault(
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with _small_disk(folder / CHECKPOINTS, fault.kind == "full disk"):
         if hosts is None:
-            settings |= {"main_port": _free_port()}
+            settings |= {"main_port": free_port()}
             jobs = [{"rank": rank, "arguments": {**settings, "rank": rank}} for rank in range(2)]
             rows = rank_server.run(train, jobs, hard_limit, folder)
         else:
@@ -207,9 +207,3 @@ def _cutting(fault: Fault, hosts: Any, folder: Path) -> Iterator[None]:
         is_over.set()
         if thread.ident is not None:
             thread.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
