@@ -247,6 +247,7 @@ def test_a_foreign_application_uses_the_strategy_groups(tmp_path, overrides, exp
         assert type(instantiate(node.strategy)).__name__ == expected
 
 
+@pytest.mark.slow
 def test_a_foreign_application_that_has_nothing_else_composes_before_the_package_is_imported(tmp_path):
     (tmp_path / "app.yaml").write_text(
         "defaults: [{strategy: ddp}, _self_]\nhydra: {searchpath: ['pkg://lightning_ddp_ext.conf']}\n"

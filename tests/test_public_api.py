@@ -59,8 +59,10 @@ def test_importing_registers_the_strategies():
     "program",
     [
         "import lightning_ddp_ext, lightning.pytorch as pl",
-        "import lightning.pytorch as pl, lightning_ddp_ext",
-        "import lightning_ddp_ext.strategies, lightning_ddp_ext, lightning.pytorch as pl",
+        pytest.param("import lightning.pytorch as pl, lightning_ddp_ext", marks=pytest.mark.slow),
+        pytest.param(
+            "import lightning_ddp_ext.strategies, lightning_ddp_ext, lightning.pytorch as pl", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_order_of_imports_does_not_matter(program):

@@ -117,6 +117,7 @@ class Template:
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self._lock = threading.Lock()
+        self._asked = 0
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_LIMIT)
         with control:
@@ -151,11 +152,13 @@ class Template:
 
     def _ask(self, request: object, descriptors: Sequence[int] = ()) -> Any:
         with self._lock:
-            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
-            answer = self._control.recv(_MESSAGE)
-        if not answer:
-            raise RuntimeError("the process that has imported the modules of `preload` is gone. Leave `preload` out.")
-        return json.loads(answer)
+            self._asked += 1
+            socket.send_fds(self._control, [json.dumps([self._asked, request]).encode()], descriptors)
+            while message := self._control.recv(_MESSAGE):
+                number, answer = json.loads(message)
+                if number == self._asked:  # not the answer to a call that an interrupt has ended
+                    return answer
+        raise RuntimeError("the process that has imported the modules of `preload` is gone. Leave `preload` out.")
 
 
 @functools.lru_cache

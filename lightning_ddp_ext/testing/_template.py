@@ -24,10 +24,10 @@ _POLL = 0.02  # seconds
 def main(control: socket.socket) -> None:
     """Import what the first message names, then fork a rank for each message that asks for one."""
     with control:
-        request = json.loads(control.recv(_MESSAGE))
+        number, request = json.loads(control.recv(_MESSAGE))
         sys.path[:] = request["sys_path"]
         problem = _import(request["modules"])
-        control.send(json.dumps(problem).encode())
+        control.send(json.dumps([number, problem]).encode())
         if problem is not None:
             return
         gc.freeze()  # what there is now is shared with all ranks: looking through it would copy it
@@ -42,11 +42,11 @@ def main(control: socket.socket) -> None:
             message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE, 2)
             if not message:
                 return  # whoever has started this process is gone
-            request = json.loads(message)
+            number, request = json.loads(message)
             if "reap" in request:
                 running.pop(request["reap"], None)
                 os.waitpid(request["reap"], 0)
-                control.send(b"null")
+                control.send(json.dumps([number, None]).encode())
                 continue
             folder = Path(request["folder"])
             pid = os.fork()
@@ -57,7 +57,7 @@ def main(control: socket.socket) -> None:
             for descriptor in descriptors:
                 os.close(descriptor)
             running[pid] = folder
-            control.send(json.dumps(pid).encode())
+            control.send(json.dumps([number, pid]).encode())
 
 
 def _import(modules: Sequence[str]) -> str | None:

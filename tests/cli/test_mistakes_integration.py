@@ -66,6 +66,7 @@ def test_the_traceback_of_a_mistake_can_be_asked_for(tmp_path):
     assert "Traceback (most recent call last)" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path):
     (tmp_path / "mine.py").write_text(
         OWN.replace("loss = self", "raise ArithmeticError('own bug')\n        loss = self")

@@ -20,6 +20,7 @@ def printed(folder, ending):
     return {path.name: path.read_text() for path in folder.glob(f"runs/*/*/.submitit/*/*_log.{ending}")}
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_job_of_two_nodes_and_a_folder_for_each_configuration(slurm, tmp_path):
     (tmp_path / "conf").mkdir()  # is found by the command, and was there when the jobs were composed
     done = slurm.call(SWEEP, *SMALL, cwd=tmp_path, limit=LIMIT, expected=None)

@@ -72,4 +72,4 @@ def test_everything_was_tried_and_all_ranks_are_back_afterwards(found):
 
 def test_without_redirection_active_ranks_wait_for_the_joined_one():
     with pytest.raises(RankTimeoutError, match="in all_reduce"):
-        run_processes(ranks.wait_in_vain, 2, timeout=20)
+        run_processes(ranks.wait_in_vain, 2, timeout=10)

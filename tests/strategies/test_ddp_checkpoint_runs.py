@@ -12,9 +12,8 @@ from tests.strategies import ddp_runs as ranks
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(
-    "start_method", ["popen", *(pytest.param(way, marks=pytest.mark.slow) for way in ("spawn", "fork"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
 def test_a_script_starts_its_own_processes(start_method):
     command = [sys.executable, str(HERE / "ddp_scripts.py"), start_method]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

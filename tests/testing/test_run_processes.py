@@ -23,7 +23,7 @@ from .helpers import SCRIPT_HEADER, is_running, raises_with, read_pids, wait_unt
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(autouse=True, scope="module", params=["fresh", "forked"])
+@pytest.fixture(autouse=True, scope="module", params=["fresh", pytest.param("forked", marks=pytest.mark.slow)])
 def _start(request: pytest.FixtureRequest) -> Iterator[None]:
     """All of this holds for both kinds of ranks."""
     with pytest.MonkeyPatch.context() as patch:
