@@ -27,7 +27,13 @@ from lightning_ddp_ext.cli.checks import check_hosts, check_settings
 from lightning_ddp_ext.cli.diagnosis import SETTINGS, SLURM, Diagnosis
 from lightning_ddp_ext.cli.diagnosis_table import print_diagnosis
 from lightning_ddp_ext.cli.examination import NetworkSettings, examine
-from lightning_ddp_ext.cli.preflight import check_single_tasks, find_slurm_problems, has_process_group
+from lightning_ddp_ext.cli.preflight import (
+    check_folder,
+    check_launcher,
+    check_single_tasks,
+    find_slurm_problems,
+    has_process_group,
+)
 from lightning_ddp_ext.cli.problems import describe
 from lightning_ddp_ext.cli.train import check_groups, make_plugins, set_devices
 from lightning_ddp_ext.network.reports import Problem, report_here
@@ -146,6 +152,8 @@ def _check(options: _Options, diagnosis: Diagnosis) -> None:
     trainer = _make_trainer(config, plugins)
     check_hosts(trainer)
     check_single_tasks(plugins, choices.strategy, trainer)
+    check_launcher(config, choices.strategy)
+    check_folder(config, config.hydra, trainer)
     strategy = trainer.strategy
     if settings is None:
         return

@@ -2,15 +2,16 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
@@ -21,7 +22,7 @@ from lightning_ddp_ext.network.interfaces import check_gloos_variable
 from lightning_ddp_ext.network.stores import check_meeting_place
 
 # What launchers say about the number of processes that they have started; `srun`, `torchrun`, and `mpirun` twice.
-NUMBERS_OF_PROCESSES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_NUMBERS_OF_PROCESSES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 # Ranks that somebody has set by hand, and a shell for a person, whatever the number of tasks: SLURM starts no rank.
 _BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "SLURM_PTY_PORT")
@@ -97,29 +98,36 @@ def check_launcher(config: DictConfig, strategy: str) -> None:
     Raises:
         LaunchError: If there are several processes for a run of one.
     """
-    if has_process_group(config):
-        return
-    for name in NUMBERS_OF_PROCESSES:
-        if os.environ.get(name, "1") not in ("0", "1"):
-            raise LaunchError(
-                f"`strategy={strategy}` runs in one process, and a launcher has started `{name}={os.environ[name]}`."
-                " Start the command by itself, or choose `strategy=ddp_join`."
-            )
+    started = None if has_process_group(config) else find_launcher()
+    if started is not None:
+        raise LaunchError(
+            f"`strategy={strategy}` runs in one process, and a launcher has started `{started}={os.environ[started]}`."
+            " Start the command by itself, or choose `strategy=ddp_join`."
+        )
 
 
-def check_folder(config: DictConfig, trainer: Trainer) -> None:
+def find_launcher() -> str | None:
+    """Return the variable by which a launcher says that it has started several processes, this one among them."""
+    by_hand = {"SLURM_STEP_NUM_TASKS"} if "SLURM_PTY_PORT" in os.environ else set()  # a shell for a person
+    names = (name for name in _NUMBERS_OF_PROCESSES if name not in by_hand)
+    return next((name for name in names if os.environ.get(name, "1") not in ("0", "1")), None)
+
+
+def check_folder(config: DictConfig, hydra: Any, trainer: Trainer) -> None:
     """Refuse a SLURM job whose tasks and starts would each have a run folder of their own.
 
     Args:
         config: The composed configuration.
+        hydra: Hydra's part of it.
         trainer: A Trainer that has not started anything.
 
     Raises:
         LaunchError: If a job that is put into the queue again would not find what it has saved.
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    given = any(override.startswith("hydra.run.dir=") for override in HydraConfig.get().overrides.hydra)
-    if isinstance(environment, SLURMEnvironment) and "_target_" not in config.cluster and not given:
+    folder: Any = OmegaConf.to_container(hydra.run, resolve=False)
+    is_own = hydra.mode != RunMode.MULTIRUN and "${now:" in folder["dir"]
+    if isinstance(environment, SLURMEnvironment) and "_target_" not in config.cluster and is_own:
         raise LaunchError(
             "this is a task of a SLURM job: without `cluster=slurm`, each task and each start of the job would have a"
             " run folder of its own, in which nothing is found again. Add `cluster=slurm`, or `hydra.run.dir=`."

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
-from lightning_ddp_ext.cli.preflight import NUMBERS_OF_PROCESSES
+from lightning_ddp_ext.cli.preflight import find_launcher
 from lightning_ddp_ext.cli.problems import LaunchError
 
 _FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
@@ -44,13 +44,13 @@ def check_start(config: DictConfig) -> None:
     Raises:
         LaunchError: If a launcher has started this process several times.
     """
-    for variable in NUMBERS_OF_PROCESSES:
-        tasks = os.environ.get(variable, "1")
-        if tasks != "1" and not _is_submitted():
-            raise LaunchError(
-                f"`--multirun` was started {tasks} times (`{variable}={tasks}`), and each would run all jobs. Start it"
-                " once, with `hydra/launcher=submitit_slurm` for jobs of several tasks."
-            )
+    variable = find_launcher()
+    if variable is not None and not _is_submitted():
+        tasks = os.environ[variable]
+        raise LaunchError(
+            f"`--multirun` was started {tasks} times (`{variable}={tasks}`), and each would run all jobs. Start it"
+            " once, with `hydra/launcher=submitit_slurm` for jobs of several tasks."
+        )
 
 
 def run_in_own_processes() -> None:

@@ -83,7 +83,7 @@ def train(config: DictConfig) -> None:
 
 
 def _fit(config: DictConfig, run: _Run) -> None:
-    path = "hpc" if _is_requeued(run.folder) else config.ckpt_path
+    path = _checkpoint_to_resume(config, run)
     try:
         run.trainer.fit(run.model, datamodule=run.data, ckpt_path=path, weights_only=config.weights_only)
     except Exception as error:
@@ -96,9 +96,21 @@ def _fit(config: DictConfig, run: _Run) -> None:
         raise LaunchError(str(error)) from error
 
 
-def _is_requeued(folder: Path) -> bool:
-    """Tell whether a job of SLURM runs again and has left a checkpoint, which is newer than what it was given."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0 and any(folder.glob("hpc_ckpt_*.ckpt"))
+def _checkpoint_to_resume(config: DictConfig, run: _Run) -> str | None:
+    """Return the checkpoint that was asked for, or `"hpc"` for what a job has left that SLURM has started again."""
+    left = [path.stat().st_mtime for path in _preemption_checkpoints(Path(run.trainer.default_root_dir))]
+    if left and config.ckpt_path == "last":
+        folders = [
+            callback.dirpath for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)
+        ]
+        saved = [path.stat().st_mtime for folder in folders if folder for path in Path(folder).glob("*.ckpt")]
+        return "hpc" if max(left) > max(saved, default=0.0) else "last"
+    return "hpc" if left else config.ckpt_path  # a given one is from before
+
+
+def _preemption_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints that earlier starts of this job have left when they were preempted."""
+    return [*folder.glob("hpc_ckpt_*.ckpt")] if int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0 else []
 
 
 def _is_mistake(error: Exception, run: _Run) -> bool:
@@ -117,6 +129,7 @@ def _keep_config(config: DictConfig, folder: Path) -> None:
     """Write the whole configuration down, for the owner only: it may hold keys from the environment."""
     path = folder / "config.yaml"
     path.touch(mode=0o600)
+    path.chmod(0o600)  # also where there was one
     OmegaConf.save(config, path, resolve=True)
 
 
@@ -160,7 +173,8 @@ def _build(config: DictConfig) -> _Run:
         callbacks = _wanted(make_all(config.callbacks, "callbacks", Callback), config.trainer)
         loggers = make_all(config.logger, "logger", Logger)
         folder = Path(HydraConfig.get().runtime.output_dir)
-        recorder = BatchRecorder() if _wants_reference(config, model, data, folder) else None
+        root = Path(config.trainer.default_root_dir or folder)
+        recorder = BatchRecorder() if _wants_reference(config, model, data, root) else None
         summary = LaunchSummary(folder, str(choices.strategy))
         plugins = make_plugins(config)
         trainer = instantiate(
@@ -170,7 +184,7 @@ def _build(config: DictConfig) -> _Run:
             strategy=strategy,
             callbacks=[summary, *callbacks, *([recorder] if recorder else [])],
             logger=loggers or False,
-            default_root_dir=config.trainer.default_root_dir or str(folder),
+            default_root_dir=str(root),
         )
         check_hosts(trainer)
         _check_fractions(config, choices, trainer)
@@ -178,25 +192,26 @@ def _build(config: DictConfig) -> _Run:
             check_meeting(trainer, config.strategy)
         check_single_tasks(plugins, choices.strategy, trainer)
         check_launcher(config, choices.strategy)
-        check_folder(config, trainer)
+        check_folder(config, HydraConfig.get(), trainer)
     except Exception as error:
         # Whatever a constructor raises, the run has not started: the command prints it as one message.
         raise LaunchError(str(error)) from error
     return _Run(trainer, model, data, folder, recorder, summary)
 
 
-def _wants_reference(config: DictConfig, model: LightningModule, data: LightningDataModule, folder: Path) -> bool:
+def _wants_reference(config: DictConfig, model: LightningModule, data: LightningDataModule, root: Path) -> bool:
     """Tell whether to train once more in one process; refuse what that cannot repeat."""
     wanted = config.data.get("train_fractions") is not None if config.reference is None else config.reference
     if not wanted:
+        return False
+    if _preemption_checkpoints(root):
+        rank_zero_info("No reference: it trains from the beginning, and this job has been put into the queue again.")
         return False
     reason = None
     if not config.test:
         reason = "compares the results of the test, and `test=false` is set"
     elif config.ckpt_path is not None:
         reason = "trains from the beginning, and `ckpt_path` resumes"
-    elif _is_requeued(folder):
-        reason = "trains from the beginning, and this job was requeued"
     elif config.strategy.get("start_method", "popen") != "popen":
         reason = f"needs processes that outlive training, and `start_method={config.strategy.start_method}` ends them"
     elif _changes_batches(model, data):

@@ -13,6 +13,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.parallel.exchange import gather_objects
 
 _OTHER = "other"  # than a tensor
+_NOTHING: tuple[int, str, list[int], str] = (0, "", [], "")
 
 
 def synchronize_lists(
@@ -33,15 +34,16 @@ def synchronize_lists(
         UnsupportedFeatureError: If entries are no tensors, and ranks have different numbers of them.
     """
     lists = list_states(metric)
-    by_rank = gather_objects([_describe(entries) for entries in lists.values()], group) if lists else []
+    gathered = gather_objects([_describe(entries) for entries in lists.values()], group) if lists else []
+    by_rank = [[_NOTHING] * len(lists) if described is None else described for described in gathered]
     owners: dict[int, list[int]] = {}  # ranks, by the identity of an entry
     for (name, entries), described in zip(lists.items(), zip(*by_rank, strict=True), strict=True):
-        numbers = [number for number, _, _ in described]
-        _, dtype, shape = max(described, key=lambda each: each[0])
+        numbers = [number for number, *_ in described]
+        _, dtype, shape, device_type = max(described, key=lambda each: each[0])
         if dtype == _OTHER:
             _check_equal(numbers, metric, name)
             continue
-        device = entries[0].device if entries else metric.device
+        device = metric.device if metric.device.type == device_type else torch.device(device_type or "cpu")
         filled = [entry.view_as(entry) for entry in entries]  # each an object of its own
         while len(filled) < max(numbers):
             # Gathering needs as many dimensions everywhere.
@@ -58,13 +60,14 @@ def synchronize_lists(
     synchronize(gather_entries)
 
 
-def _describe(entries: Sequence[Any]) -> tuple[int, str, list[int]]:
-    """Describe a list: number, and the dtype and shape of the first entry."""
+def _describe(entries: Sequence[Any]) -> tuple[int, str, list[int], str]:
+    """Describe a list: number, and the dtype, shape and type of device of the first entry."""
     if not entries:
-        return 0, "", []
+        return _NOTHING
     if not all(isinstance(entry, Tensor) for entry in entries):
-        return len(entries), _OTHER, []
-    return len(entries), str(entries[0].dtype).removeprefix("torch."), list(entries[0].shape)
+        return len(entries), _OTHER, [], ""
+    first = entries[0]
+    return len(entries), str(first.dtype).removeprefix("torch."), list(first.shape), first.device.type
 
 
 def _check_equal(numbers: Sequence[int], metric: Metric, name: str) -> None:

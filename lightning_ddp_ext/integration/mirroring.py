@@ -1,5 +1,6 @@
 """Taking over what a step with manual optimization has done on another rank."""
 
+from collections.abc import Set
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_ddp_ext._compat.loops import manual_step_progress
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -57,13 +59,24 @@ def mirror_training(
     broadcast_all([*parameters, *buffers], group, source)
     if take:
         for optimizer, values in zip(trainer.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
+            _load(optimizer, values, own=set(module.parameters()).difference(parameters))
         for config, values in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(values)
         trainer.precision_plugin.load_state_dict(state["precision"])
         manual_step_progress(trainer).load_state_dict(state["progress"])
     if state["gradients"] is not None:
         _mirror_gradients(dict(zip(parameters, state["gradients"], strict=True)), group, source, take)
+
+
+def _load(optimizer: Optimizer, values: dict[str, Any], own: Set[nn.Parameter]) -> None:
+    """Load the state of an optimizer, but for parameters that belong to this rank alone."""
+    kept: dict[Tensor, Any] = {
+        parameter: optimizer.state.pop(parameter) for parameter in own if parameter in optimizer.state
+    }
+    optimizer.load_state_dict(values)
+    for parameter in own:
+        optimizer.state.pop(parameter, None)
+    optimizer.state.update(kept)
 
 
 def _mirror_gradients(kinds: dict[nn.Parameter, int | None], group: dist.ProcessGroup, source: int, take: bool) -> None:

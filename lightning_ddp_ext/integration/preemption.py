@@ -131,8 +131,9 @@ def leave_at_once(trainer: Trainer) -> None:
     def register() -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, leave)
-            if _slurm(trainer) is not None:  # the job ends at its time limit; there is nothing to go on from
-                signal.signal(_requeue_signal(trainer), signal.SIG_IGN)
+            requeue = None if _slurm(trainer) is None else _requeue_signal(trainer)
+            if requeue is not None and signal.getsignal(requeue) is signal.SIG_DFL:
+                signal.signal(requeue, signal.SIG_IGN)  # it comes before the time limit; there is nothing to go on from
 
     replace_signal_handling(trainer, register)
 

@@ -161,6 +161,7 @@ class AttributeMirror:
         for place, values in rebound.items():
             self._collect_rebound(place, values, list(sizes))
         self.collect_entries(active, sizes)
+        self._moved = {place: self._version(place) for place in self._moved}  # what a step has changed stays there
         self._lent.clear()
         self._copies_of.clear()
 

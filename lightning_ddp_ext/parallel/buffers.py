@@ -15,8 +15,8 @@ class BufferMerger:
 
     Floating-point and complex buffers that replicas have changed become the weighted mean of the replicas', integer
     buffers come from the first active replica. Counters of samples, which each replica has raised by as much as it had,
-    are added up. Where replicas disagree on another buffer than those of normalisation
-    layers, a warning names it once: a count or a queue, say, is not a mean.
+    are added up, in modules without larger buffers. Where replicas disagree on another buffer than those of
+    normalisation layers, a warning names it once: a count or a queue, say, is not a mean.
 
     Args:
         replicas: The replicas, just built.
@@ -38,11 +38,14 @@ class BufferMerger:
             sizes: Samples of each of them.
             merged: Ids of buffers of the master that hold the values of the whole batch already.
         """
+        done = set(merged)
         with torch.inference_mode(False), torch.no_grad():
             for position, module in enumerate(self._modules):
                 own = [self._replicas[index].modules[position][1]._buffers for index in active]
                 for name in own[0]:
-                    if id(module._buffers.get(name)) not in merged:
+                    buffer = module._buffers.get(name)
+                    if id(buffer) not in done:  # nor does another module hold it as well
+                        done |= set() if buffer is None else {id(buffer)}
                         values = [buffers.get(name) for buffers in own]
                         self._merge_one(position, module, name, values, sizes)
 
@@ -59,7 +62,9 @@ class BufferMerger:
         changed = [value for value in present if not same_values(value, buffer)]
         if not changed:
             return
-        if self._counts_samples(self._names[position] + name, buffer, present, sizes):
+        # One beside a larger buffer may well be the place in a queue where the next entry goes.
+        is_alone = all(other is None or other.numel() <= 1 for other in module._buffers.values())
+        if is_alone and self._counts_samples(self._names[position] + name, buffer, present, sizes):
             buffer += sum(sizes)
             return
         if len(changed) < len(present) or any(not same_values(value, present[0]) for value in present[1:]):

@@ -54,7 +54,8 @@ def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = Non
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the value that each rank gives, in the order of ranks. Two collectives.
 
-    It travels as JSON, which runs no code when it is read: tuples arrive as lists, and keys as strings.
+    It travels as JSON, which runs no code when it is read: tuples arrive as lists, and keys as strings. Where
+    collectives are redirected to ranks that have data, see `TailCollectives`, others give None.
     """
     own = _to_bytes(value, exchange_device(group))
     lengths = gather_integer(own.numel(), group)
@@ -62,7 +63,7 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     padded[: own.numel()] = own
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
-    return [_from_bytes(row[:length]) for row, length in zip(gathered, lengths, strict=True)]
+    return [_from_bytes(row[:length]) if length else None for row, length in zip(gathered, lengths, strict=True)]
 
 
 def broadcast_object(value: object, group: dist.ProcessGroup | None, source: int) -> Any:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep import Lockstep
@@ -123,8 +124,11 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         if lockstep.is_ghost:
             step.begin_without_data()
         output = lockstep.train(functools.partial(super().training_step, *args, **kwargs), self._synchronize_nothing)
-        if not self._module.automatic_optimization:
+        is_manual = not self._module.automatic_optimization
+        if is_manual or leaves_out_backward(self._module.trainer):
+            # Here, and not with the gradient: ranks without data know what has been logged when the step is over.
             lockstep.logged.synchronize(0.0 if lockstep.is_ghost else step.batch_weight)
+        if is_manual:
             self._mirror_manual_step()
         return output
 
@@ -164,8 +168,12 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         lockstep, step = self._lockstep, self._step
         assert lockstep is not None
         assert step is not None
-        if not self._module.automatic_optimization and not step.is_blocked and not lockstep.is_ghost:
-            lockstep.announce_backward()
+        if not self._module.automatic_optimization:
+            if not step.is_blocked and not lockstep.is_ghost:
+                lockstep.announce_backward()
+            with step.synchronize():
+                yield
+            return
         with step.synchronize(lockstep.logged.note):
             yield
         weight = 0.0 if lockstep.is_ghost else step.batch_weight

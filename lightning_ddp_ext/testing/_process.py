@@ -1,7 +1,6 @@
 """The process of a rank: started from nothing, or forked from one that has imported what it needs."""
 
 import atexit
-import functools
 import json
 import os
 import socket
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 _WORKER = Path(__file__).with_name("_worker.py")
 _TEMPLATE = Path(__file__).with_name("_template.py")
 _MESSAGE = 1 << 16  # bytes
-_LIMIT = 300.0  # seconds for whatever modules do when they are imported
+_LIMIT = 60.0  # seconds to fork a process or to let go of it
 
 
 class Process(Protocol):
@@ -110,16 +109,17 @@ class Template:
 
     Args:
         modules: What it imports, by the `sys.path` of this one.
+        timeout: Seconds that this may take.
 
     Raises:
-        ImportError: If it cannot.
+        ImportError: If it cannot, or not in time.
     """
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, modules: tuple[str, ...], timeout: float) -> None:
         self._lock = threading.Lock()
         self._asked = 0
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(_LIMIT)
+        self._control.settimeout(timeout)
         with control:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", str(_TEMPLATE), str(control.fileno())],
@@ -130,10 +130,17 @@ class Template:
                 start_new_session=True,
                 pass_fds=(control.fileno(),),
             )
-        problem = self._ask({"modules": modules, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
+        try:
+            problem = self._ask({"modules": modules, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
+        except TimeoutError:
+            problem = f"not done within `timeout`={timeout:g} seconds"
+        except BaseException:
+            self.close()
+            raise
         if problem is not None:
             self.close()
             raise ImportError(f"`preload` cannot be imported: {modules}. Correct it, or leave it out.\n{problem}")
+        self._control.settimeout(_LIMIT)
 
     def fork(self, call_file: Path, folder: Path, environment: Mapping[str, str], lifeline: int, output: int) -> Forked:
         """Fork a rank."""
@@ -145,9 +152,15 @@ class Template:
         """Wait for a rank that has been killed."""
         self._ask({"reap": pid})
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can fork."""
+        return self._process.poll() is None
+
     def close(self) -> None:
-        """End it."""
+        """End it; ranks end by themselves."""
         self._control.close()
+        self._process.kill()
         self._process.wait()
 
     def _ask(self, request: object, descriptors: Sequence[int] = ()) -> Any:
@@ -161,14 +174,14 @@ class Template:
         raise RuntimeError("the process that has imported the modules of `preload` is gone. Leave `preload` out.")
 
 
-@functools.lru_cache
-def template_for(modules: tuple[str, ...], owner: int) -> Template:
-    """Return the template of a process for some modules.
+# By what they have imported, and by the process that has started them: one that it has forked itself has none.
+_templates: dict[tuple[tuple[str, ...], int], Template] = {}
 
-    Args:
-        modules: What it has imported.
-        owner: Id of the process: what it forks itself does not have a template.
-    """
-    template = Template(modules)
-    atexit.register(template.close)
-    return template
+
+def template_for(modules: tuple[str, ...], timeout: float) -> Template:
+    """Return this process's template that has imported some modules, or start it; see `Template`."""
+    key = modules, os.getpid()
+    if key not in _templates or not _templates[key].is_alive:
+        _templates[key] = Template(modules, timeout)
+        atexit.register(_templates[key].close)
+    return _templates[key]

@@ -8,10 +8,12 @@ import importlib
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ def main(control: socket.socket) -> None:
             number, request = json.loads(message)
             if "reap" in request:
                 running.pop(request["reap"], None)
+                os.kill(request["reap"], signal.SIGKILL)  # it may not have been a session yet
                 os.waitpid(request["reap"], 0)
                 control.send(json.dumps([number, None]).encode())
                 continue
@@ -65,7 +68,7 @@ def _import(modules: Sequence[str]) -> str | None:
     try:
         for module in modules:
             importlib.import_module(module)
-    except Exception:
+    except BaseException:  # modules may even exit
         return traceback.format_exc()
     return None
 
@@ -76,9 +79,10 @@ def _note_exit(pid: int, folder: Path) -> bool:
     if status is None:
         return False
     code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-    draft = folder / "exit.draft"
-    draft.write_text(str(code))
-    draft.replace(folder / "exit")
+    with suppress(FileNotFoundError):  # the call has been interrupted, and has taken its folder away
+        draft = folder / "exit.draft"
+        draft.write_text(str(code))
+        draft.replace(folder / "exit")
     return True
 
 

@@ -92,10 +92,10 @@ def run_processes(
     """
     _check_numbers(world_size, timeout, grace, last_lines)
     _check_platform_and_caller()
-    start = _choose_start(preload)
     call = pack_call(function, args, kwargs)
     environments = _build_environments(world_size, env or {})
     started = time.monotonic()
+    start = _choose_start(preload, timeout)
     with tempfile.TemporaryDirectory(prefix="run_processes_", ignore_cleanup_errors=True) as folder:
         ranks = _run_ranks(start, Path(folder), call, environments, started + timeout, grace)
         if any(rank.failure for rank in ranks):
@@ -154,10 +154,10 @@ def _find_free_port() -> int:
             return port
 
 
-def _choose_start(preload: Sequence[str]) -> Start:
+def _choose_start(preload: Sequence[str], timeout: float) -> Start:
     if not preload or sys.platform != "linux":
         return Started
-    return template_for(tuple(preload), os.getpid()).fork
+    return template_for(tuple(preload), timeout).fork
 
 
 def _run_ranks(

@@ -183,6 +183,12 @@ def test_tensors_that_were_changed_in_place_reach_other_devices():
         assert replicas[1].module.table is not before[0]
         assert replicas[1].module.other is before[1]
         assert replicas[0].module.table is module.table
+    before = replicas[1].module.table
+    mirror.lend([0, 1])
+    module.table += 1  # by the first replica's step, which has the same tensor
+    mirror.collect([0, 1], [1, 1])
+    mirror.push()
+    assert replicas[1].module.table is before
 
 
 def test_weights_that_hooks_compute_from_parameters_are_no_state():

@@ -38,6 +38,7 @@ def test_elements_nobody_changed_keep_infinities_beside_changed_ones():
 def test_counts_of_samples_are_added_up(kind):
     net = nn.Module()
     net.register_buffer("seen", torch.zeros(1, dtype=kind))
+    net.register_buffer("none", None)
     net.register_buffer("steps", torch.zeros((), dtype=kind))
     replicas = replicate(net)
     merger = BufferMerger(replicas)
@@ -49,6 +50,30 @@ def test_counts_of_samples_are_added_up(kind):
         merger.merge([0, 1], sizes)
     assert net.seen.tolist() == [17]
     assert net.steps == 3
+
+
+def test_the_place_in_a_queue_is_no_count():
+    net = nn.Module()
+    net.register_buffer("queue", torch.zeros(64))
+    net.register_buffer("place", torch.tensor([56]))
+    replicas = replicate(net)
+    for replica in replicas:
+        replica.module.place += 4
+    BufferMerger(replicas).merge([0, 1], [4, 4])
+    assert net.place.tolist() == [60]
+
+
+def test_counts_that_two_modules_share_are_added_up_once():
+    net = nn.Sequential(nn.Module(), nn.Module())
+    for part in net:
+        part.register_buffer("seen", None)
+    net[0].seen = net[1].seen = torch.zeros(1)
+    replicas = replicate(net)
+    for replica in replicas:
+        replica.module[0].seen += 4
+    BufferMerger(replicas).merge([0, 1], [4, 4])
+    assert net[1].seen is net[0].seen
+    assert net[0].seen.tolist() == [8]
 
 
 def test_counts_in_buffers_are_warned_about_once():

@@ -157,8 +157,22 @@ def test_manual_optimization_gives_scalers_and_sparse_gradients_to_ranks_without
     ]
 
 
-def test_manual_optimization_leaves_buffers_of_a_rank_alone(found):
-    assert [found[rank]["manual_optimization_of_words"][1] for rank in RANKS] == [[0, 0], [1, 1], [2, 2]]
+def test_manual_optimization_leaves_alone_what_belongs_to_a_rank(found):
+    for rank in RANKS:
+        kept = [[rank] * 2, [1] * (rank + 1), [rank] * (rank + 1)]
+        assert found[rank]["manual_optimization_of_words"][1] == kept
+
+
+def test_manual_optimization_synchronises_what_is_logged_around_backward_passes(found):
+    of_ranks = [found[rank]["logging_around_manual_backward_passes"] for rank in RANKS]
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
+    assert len(of_ranks[0][0]) == 4
+    assert all(metrics.keys() >= {"before", "between"} for metrics in of_ranks[0][1])
+
+
+def test_steps_for_averaged_weights_synchronise_what_they_log(found):
+    means = [1, 0.5, 0, 0]  # of the ranks with data: all, 0 and 1, 0, 0
+    assert [found[rank]["values_of_steps_for_averaged_weights"] for rank in RANKS] == [means] * 3
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6])

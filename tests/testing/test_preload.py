@@ -1,6 +1,7 @@
 """Ranks that find modules imported."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_ddp_ext.testing import run_processes
+from lightning_ddp_ext.testing import RankTimeoutError, run_processes
 
 from . import rank_functions as ranks
 from .helpers import SCRIPT_HEADER, is_running, wait_until
@@ -56,6 +57,34 @@ def test_nothing_is_left_at_the_end(tmp_path: Path) -> None:
 def test_a_module_that_cannot_be_imported_is_named() -> None:
     with pytest.raises(ImportError, match=r"`preload` cannot be imported: \('nowhere',\)(?s:.*)No module named"):
         run_processes(ranks.rank, 1, preload=("nowhere",))
+
+
+def test_importing_counts_for_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"`preload` cannot be imported(?s:.*)not done within `timeout`=2 seconds"):
+        run_processes(ranks.rank, 1, preload=("slow_to_import",), timeout=2)
+
+
+def test_a_module_that_exits_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"`preload` cannot be imported(?s:.*)SystemExit: 3"):
+        run_processes(ranks.rank, 1, preload=("exits",))
+
+
+def test_the_process_that_forks_ranks_is_started_again_when_it_has_died() -> None:
+    ((parent, _),) = run_processes(ranks.collect_origin, 1, preload=("json",))
+    os.kill(parent, signal.SIGKILL)
+    wait_until(lambda: not is_running(parent))
+    ((other, _),) = run_processes(ranks.collect_origin, 1, preload=("json",))
+    assert other not in (parent, os.getpid())
+
+
+def test_ranks_that_were_forked_a_moment_ago_are_killed() -> None:
+    for _ in range(20):
+        with pytest.raises(RankTimeoutError):
+            run_processes(ranks.sleep_forever, 3, preload=("json",), timeout=0.001)
 
 
 def test_the_process_that_forks_ranks_ends_with_its_parent(tmp_path: Path) -> None:

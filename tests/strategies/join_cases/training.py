@@ -84,8 +84,9 @@ class Words(LightningModule):
         self.automatic_optimization = False
         self.words = nn.Embedding(9, 3, sparse=True)
         self.top = nn.Linear(3, 2)
+        self.own = nn.Parameter(torch.ones(RANK + 1))
         self.register_buffer("queue", torch.full((2,), float(RANK)))
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["queue"])
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["queue", "own"])
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizers = self.optimizers()
@@ -97,7 +98,47 @@ class Words(LightningModule):
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.words.parameters(), lr=0.1), torch.optim.Adam(self.top.parameters())
+        own = torch.optim.Adam([*self.top.parameters(), self.own])
+        average = torch.full_like(self.own, float(RANK))
+        own.state[self.own] = {"step": torch.tensor(1.0), "exp_avg": average, "exp_avg_sq": average.clone()}
+        return torch.optim.SGD(self.words.parameters(), lr=0.1), own
+
+
+class Accumulating(Classifier):
+    """Steps every other batch, and logs before and between backward passes; rank 0 makes more of those."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.log("before", loss, sync_dist=True)
+        for _ in range(2 if RANK == 0 else 1):
+            with optimizer.toggle_model(sync_grad=False):
+                self.manual_backward(loss / 4, retain_graph=True)
+        self.manual_backward(loss / 2)
+        self.log("between", loss, sync_dist=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case
+def logging_around_manual_backward_passes(folder: str) -> Any:
+    _, trace = fit(Accumulating())
+    return trace.digests, trace.metrics
+
+
+@case
+def values_of_steps_for_averaged_weights(folder: str) -> Any:
+    class Logging(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("rank", float(RANK), on_step=True, on_epoch=False, sync_dist=True)
+            return self.loss(batch)
+
+    module = Logging()
+    module.network.insert(0, nn.BatchNorm1d(6))
+    _, trace = fit(module, max_epochs=3, callbacks=[StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
+    return [metrics["rank"] for metrics in trace.metrics[-4:]]
 
 
 @case
@@ -109,13 +150,14 @@ def manual_optimization_of_words(folder: str) -> Any:
     class Reading(Callback):
         def on_train_batch_end(self, trainer: Any, module: Words, *_: Any) -> None:
             gradient = module.words.weight.grad
-            values = [gradient.to_dense(), *module.parameters()]
+            values = [gradient.to_dense(), *module.words.parameters(), *module.top.parameters()]
             states.append((gradient.is_sparse, scaler.get_scale(), [value.tolist() for value in values]))
 
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     made = trainer(Reading(), precision=None, plugins=[plugin], enable_checkpointing=False)
     made.fit(module, loader(*COUNTS))
-    return states, module.queue.tolist()
+    kept = made.optimizers[1].state[module.own]["exp_avg"]
+    return states, [module.queue.tolist(), module.own.tolist(), kept.tolist()]
 
 
 @case
