@@ -4,7 +4,7 @@ Two agents of torchrun host one rank each, as on two nodes. A random rank is kil
 restarts all, and they resume from the last checkpoint, which is never more than some steps old. In the end parameters,
 buffers and the state of the optimizer have to be those of a run without interruption, bit for bit.
 
-Run it with `python benchmarks/elastic.py --kills 20`; it takes about five minutes. It ends with code 1 if any restart
+Run it with `python benchmarks/elastic.py --kills 20`; it takes some minutes. It ends with code 1 if any restart
 failed.
 """
 

@@ -5,8 +5,8 @@ comes at any moment. All ranks have to end with the code of the signal, and to l
 The next run goes on from it, until one comes to its end before its signal does; parameters, buffers and the state of
 the optimizer then have to be those of a run without interruption, bit for bit, and the next chain of runs begins.
 
-Run it with `python benchmarks/preemption.py --signals 100`; it takes about five minutes, and prints the counts. It ends
-with code 1 if any of them is not what it has to be.
+Run it with `python benchmarks/preemption.py --signals 100`; it takes ten minutes or more, and prints the counts. It
+ends with code 1 if any of them is not what it has to be.
 """
 
 import argparse

@@ -32,7 +32,7 @@ SAID = {
     "SIGSTOP": "stalled",
     "exception": "rank {rank} failed: ArithmeticError: boom (at step ",
     "out of memory": "rank {rank} failed: RuntimeError: ",
-    "full disk": "rank 0 failed: OSError: [Errno 28] No space left on device",
+    "full disk": "rank 0 failed: OSError: [Errno 28] no space left for the checkpoint",
     "vanished folder": "rank 0 failed: FileExistsError: ",
     "link cut": "stalled",
 }
