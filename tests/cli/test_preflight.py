@@ -1,11 +1,15 @@
 """What keeps the training command from starting, before it waits for anybody."""
 
 import socket
+from types import SimpleNamespace
 
 import pytest
+from hydra.types import RunMode
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.cli.preflight import find_slurm_problems
+from lightning_ddp_ext.cli.preflight import check_folder, find_launcher, find_slurm_problems
+from lightning_ddp_ext.cli.problems import LaunchError
 
 SCRIPT = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
@@ -53,6 +57,51 @@ def test_a_port_that_rank_0_cannot_have_is_refused_before_ranks_are_started(refu
 def test_an_interface_in_the_environment_that_the_host_lacks_is_refused(refuse):
     line = refuse("strategy=ddp", "process_group=gloo", "network=auto", GLOO_SOCKET_IFNAME="nosuch0")
     assert "`nosuch0` in the environment variable `GLOO_SOCKET_IFNAME`" in line
+
+
+def test_a_launcher_of_several_processes_is_refused_by_strategies_of_one(refuse):
+    line = refuse("strategy=balanced_dp", OMPI_COMM_WORLD_SIZE="3")
+    assert "`strategy=balanced_dp` runs in one process" in line
+    assert "`OMPI_COMM_WORLD_SIZE=3`" in line
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4000"}, None),
+    ],
+)
+def test_launchers_are_told_from_shells_for_people(monkeypatch, environ, found):
+    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PTY_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert find_launcher() == found
+
+
+@pytest.mark.parametrize(
+    ("folder", "mode", "cluster", "is_refused"),
+    [
+        ("runs/${now:%H-%M-%S}", RunMode.RUN, {}, True),
+        ("runs/${now:%H-%M-%S}", None, {}, True),
+        ("runs/${now:%H-%M-%S}", RunMode.MULTIRUN, {}, False),
+        ("runs/${now:%H-%M-%S}", RunMode.RUN, {"_target_": "an.Environment"}, False),
+        ("runs/mine", RunMode.RUN, {}, False),
+    ],
+)
+def test_a_job_of_slurm_whose_folder_nobody_would_find_again_is_refused(folder, mode, cluster, is_refused):
+    config = OmegaConf.create({"cluster": cluster})
+    hydra = OmegaConf.create({"run": {"dir": folder}, "mode": mode})
+    trainer = SimpleNamespace(strategy=SimpleNamespace(cluster_environment=SLURMEnvironment()))
+    if not is_refused:
+        check_folder(config, hydra, trainer)
+        return
+    with pytest.raises(LaunchError, match="run folder of its own"):
+        check_folder(config, hydra, trainer)
 
 
 @pytest.mark.parametrize("devices", [2, "2", [0, 1], "0,1", "0,1,"])

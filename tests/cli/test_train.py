@@ -1,0 +1,45 @@
+"""What the training command does with what a run folder holds already."""
+
+import os
+import stat
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import OmegaConf
+
+from lightning_ddp_ext.cli import train
+
+
+@pytest.mark.parametrize(
+    ("restarts", "saved", "given", "expected"),
+    [
+        ("0", ["hpc_ckpt_1"], "first.ckpt", "first.ckpt"),  # of another job
+        ("1", [], "first.ckpt", "first.ckpt"),
+        ("1", ["hpc_ckpt_1"], "first.ckpt", "hpc"),
+        ("1", ["hpc_ckpt_1"], None, "hpc"),
+        ("1", [], None, None),
+        ("1", ["checkpoints/last", "hpc_ckpt_1"], "last", "hpc"),
+        ("2", ["hpc_ckpt_1", "checkpoints/last"], "last", "last"),
+    ],
+)
+def test_a_job_that_starts_again_goes_on_from_its_newest_checkpoint(
+    tmp_path, monkeypatch, restarts, saved, given, expected
+):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    (tmp_path / "checkpoints").mkdir()
+    for age, name in enumerate(reversed(saved)):
+        path = tmp_path / f"{name}.ckpt"
+        path.touch()
+        os.utime(path, (1e9 - age, 1e9 - age))
+    callback = ModelCheckpoint(tmp_path / "checkpoints")
+    run = SimpleNamespace(trainer=SimpleNamespace(default_root_dir=str(tmp_path), checkpoint_callbacks=[callback]))
+    assert train._checkpoint_to_resume(OmegaConf.create({"ckpt_path": given}), run) == expected
+
+
+def test_the_configuration_is_for_the_owner_only_also_where_there_was_one(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.touch(mode=0o644)
+    train._keep_config(OmegaConf.create({"key": "secret"}), tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "secret" in path.read_text()
