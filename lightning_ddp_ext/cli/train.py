@@ -1,6 +1,5 @@
 """The main job: build what the configuration describes, train, test, and leave the results in the run folder."""
 
-import os
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from lightning_ddp_ext.cli.preflight import (
 )
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.cli.reference import BatchRecorder, merge_results, train_alone
+from lightning_ddp_ext.cli.run_folder import checkpoint_to_resume, keep_config, keep_metrics, preemption_checkpoints
 from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print_results
 from lightning_ddp_ext.data.fraction_sampler import check_fractions
 from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
@@ -70,8 +70,8 @@ def train(config: DictConfig) -> None:
     """
     run = _build(config)
     if run.trainer.is_global_zero:
-        _keep_config(config, run.folder)
-        _keep_metrics(run.folder)
+        keep_config(config, run.folder)
+        keep_metrics(run.folder)
     _fit(config, run)
     results = _test(run) if config.test else {}
     if run.trainer.is_global_zero:
@@ -83,7 +83,7 @@ def train(config: DictConfig) -> None:
 
 
 def _fit(config: DictConfig, run: _Run) -> None:
-    path = _checkpoint_to_resume(config, run)
+    path = checkpoint_to_resume(config.ckpt_path, run.trainer)
     try:
         run.trainer.fit(run.model, datamodule=run.data, ckpt_path=path, weights_only=config.weights_only)
     except Exception as error:
@@ -96,23 +96,6 @@ def _fit(config: DictConfig, run: _Run) -> None:
         raise LaunchError(str(error)) from error
 
 
-def _checkpoint_to_resume(config: DictConfig, run: _Run) -> str | None:
-    """Return the checkpoint that was asked for, or `"hpc"` for what a job has left that SLURM has started again."""
-    left = [path.stat().st_mtime for path in _preemption_checkpoints(Path(run.trainer.default_root_dir))]
-    if left and config.ckpt_path == "last":
-        folders = [
-            callback.dirpath for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)
-        ]
-        saved = [path.stat().st_mtime for folder in folders if folder for path in Path(folder).glob("*.ckpt")]
-        return "hpc" if max(left) > max(saved, default=0.0) else "last"
-    return "hpc" if left else config.ckpt_path  # a given one is from before
-
-
-def _preemption_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints that earlier starts of this job have left when they were preempted."""
-    return [*folder.glob("hpc_ckpt_*.ckpt")] if int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0 else []
-
-
 def _is_mistake(error: Exception, run: _Run) -> bool:
     """Tell a wrong setting, which one line explains, from an error of the user's code, which needs its traceback."""
     if isinstance(error, _EXPLAINED):
@@ -123,22 +106,6 @@ def _is_mistake(error: Exception, run: _Run) -> bool:
     theirs = {type(part).__module__.partition(".")[0] for part in parts} - set(_NOT_THEIRS)
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return not any(frame.f_globals.get("__name__", "").partition(".")[0] in theirs for frame in frames)
-
-
-def _keep_config(config: DictConfig, folder: Path) -> None:
-    """Write the whole configuration down, for the owner only: it may hold keys from the environment."""
-    path = folder / "config.yaml"
-    path.touch(mode=0o600)
-    path.chmod(0o600)  # also where there was one
-    OmegaConf.save(config, path, resolve=True)
-
-
-def _keep_metrics(folder: Path) -> None:
-    """Keep what a job has logged before it was requeued; Lightning's logger would delete it."""
-    metrics = folder / "metrics.csv"
-    if metrics.exists():
-        kept = [int(number) for path in folder.glob("metrics-*.csv") if (number := path.stem[8:]).isdecimal()]
-        metrics.rename(folder / f"metrics-{max(kept, default=0) + 1}.csv")
 
 
 def _compare(config: DictConfig, run: _Run, recorder: BatchRecorder, results: Mapping[str, float]) -> None:
@@ -204,7 +171,7 @@ def _wants_reference(config: DictConfig, model: LightningModule, data: Lightning
     wanted = config.data.get("train_fractions") is not None if config.reference is None else config.reference
     if not wanted:
         return False
-    if _preemption_checkpoints(root):
+    if preemption_checkpoints(root):
         rank_zero_info("No reference: it trains from the beginning, and this job has been put into the queue again.")
         return False
     reason = None

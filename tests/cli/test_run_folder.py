@@ -1,4 +1,4 @@
-"""What the training command does with what a run folder holds already."""
+"""What the training command does with what its folder holds already."""
 
 import os
 import stat
@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.cli import train
+from lightning_ddp_ext.cli.run_folder import checkpoint_to_resume, keep_config
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_a_job_that_starts_again_goes_on_from_its_newest_checkpoint(
         path.touch()
         os.utime(path, (1e9 - age, 1e9 - age))
     callback = ModelCheckpoint(tmp_path / "checkpoints")
-    run = SimpleNamespace(trainer=SimpleNamespace(default_root_dir=str(tmp_path), checkpoint_callbacks=[callback]))
-    assert train._checkpoint_to_resume(OmegaConf.create({"ckpt_path": given}), run) == expected
+    trainer = SimpleNamespace(default_root_dir=str(tmp_path), checkpoint_callbacks=[callback])
+    assert checkpoint_to_resume(given, trainer) == expected
 
 
 def test_the_configuration_is_for_the_owner_only_also_where_there_was_one(tmp_path):
     path = tmp_path / "config.yaml"
     path.touch(mode=0o644)
-    train._keep_config(OmegaConf.create({"key": "secret"}), tmp_path)
+    keep_config(OmegaConf.create({"key": "secret"}), tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "secret" in path.read_text()
