@@ -139,6 +139,7 @@ def test_a_reference_can_be_asked_for_with_every_strategy(tmp_path):
     assert compared(done.stdout)["all parameters, relative"][-1] < 1e-9
 
 
+@pytest.mark.slow
 def test_a_persons_own_classes_and_configuration_are_found_in_the_working_directory(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "conf" / "experiment").mkdir(parents=True)

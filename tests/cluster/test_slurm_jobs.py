@@ -82,6 +82,7 @@ def steps(path):
         return sorted({int(row["step"]) for row in csv.DictReader(file) if row["train_loss_step"]})
 
 
+@pytest.mark.slow
 def test_a_strategy_of_one_process_refuses_several_tasks(slurm, tmp_path):
     done = slurm.call(
         "srun", "--nodes=1", "--ntasks-per-node=2", "lightning-ddp-ext", "cluster=slurm", "strategy=single",
