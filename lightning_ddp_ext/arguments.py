@@ -13,6 +13,7 @@ from typing import Any
 
 _LONGEST = timedelta(days=365)  # torch counts in 64-bit nanoseconds, which end after 292 years
 _LARGEST_BUCKET = 2**20  # MiB
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_integer(name: str, value: object, *, least: int = 0, most: int | None = None, remedy: str) -> None:
@@ -115,6 +116,16 @@ def check_path(name: str, value: object) -> None:
         raise TypeError(f"`{name}` must be a path, got {value!r}. Leave it out to write no file.")
     if not os.fspath(value) or os.path.isdir(value):
         raise ValueError(f"`{name}` must be the path of a file, got {str(value)!r}. Leave it out to write no file.")
+
+
+def check_picture(name: str, path: str | os.PathLike[str] | None) -> None:
+    """Check the suffix of an optional picture to draw.
+
+    Raises:
+        ValueError: If it is that of no picture.
+    """
+    if path is not None and not os.fspath(path).endswith(_PICTURES):
+        raise ValueError(f"`{name}` must end in {', '.join(_PICTURES)}, got {str(path)!r}. Use .png if unsure.")
 
 
 def as_timeout(name: str, value: object) -> timedelta:

@@ -15,13 +15,12 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.loops import logs_now
-from lightning_ddp_ext.arguments import check_flag, check_path
+from lightning_ddp_ext.arguments import check_flag, check_path, check_picture
 from lightning_ddp_ext.callbacks.balance_picture import draw_balance
 from lightning_ddp_ext.integration.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
 _SUMMARISED = 50  # batches, the last ones
-_FORMATS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +88,22 @@ class BalanceReport(Callback):
     def __init__(self, path: str | Path | None = None, picture: str | Path | None = None, table: bool = True) -> None:
         check_path("path", path)
         check_path("picture", picture)
+        check_picture("picture", picture)
         check_flag("table", table)
         self.path = None if path is None else Path(path)
         self.picture = None if picture is None else Path(picture)
-        if self.picture is not None and self.picture.suffix not in _FORMATS:
-            raise ValueError(f"`picture` must end in {', '.join(_FORMATS)}, got {str(picture)!r}. Use .png if unsure.")
         self.records: list[ReplicaRecord] = []
         self._table = table
         self._batches = 0
         self._peaks: list[int | None] = []
         self._last: BatchRecord | None = None
+        self._is_recording = False
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.records.clear()
         self._batches, self._peaks, self._last = 0, [], None
+        self._is_recording = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -143,8 +143,9 @@ class BalanceReport(Callback):
         self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        if not isinstance(trainer.strategy, BalancedDataParallelStrategy):
+        if not self._is_recording or not isinstance(trainer.strategy, BalancedDataParallelStrategy):
             return
+        self._is_recording = False
         self._take_in(trainer)
         self._peaks = [
             torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

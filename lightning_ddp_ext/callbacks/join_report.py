@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_ddp_ext.arguments import check_flag, check_path
+from lightning_ddp_ext.arguments import check_flag, check_path, check_picture
 from lightning_ddp_ext.callbacks.join_picture import draw_ranks
 from lightning_ddp_ext.parallel.weighting import samples_or_one
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
@@ -67,13 +67,14 @@ class JoinReport(Callback):
 
     Raises:
         TypeError: If an argument is of another type.
-        ValueError: If the path is that of a folder.
+        ValueError: If the path is that of a folder, or of no picture (PNG, SVG or PDF).
     """
 
     def __init__(self, log: bool = False, table: bool = True, path: str | Path | None = None) -> None:
         check_flag("log", log)
         check_flag("table", table)
         check_path("path", path)
+        check_picture("path", path)
         self.records: list[RankRecord] = []
         self._log = log
         self._table = table

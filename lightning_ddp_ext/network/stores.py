@@ -199,7 +199,7 @@ def _await_listener(
     host: str, port: int, rank: int, timeout: timedelta, refusal_will_do: bool = False
 ) -> tuple[str, str]:
     """Return the addresses of rank 0 and of this host, of a connection that worked; none if it was refused."""
-    started = time.monotonic()
+    started = reachable = time.monotonic()
     patience = timeout.total_seconds()
     said = False
     while True:
@@ -210,12 +210,13 @@ def _await_listener(
             waits_for_rank_0 = isinstance(error, ConnectionRefusedError | ConnectionResetError)
             if waits_for_rank_0 and refusal_will_do:
                 return "", ""
-            limit = patience if waits_for_rank_0 else min(patience, _UNREACHABLE_LIMIT)
-            waited = time.monotonic() - started
+            now = time.monotonic()
+            reachable = now if waits_for_rank_0 else reachable
+            waited = now - started
             if waited >= _PATIENCE and not said:
                 said = True
                 _logger.warning("rank %d is still waiting for rank 0 at %s:%d: %s", rank, host, port, error.strerror)
-            if waited >= limit:
+            if waited >= patience or now - reachable >= _UNREACHABLE_LIMIT:
                 raise RendezvousError(
                     f"rank {rank} on host {socket.gethostname()} could not connect to rank 0 at {host}:{port} within"
                     f" {waited:.0f} s: {error.strerror or error}. {_connection_remedy(host, error)}"

@@ -79,6 +79,13 @@ class ActivationCheckpointing:
         self._segments: dict[str, str] = {}
         self._meter: MemoryMeter | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # For processes that are started with "spawn": a predicate of a policy cannot be pickled.
+        return {"policy": self.policy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["policy"])  # type: ignore[misc]
+
     @property
     def report(self) -> ActivationCheckpointingReport:
         """What is recomputed; with what it saves, once a backward pass has begun."""

@@ -12,13 +12,21 @@ from lightning_ddp_ext.parallel.gradient_bucket import GradientBucket
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
+_TAKE_GROUPS = tuple(f"torch.distributed.algorithms.ddp_comm_hooks.{kind}" for kind in ("default", "quantization"))
+
+
+def takes_group(comm_hook: CommHook | None) -> bool:
+    """Tell whether the first argument of a hook is a process group: of those of torch that keep no state."""
+    return getattr(comm_hook, "__module__", "").startswith(_TAKE_GROUPS)
+
+
 class BucketTransport:
     """Adds buckets up over ranks, several at a time, with an all-reduce or with a communication hook.
 
     Args:
         group: The ranks.
         comm_hook: A communication hook of torch, which takes the mean over the ranks; None for an all-reduce.
-        comm_state: Its first argument.
+        comm_state: Its first argument. Hooks that take the ranks there are given the group, if this is None.
     """
 
     def __init__(self, group: dist.ProcessGroup, comm_hook: CommHook | None, comm_state: object) -> None:
@@ -27,7 +35,7 @@ class BucketTransport:
         self.is_hook = comm_hook is not None
         self._group = group
         self._comm_hook = comm_hook
-        self._comm_state = comm_state
+        self._comm_state = group if comm_state is None and takes_group(comm_hook) else comm_state
         self._under_way: list[tuple[GradientBucket, Any]] = []
 
     def send(self, bucket: GradientBucket) -> None:

@@ -69,6 +69,10 @@ class GradientCollector:
         self._late.clear()
         self._active = True
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients of buckets that have not left by another factor, see `begin`."""
+        self._factor = factor
+
     def end(self) -> None:
         """Send the buckets that have not left."""
         self._active = False

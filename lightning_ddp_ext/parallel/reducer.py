@@ -22,7 +22,7 @@ from lightning_ddp_ext.parallel.gradient_bucket import GradientBucket
 from lightning_ddp_ext.parallel.gradient_collector import GradientCollector
 from lightning_ddp_ext.parallel.gradient_layout import GradientLayout
 from lightning_ddp_ext.parallel.setups import compare_setups, describe_module
-from lightning_ddp_ext.parallel.sharing import shared_parameters
+from lightning_ddp_ext.parallel.sharing import fixed_parameters, shared_parameters
 from lightning_ddp_ext.parallel.sparse_gradients import SparseGradients
 from lightning_ddp_ext.parallel.sync_control import SyncControl, SyncReport
 
@@ -85,6 +85,7 @@ class GradientReducer:
     ) -> None:
         check_bucket_cap(bucket_cap_mb)
         self._parameters = shared_parameters(module)
+        fixed = fixed_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._owns_group = process_group is None
         self._group = own_group(timeout) if process_group is None else group_with_cpu(process_group)
@@ -102,7 +103,7 @@ class GradientReducer:
         self._stop = self._stop_agreed = 0
         self._position = self._note = 0
         self._report: SyncReport | None = None
-        broadcast_all([*self._parameters, *self._buffers.tensors()], self._group)
+        broadcast_all([*self._parameters, *fixed, *self._buffers.tensors()], self._group)
         self._buffers.remember()
         self._collector = GradientCollector(self._parameters, self._layout, self._transport)
 
@@ -228,6 +229,9 @@ class GradientReducer:
     def _complete(self, report: SyncReport) -> None:
         """Add late gradients and those of new parameters, divide by the total weight, and write the result back."""
         total = self._divisor or report.total_weight
+        if not self._layout.buckets:  # so nothing has left, and a hook that rounds need not see large sums
+            self._expected_total = 2.0 ** round(math.log2(total))
+            self._collector.rescale(self._transport.factor * self._factor)
         for bucket, late in zip(self._layout.buckets, report.late, strict=True):
             if late:
                 self._add_late(bucket)

@@ -20,6 +20,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep import Lockstep
 from lightning_ddp_ext.integration.mirroring import mirror_training
 from lightning_ddp_ext.integration.ranked_loaders import InjectedRank, RankedLoader, unpad
+from lightning_ddp_ext.parallel.bucket_transport import takes_group
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
@@ -43,7 +44,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         options: Arguments of `ExplicitDDPStrategy`.
 
     Raises:
-        ValueError: If `uneven_inputs` is none of these.
+        ValueError: If `uneven_inputs` is none of these, or a communication hook has a state of its own.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -60,6 +61,12 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
                 ' "join" to train on all data.'
             )
         super().__init__(*args, **options)
+        if self._comm_hook is not None and not (takes_group(self._comm_hook) and self._comm_state is None):
+            raise ValueError(
+                f"`ddp_comm_hook` must be one of torch's that keep no state, such as `fp16_compress_hook`, and"
+                f" `ddp_comm_state` None, got {self._comm_hook!r}: what others send would not reach ranks without data."
+                " Leave it out, or use `ddp_checkpoint`."
+            )
         self.uneven_inputs = uneven_inputs
         self._lockstep: Lockstep | None = None
         self._allowed_no_batch = False

@@ -3,6 +3,7 @@ import io
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch.utils.data import DataLoader
@@ -80,6 +81,23 @@ def test_an_interrupted_training_is_reported(tmp_path, capsys):
     assert [record.chunk for record in report.records] == [4, 4]
     assert report.path.read_text().count("cpu") == 2
     assert "medians of the last 1 batches" in capsys.readouterr().out
+
+
+def test_an_error_after_training_is_none_of_its_business(capsys):
+    class Failing(Callback):
+        def on_validation_start(self, *args):
+            raise KeyError("late")
+
+    report = BalanceReport()
+    trainer = quiet_trainer(
+        BalancedDataParallelStrategy(), 2, precision="64-true", max_epochs=1, callbacks=[report, Failing()]
+    )
+    loader = DataLoader(dataset(11), batch_size=8)
+    trainer.fit(Classifier(), loader)
+    assert "medians" in capsys.readouterr().out
+    with pytest.raises(KeyError, match="late"):
+        trainer.validate(BoringModel())
+    assert "medians" not in capsys.readouterr().out
 
 
 def test_each_training_is_a_report_of_its_own():

@@ -12,6 +12,11 @@ from tests.parity import Classifier, dataset, quiet_trainer
 from tests.processes import run_processes
 
 
+def test_a_picture_of_no_known_kind_is_refused():
+    with pytest.raises(ValueError, match=r"`path` must end in \.png, \.svg, \.pdf, got 'ranks\.txt'"):
+        JoinReport(path="ranks.txt")
+
+
 def test_every_rank_knows_what_each_rank_did(tmp_path, capsys):
     found = run_processes(ranks.report, 2, str(tmp_path), timeout=120)
     counted = [

@@ -1,5 +1,6 @@
 """Policies that are refused."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,15 @@ def test_other_policies_are_refused(policy, error, message):
     with pytest.raises(error, match="`activation_checkpointing` ") as raised:
         ActivationCheckpointing(policy)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("policy", [nn.Linear, [nn.Linear, "torch.nn.Tanh"], "torch.nn.Linear"])
+def test_a_policy_reaches_processes_that_are_started_anew(policy):
+    there = pickle.loads(pickle.dumps(ActivationCheckpointing(policy)))
+    assert there.policy == policy
+    there.apply(model := nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()))
+    assert there.report.segments == {"0": "Linear"}
+    there.remove(model)
 
 
 def test_a_predicate_must_answer_yes_or_no():

@@ -55,6 +55,7 @@ EXPECTED = {
     "gradients_outside_a_synchronisation_are_noticed": [True, False, False],
     "allreduce_hook": FLOAT32,
     "fp16_compress_hook": FLOAT16,
+    "fp16_compress_hook_with_large_weights": FLOAT16,
     "bf16_compress_hook": (1e-2, 0.0),
     "post_local_sgd_hook": FLOAT32,
     "power_sgd_hook": FLOAT32,

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from lightning_ddp_ext import DDPJoinStrategy
 from tests.processes import run_processes
 from tests.strategies.join_cases import evaluation, run_cases
 from tests.strategies.join_ranks import samples
@@ -134,7 +136,9 @@ def test_several_loaders_end_on_each_rank_as_they_would_there(found):
             assert digests == outcomes[0][2]
 
 
-@pytest.mark.parametrize("name", ["batches_that_are_changed", "normalisation", "manual_optimization"])
+@pytest.mark.parametrize(
+    "name", ["batches_that_are_changed", "normalisation", "manual_optimization", "compressed_gradients"]
+)
 def test_ranks_stay_identical(found, name):
     assert found[0][name] == found[1][name] == found[2][name]
     assert not isinstance(found[0][name], str)
@@ -142,6 +146,15 @@ def test_ranks_stay_identical(found, name):
 
 def test_manual_optimization_counts_the_steps_of_all_ranks(found):
     assert found[0]["manual_optimization"][0] == 2 * 2 * 4
+
+
+def test_parameters_that_are_whole_numbers_become_those_of_the_first_rank(found):
+    assert [found[rank]["parameters_that_are_whole_numbers"] for rank in RANKS] == [[0, 1, 2]] * 3
+
+
+def test_a_hook_that_would_not_reach_ranks_without_data_is_refused():
+    with pytest.raises(ValueError, match="`ddp_comm_hook` must be one of torch's that keep no state"):
+        DDPJoinStrategy(ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_state=object())
 
 
 def test_statistics_of_averaged_weights_are_those_of_all_samples(found):

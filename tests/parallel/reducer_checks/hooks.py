@@ -56,6 +56,18 @@ def bf16_compress_hook() -> tuple[float, float]:
 
 
 @check
+def fp16_compress_hook_with_large_weights() -> float:
+    """Sums of gradients by token would not fit into 16 bits, means do; in the first step as well."""
+    plain = nn.Linear(40, 30)
+    compressed = copy.deepcopy(plain)
+    for module, hook in ((plain, None), (compressed, default_hooks.fp16_compress_hook)):
+        reducer = GradientReducer(module, comm_hook=hook)
+        with reducer.synchronize(weight=1e6):
+            module(batch(dist.get_rank(), width=40, dtype=torch.float32)).pow(2).mean().backward()
+    return largest_error(compressed, plain)
+
+
+@check
 def post_local_sgd_hook() -> float:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return with_hook(

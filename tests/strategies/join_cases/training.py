@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -56,6 +57,19 @@ def normalisation(folder: str) -> Any:
     module = Classifier()
     module.network.insert(1, nn.BatchNorm1d(8))
     return fit(module, max_epochs=2)[1].digests
+
+
+@case
+def compressed_gradients(folder: str) -> Any:
+    return fit(Classifier(), strategy={"ddp_comm_hook": default_hooks.fp16_compress_hook})[1].digests
+
+
+@case
+def parameters_that_are_whole_numbers(folder: str) -> Any:
+    module = Classifier()
+    module.order = nn.Parameter(torch.arange(3) + RANK, requires_grad=False)
+    fit(module)
+    return module.order.tolist()
 
 
 @case
