@@ -20,9 +20,10 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import surround_launch
+from lightning_ddp_ext._compat.lightning import surround_launch, takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import restore_signal_handling
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicSaving
 from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
 from lightning_ddp_ext.integration.connecting import Connection, check_objects, check_start_method
@@ -194,6 +195,11 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
+        if callable(self.weight_by) and takes_dataloader_iter(self._module, "training_step"):
+            raise UnsupportedFeatureError(
+                "`training_step(self, dataloader_iter)` fetches batches itself, so that a callable `weight_by` has none"
+                " to weigh. Take the batch instead, or leave `weight_by` out: each batch then counts once."
+            )
         compare_setups({**describe_versions(), **describe_arguments(self._arguments())})
         if self._recomputing is not None:
             self._recomputing.apply(self.model)

@@ -4,9 +4,12 @@ from datetime import timedelta
 
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_ext import DDPCheckpointStrategy, ExplicitDDPStrategy
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from tests.parity import quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,16 @@ def test_a_bucket_has_a_size(size):
 def test_weights_are_checked():
     with pytest.raises(ValueError, match="`weight_by` must be one of"):
         DDPCheckpointStrategy(weight_by="tokens")
+
+
+def test_a_step_that_fetches_its_batch_cannot_have_it_weighed():
+    class Fetching(BoringModel):
+        def training_step(self, dataloader_iter):
+            raise AssertionError("must not run")
+
+    strategy = DDPCheckpointStrategy(weight_by=len, process_group_backend="gloo")
+    with pytest.raises(UnsupportedFeatureError, match="a callable `weight_by` has none to weigh"):
+        quiet_trainer(strategy, 1).fit(Fetching())
 
 
 def test_the_registered_name_makes_the_strategy():
