@@ -19,9 +19,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring.leaving import free_port
 from rich.console import Console
 from rich.table import Table
+
+from lightning_ddp_ext.testing.ports import free_port
 
 PROGRAM = Path(__file__).with_name("measuring") / "restarted.py"
 AGENTS = 2

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -23,6 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPJoinStrategy
+from lightning_ddp_ext.testing.ports import free_port
 
 RANKS = 2
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -127,13 +127,6 @@ def _read(pipe: Connection) -> Iterator[str]:
             yield pipe.recv()
     except EOFError:
         return
-
-
-def free_port() -> int:
-    """Return a port of this host that nobody listens on."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def _train(rank: int, port: int, folder: Path, resume: bool, parent: Connection) -> None:

@@ -15,6 +15,7 @@ from lightning_ddp_ext.parallel.dictionaries import MISSING as _MISSING
 from lightning_ddp_ext.parallel.dictionaries import DictionaryMirror, Place
 from lightning_ddp_ext.parallel.replica import Replica
 from lightning_ddp_ext.parallel.replicas import Replicas
+from lightning_ddp_ext.parallel.sample_counters import SampleCounters
 
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
 _LONGEST_LIST = 10_000
@@ -53,7 +54,7 @@ class AttributeMirror:
         self._moved = self._find_moved()
         self._lent: dict[int, list[dict[str, Any]]] = {}
         self._copies_of: dict[tuple[int, Place], list[Any]] = {}
-        self._sample_counters: set[Any] = set()
+        self._sample_counters = SampleCounters()
         self._warned: set[Place] = set()
         self._dictionaries = DictionaryMirror(replicas, self._combine, self._warn_of_entries)
         self._dictionaries.find(self._find_dictionaries(), built=True)
@@ -223,11 +224,9 @@ class AttributeMirror:
             return _MISSING
         if all(isinstance(value, _SCALARS) for value in values):
             if _is_count(before) and all(map(_is_count, values)):
-                steps = [value - before for value in values]
-                # With chunks of one sample, a counter of samples looks like one of steps.
-                if steps == sizes and (set(sizes) != {1} or key in self._sample_counters):
-                    self._sample_counters.add(key)
-                    return before + sum(steps)
+                raised = [value - before for value in values]
+                if self._sample_counters.recognise(key, raised, sizes):
+                    return before + sum(raised)
             if all(type(value) is type(values[0]) and value == values[0] for value in values):
                 return values[0]
         # Comparing tensors may wait for a device: it ends with the warning that they differ.

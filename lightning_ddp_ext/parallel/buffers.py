@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation
 from lightning_ddp_ext.parallel.replicas import Replicas
+from lightning_ddp_ext.parallel.sample_counters import SampleCounters
 
 
 class BufferMerger:
@@ -27,7 +28,7 @@ class BufferMerger:
         self._modules: list[nn.Module] = [module for module, _ in replicas[0].modules]
         names = {id(module): name for name, module in replicas.master.named_modules()}
         self._names = [f"{names[id(module)]}." if names[id(module)] else "" for module in self._modules]
-        self._sample_counters: set[str] = set()
+        self._sample_counters = SampleCounters()
         self._warned: set[str] = set()
 
     def merge(self, active: Sequence[int], sizes: Sequence[int], merged: Set[int] = frozenset()) -> None:
@@ -79,12 +80,7 @@ class BufferMerger:
     def _counts_samples(self, name: str, buffer: Tensor, values: Sequence[Tensor], sizes: Sequence[int]) -> bool:
         if buffer.numel() != 1 or buffer.is_complex() or buffer.dtype is torch.bool:
             return False
-        is_raised = [(value - buffer).item() for value in values] == [*sizes]
-        # With chunks of one sample, a counter of samples looks like one of steps.
-        if not is_raised or (set(sizes) == {1} and name not in self._sample_counters):
-            return False
-        self._sample_counters.add(name)
-        return True
+        return self._sample_counters.recognise(name, [(value - buffer).item() for value in values], sizes)
 
     def _warn(self, name: str, has_mean: bool) -> None:
         if name in self._warned:

@@ -85,7 +85,6 @@ class GradientReducer:
     ) -> None:
         check_bucket_cap(bucket_cap_mb)
         self._parameters = shared_parameters(module)
-        fixed = fixed_parameters(module)
         self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._owns_group = process_group is None
         self._group = own_group(timeout) if process_group is None else group_with_cpu(process_group)
@@ -103,7 +102,7 @@ class GradientReducer:
         self._stop = self._stop_agreed = 0
         self._position = self._note = 0
         self._report: SyncReport | None = None
-        broadcast_all([*self._parameters, *fixed, *self._buffers.tensors()], self._group)
+        broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.tensors()], self._group)
         self._buffers.remember()
         self._collector = GradientCollector(self._parameters, self._layout, self._transport)
 

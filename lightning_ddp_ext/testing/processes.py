@@ -1,13 +1,11 @@
 """Running a function on several processes under a hard time limit."""
 
 import os
-import random
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -18,11 +16,9 @@ from lightning_ddp_ext.testing._process import Start, Started, template_for
 from lightning_ddp_ext.testing._rank import Rank, collect_stacks
 from lightning_ddp_ext.testing._report import describe_failures, describe_timeout
 from lightning_ddp_ext.testing.errors import RankError, RankTimeoutError
+from lightning_ddp_ext.testing.ports import free_port
 
 _POLL = 0.02  # seconds
-# Below those that systems give to outgoing connections. Of these, a rank that looks for rank 0 before that one listens
-# may be given the very port that it looks for, which connects it with itself.
-_PORTS = range(25000, 32768)
 
 T = TypeVar("T")
 
@@ -138,20 +134,11 @@ def _build_environments(world_size: int, additions: Mapping[str, str | None]) ->
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_find_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
     by_rank = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **additions} for rank in range(world_size)]
     return [{name: value for name, value in one.items() if value is not None} for one in by_rank]
-
-
-def _find_free_port() -> int:
-    drawn = random.SystemRandom()  # whatever seed a test has set
-    while True:
-        port = drawn.choice(_PORTS)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
 
 
 def _choose_start(preload: Sequence[str], timeout: float) -> Start:

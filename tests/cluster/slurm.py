@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.ports import free_port
+from lightning_ddp_ext.testing.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # seconds for what takes less than one

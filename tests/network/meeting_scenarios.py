@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from lightning_ddp_ext.testing.ports import free_port
 from tests.network import rank_server
 from tests.network.rank_programs import (
     join,
@@ -19,7 +20,6 @@ from tests.network.rank_programs import (
     time_all_reduces,
     train,
 )
-from tests.ports import free_port
 
 
 def play_scenarios(folder):

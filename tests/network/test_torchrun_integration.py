@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
+from lightning_ddp_ext.testing.ports import free_port
 
 PROGRAM = Path(__file__).parent / "torchrun_program.py"
 

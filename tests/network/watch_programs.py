@@ -15,8 +15,8 @@ from lightning_ddp_ext._compat.collectives import cloned_store, is_lost_connecti
 from lightning_ddp_ext.errors import OtherRankError
 from lightning_ddp_ext.network.process_group import init_process_group
 from lightning_ddp_ext.network.run_watch import Interruption, RunWatch
+from lightning_ddp_ext.testing.ports import free_port
 from tests.network import rank_server
-from tests.ports import free_port
 
 LIMIT = 4.0  # seconds without a sign of life
 STEPS, WHEN = 6, 3

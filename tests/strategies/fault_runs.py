@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
+from lightning_ddp_ext.testing.ports import free_port
 from tests.network import rank_server
-from tests.ports import free_port
 from tests.strategies.fault_ranks import (
     CHECKPOINTS,
     GO_ON,
