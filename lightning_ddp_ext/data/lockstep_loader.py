@@ -68,7 +68,7 @@ class LockstepLoader:
     hooks see something of the right form; a rank that never had any gets the first batch of another rank, as far as it
     can be sent without running code, see `packing.pack`.
 
-    Where every rank knows its length, no communication is needed. Otherwise ranks vote on whether there is another
+    Where every rank knows its length, no vote is needed. Otherwise ranks vote on whether there is another
     step, one batch ahead, so that the vote is under way while a step is computed.
 
     Args:

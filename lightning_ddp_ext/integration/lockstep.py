@@ -158,6 +158,7 @@ class Lockstep:
                 synchronize()
             self.logged.adopt(message)
         else:
+            self._output = None
             with self.among_active(), self.logged.step():
                 output = run()
             self._tell_ghosts()
@@ -180,7 +181,7 @@ class Lockstep:
         if not self._trainer.training and self.turn is not None:
             self._turn_stack.close()
             self._tell_ghosts()
-            self.logged.synchronize(0.0 if self.is_ghost else self._samples)
+            self.logged.synchronize(self._samples)
         self.turn = None
         self.logged.end()
 

@@ -106,7 +106,7 @@ class LoggedValues:
         if self._is_logging and self._in_step:
             return tensor
         if self._is_logging and self._turn is not None and self._turn.is_tail and self._trainer.training:
-            return self._reduce_all([tensor], [operation], 0.0 if self._is_ghost else 1.0)[0]
+            return self._reduce_all([tensor], [operation], 1.0)[0]
         if not self._in_step and (self._turn is None or not self._turn.is_tail):
             self._agree(_REDUCING)
         return reduce(tensor)
@@ -115,7 +115,7 @@ class LoggedValues:
         """Synchronise what the step has logged so far; on every rank.
 
         Args:
-            weight: What the values of this rank count in a mean; 0 on a ghost step.
+            weight: What the values of this rank count in a mean. On a ghost step they count nothing.
             notes: The `note` of every rank, if ranks have exchanged these.
 
         Raises:
@@ -176,33 +176,36 @@ class LoggedValues:
     def _take_part(self, metric: Any) -> None:
         """Let a hook's value on a ghost step count nothing, where other ranks wait for it."""
         if is_synchronised(metric, on_step=True):
-            set_latest(metric, self._reduce_all([self._neutral(metric)], [metric.meta.sync.op], 0.0)[0])
+            set_latest(metric, self._reduce_all([self._neutral(metric)], [metric.meta.sync.op], 1.0)[0])
 
     def _neutral(self, metric: Any) -> Tensor:
         return torch.zeros_like(metric.value)
 
     def _reduce_all(self, values: Sequence[Tensor], operations: Sequence[str], weight: float) -> list[Tensor]:
-        """Reduce values of any operations over ranks; those of a rank that weighs nothing count nothing."""
-        counts = bool(weight)
+        """Reduce values of any operations over ranks; those of a ghost step count nothing.
+
+        Where all weigh nothing, each rank counts once in a mean.
+        """
         stacked = torch.stack([value.detach().double() for value in values])
-        sums = torch.zeros(len(values) + 1, dtype=torch.float64, device=stacked.device)
+        sums = torch.zeros(2, len(values) + 1, dtype=torch.float64, device=stacked.device)
         largest = torch.full_like(stacked, -torch.inf)
         signs = torch.tensor([-1.0 if name == "min" else 1.0 for name in operations], dtype=torch.float64)
         signs = signs.to(stacked.device)
-        if counts:
-            factors = torch.tensor([weight if name == "mean" else 1.0 for name in operations], dtype=torch.float64)
-            sums[:-1] = stacked * factors.to(stacked.device)
-            sums[-1] = weight
+        if not self._is_ghost:
+            sums[0] = torch.cat([stacked, torch.ones_like(sums[0, :1])])
+            sums[1] = sums[0] * weight if weight else 0.0
             largest = stacked * signs
         dist.all_reduce(sums, group=self._group)
         if any(name in ("max", "min") for name in operations):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        plain, weighted = sums[:, :-1] / sums[:, -1:]
+        means = torch.where(sums[1, -1] > 0, weighted, plain)
         reduced = []
         for position, (value, name) in enumerate(zip(values, operations, strict=True)):
             if name in ("max", "min"):
                 result = largest[position] * signs[position]
             else:
-                result = sums[position] / sums[-1] if name == "mean" else sums[position]
+                result = means[position] if name == "mean" else sums[0, position]
             reduced.append(result.to(value.dtype))
         return reduced
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from threading import RLock
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_ext.parallel.bucket_transport import BucketTransport
@@ -40,6 +42,8 @@ class GradientCollector:
         self._next = 0  # first bucket that has not left
         self._late: set[int] = set()
         self._unsynchronized: set[int] = set()
+        self._aside: list[Tensor | None] = []
+        self._lost: list[bool] = []
         self._hooks = [self._watch(number, parameter) for number, parameter in enumerate(parameters)]
 
     @property
@@ -73,6 +77,25 @@ class GradientCollector:
         """Multiply the gradients of buckets that have not left by another factor, see `begin`."""
         self._factor = factor
 
+    def set_aside(self) -> None:
+        """Take away the gradients that are there: on this rank they count nothing. See `restore`."""
+        waiting = self.waiting()
+        self._lost = [id(parameter) in waiting for parameter in self._parameters]
+        self._aside = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def restore(self, group: dist.ProcessGroup) -> None:
+        """Give back what `set_aside` took away, where it had been synchronised on every rank; all ranks have done so.
+
+        Args:
+            group: The ranks.
+        """
+        lost = torch.tensor(self._lost, dtype=torch.uint8)
+        dist.all_reduce(lost, dist.ReduceOp.MAX, group)
+        for parameter, gradient, is_lost in zip(self._parameters, self._aside, lost.tolist(), strict=True):
+            parameter.grad = None if is_lost else gradient
+
     def end(self) -> None:
         """Send the buckets that have not left."""
         self._active = False
@@ -85,6 +108,16 @@ class GradientCollector:
         self._transport.forget()
         for bucket in self._layout.buckets:
             bucket.release()
+        for parameter, gradient in zip(self._parameters, self._aside, strict=False):
+            parameter.grad = gradient
+        self._aside = []
+
+    def finish(self) -> None:
+        """Take the synchronisation for finished."""
+        for bucket in self._layout.buckets:
+            bucket.release()
+        self._aside = []
+        self.has_sent = False
 
     def synchronized(self) -> None:
         """Take every gradient for synchronised."""

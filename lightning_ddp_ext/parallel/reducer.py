@@ -147,7 +147,7 @@ class GradientReducer:
         Args:
             weight: What this rank's gradient counts, such as the number of its samples if the loss is their mean; 0
                 if it has none. The result is the sum of `scale * gradient` over the ranks, divided by the sum of their
-                weights; if the weights add up to 0, no rank has a gradient afterwards.
+                weights. If the weights add up to 0, what has been synchronised before stays, and nothing is added.
             scale: What the gradient is multiplied by; by default the weight. Accumulated gradients that are weighted
                 already have another one.
             stop: Above 0 to ask all ranks to stop, see `stop_agreed`; the number may say why.
@@ -173,6 +173,8 @@ class GradientReducer:
         self._weight, self._stop, self._position, self._note = weight, stop, position, note
         self._scale = weight if scale is None else scale
         self._divisor = divisor
+        if not weight:
+            self._collector.set_aside()
         self._collector.begin(self._transport.factor * self._factor)
         try:
             yield
@@ -185,10 +187,10 @@ class GradientReducer:
     def _finish(self) -> None:
         """Wait until the gradients of all ranks have been added up, and give them to the parameters."""
         self._collector.end()
-        self._buffers.start(self._weight)
         if self._transport.is_hook:
             # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
             self._transport.wait()
+        self._buffers.start(self._weight)
         report = self._control.exchange(
             self._weight,
             self._stop,
@@ -206,12 +208,9 @@ class GradientReducer:
         if report.total_weight:
             self._complete(report)
         else:
-            for parameter in self._parameters:
-                parameter.grad = None
+            self._collector.restore(self._group)
         self._buffers.finish(report, self._weight)
-        for bucket in self._layout.buckets:
-            bucket.release()
-        self._collector.has_sent = False
+        self._collector.finish()
 
     def close(self) -> None:
         """Stop watching the module, and give the process group up if it is the reducer's own."""
@@ -241,7 +240,8 @@ class GradientReducer:
             if total != self._expected_total:
                 bucket.buffer().mul_(self._expected_total / total)
             bucket.write_back(report.used)
-        self._expected_total = 2.0 ** round(math.log2(total))
+        if not self._transport.keeps_state:  # which is in the units of the first synchronisation
+            self._expected_total = 2.0 ** round(math.log2(total))
         self._sparse.reduce(report.used, self._scale / total if self._weight else 0.0)
         before = self._layout.buckets
         if not self._transport.is_hook:  # a hook may keep state for each bucket

@@ -31,11 +31,15 @@ class TailCollectives:
     Args:
         own: Process groups in which joined ranks take part themselves.
         timeout: Time limit of a collective among active ranks; None for torch's default.
+        most_members: How many ranks the groups that are kept for later may have together. Each of them is a connection.
     """
 
-    def __init__(self, own: Iterable[dist.ProcessGroup], timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, own: Iterable[dist.ProcessGroup], timeout: timedelta | None = None, most_members: int = 256
+    ) -> None:
         self._own: set[Any] = {group.group_name for group in own}
         self._timeout = timeout
+        self._most_members = most_members
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def prepare(self, active: tuple[int, ...]) -> None:
@@ -44,10 +48,14 @@ class TailCollectives:
         Args:
             active: Global ranks in ascending order.
         """
-        if active not in self._groups:
-            with tracked_connections():
-                group: dist.ProcessGroup = dist.new_group(list(active), timeout=self._timeout)
-            self._groups[active] = group
+        if active in self._groups:
+            self._groups[active] = self._groups.pop(active)  # the last to be given up
+            return
+        while self._groups and sum(map(len, [*self._groups, active])) > self._most_members:
+            self._give_up(next(iter(self._groups)))
+        with tracked_connections():
+            group: dist.ProcessGroup = dist.new_group(list(active), timeout=self._timeout)
+        self._groups[active] = group
 
     def group(self, active: tuple[int, ...]) -> dist.ProcessGroup:
         """Return the group that `prepare` has made; on an active rank."""
@@ -55,10 +63,13 @@ class TailCollectives:
 
     def close(self) -> None:
         """Give the groups up."""
-        for active, group in self._groups.items():
-            if dist.is_initialized() and dist.get_rank() in active:
-                dist.destroy_process_group(group)
-        self._groups.clear()
+        for active in list(self._groups):
+            self._give_up(active)
+
+    def _give_up(self, active: tuple[int, ...]) -> None:
+        group = self._groups.pop(active)
+        if dist.is_initialized() and dist.get_rank() in active:
+            dist.destroy_process_group(group)
 
     @contextmanager
     def redirect(self, active: tuple[int, ...]) -> Iterator[None]:

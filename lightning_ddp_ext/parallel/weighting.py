@@ -43,7 +43,7 @@ def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Seque
         One factor per part.
 
     Raises:
-        ValueError: If a callable returns a negative number, or zero for every part.
+        ValueError: If a callable returns a negative number or one that is not finite, or zero for every part.
     """
     if weight_by == "sum":
         return [1.0] * len(sizes)
@@ -54,10 +54,10 @@ def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Seque
     else:
         counts = [float(weight_by(chunk)) for chunk in chunks]
     total = sum(counts)
-    if min(counts) < 0 or total <= 0:
+    if not all(0 <= count < math.inf for count in counts) or total <= 0:
         raise ValueError(
-            f"`weight_by` returned {counts} for the chunks of a batch. Return a non-negative number for every chunk,"
-            " above zero for at least one."
+            f"`weight_by` returned {counts} for the chunks of a batch. Return a finite number of at least 0 for every"
+            " chunk, above zero for at least one."
         )
     return [count / total for count in counts]
 

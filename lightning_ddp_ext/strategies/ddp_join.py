@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         is_manual = not self._module.automatic_optimization
         if is_manual or leaves_out_backward(self._module.trainer):
             # Here, and not with the gradient: ranks without data know what has been logged when the step is over.
-            lockstep.logged.synchronize(0.0 if lockstep.is_ghost else step.batch_weight)
+            lockstep.logged.synchronize(step.batch_weight)
         if is_manual:
             self._mirror_manual_step()
         return output
@@ -183,8 +183,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             return
         with step.synchronize(lockstep.logged.note):
             yield
-        weight = 0.0 if lockstep.is_ghost else step.batch_weight
-        lockstep.logged.synchronize(weight, step.notes)
+        lockstep.logged.synchronize(step.batch_weight, step.notes)
 
     @override
     def reduce(
@@ -216,11 +215,16 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._lockstep is not None:
-            self._lockstep.close()
-            self._module.allow_zero_length_dataloader_with_multiple_devices = self._allowed_no_batch
-        self._lockstep = None
-        super().teardown()
+        with ExitStack() as stack:
+            stack.callback(super().teardown)
+            if self._lockstep is not None:
+                self._module.allow_zero_length_dataloader_with_multiple_devices = self._allowed_no_batch
+                stack.callback(self._lockstep.close)
+            self._lockstep = None
+
+    @override
+    def _arguments(self) -> dict[str, object]:
+        return {**super()._arguments(), "uneven_inputs": self.uneven_inputs}
 
 
 def _refuse_iterators(trainer: Trainer) -> None:

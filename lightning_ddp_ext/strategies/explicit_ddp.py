@@ -1,7 +1,7 @@
 """One process per device; gradients are synchronised explicitly, after any backward pass."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -305,17 +305,18 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._step is not None:
-            self._step.close()
-        if self._run is not None:
-            self._run.close()
-        self._step = self._run = self._resumed = None
-        if self.lightning_module is not None:
-            restore_signal_handling(self._module.trainer)
-        if self._recomputing is not None and self.lightning_module is not None:
-            self._recomputing.remove(self.lightning_module)
-        super().teardown()
-        self._watch.stop()
+        with ExitStack() as stack:  # the last first, and the others too if one fails
+            stack.callback(self._watch.stop)
+            stack.callback(super().teardown)
+            if self._recomputing is not None and self.lightning_module is not None:
+                stack.callback(self._recomputing.remove, self.lightning_module)
+            if self.lightning_module is not None:
+                stack.callback(restore_signal_handling, self._module.trainer)
+            if self._run is not None:
+                stack.callback(self._run.close)
+            if self._step is not None:
+                stack.callback(self._step.close)
+            self._step = self._run = self._resumed = None
 
     def _arguments(self) -> dict[str, object]:
         """What has to be the same on every rank."""

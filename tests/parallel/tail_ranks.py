@@ -1,5 +1,7 @@
 """Collectives while a rank has run out of data; kept apart because every rank imports it."""
 
+import os
+import stat
 import threading
 import warnings
 from collections.abc import Callable
@@ -263,6 +265,30 @@ def run_cases() -> tuple[dict[str, Any], float]:
     total = of(rank)
     dist.all_reduce(total)
     return found, total.item()
+
+
+def use_many_groups() -> tuple[list[float], list[int]]:
+    """Prepare each set of ranks in turn, twice; returns what was reduced on this rank, and numbers of open sockets."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    tail = TailCollectives([], most_members=4)
+    reduced, sockets = [], []
+    for active in [(0, 1), (0, 2), (1, 2), (0,), (1,), (2,)] * 2:
+        tail.prepare(active)
+        if rank in active:
+            total = of(rank)
+            with tail.redirect(active):
+                dist.all_reduce(total)
+            reduced.append(total.item())
+        sockets.append(count_sockets())
+    tail.close()
+    return reduced, sockets
+
+
+def count_sockets() -> int:
+    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode) for path in descriptors)
 
 
 def wait_in_vain() -> None:

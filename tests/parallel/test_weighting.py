@@ -21,7 +21,7 @@ def test_a_callable_counts_each_chunk():
     assert combination_weights(len, ["abc", "d"], [1, 1]) == [0.75, 0.25]
 
 
-@pytest.mark.parametrize("counts", [[0, 0], [-1, 3]])
+@pytest.mark.parametrize("counts", [[0, 0], [-1, 3], [float("nan"), 1], [float("inf"), 1]])
 def test_counts_that_cannot_be_weights_are_refused(counts):
     with pytest.raises(ValueError, match="above zero for at least one"):
         combination_weights(lambda chunk: counts[chunk], [0, 1], [1, 1])

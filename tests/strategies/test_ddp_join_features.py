@@ -76,6 +76,20 @@ def test_values_of_epoch_hooks_count_on_every_rank(found):
         assert metrics["start_epoch"] == pytest.approx((1 * 4 + 2 * 2 + 3) / 7)
 
 
+def test_values_of_steps_that_weigh_nothing_count_once_per_rank_with_data(found):
+    for rank in RANKS:
+        metrics, over_epoch = found[rank]["a_step_that_weighs_nothing"]
+        expected = [{"mean": 2, "sum": 6, "max": 3, "min": 1}, {"mean": 1.5, "sum": 3, "max": 2, "min": 1}]
+        assert [{name: seen[name] for name in expected[0]} for seen in metrics] == expected
+        assert over_epoch == pytest.approx((2 * 6 + 1.5 * 4) / 10)
+
+
+def test_arguments_that_differ_are_told(found):
+    for rank in RANKS:
+        told = "argument `uneven_inputs` is 'join' on rank 0 but 'stop' on rank 1"
+        assert told in found[rank]["arguments_that_differ"]
+
+
 def test_a_metric_is_that_of_all_ranks_in_every_epoch(found):
     assert [found[rank]["a_metric_over_epochs"] for rank in RANKS] == [pytest.approx((1 + 1 + 2) / 3)] * 3
 

@@ -3,12 +3,14 @@
 from datetime import timedelta
 
 import pytest
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_ddp_ext import DDPCheckpointStrategy, ExplicitDDPStrategy
+from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ExplicitDDPStrategy
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.integration.stall_watch import StallWatch
 from tests.parity import quiet_trainer
 
 
@@ -46,6 +48,23 @@ def test_a_step_that_fetches_its_batch_cannot_have_it_weighed():
     strategy = DDPCheckpointStrategy(weight_by=len, process_group_backend="gloo")
     with pytest.raises(UnsupportedFeatureError, match="a callable `weight_by` has none to weigh"):
         quiet_trainer(strategy, 1).fit(Fetching())
+
+
+def test_the_watch_ends_with_the_run_even_if_something_else_fails_at_its_end(monkeypatch):
+    """Otherwise it would end the process of a program that has caught the error and goes on."""
+
+    class Failing(TorchCheckpointIO):
+        def teardown(self):
+            raise OSError("cannot be written")
+
+    stops = []
+    monkeypatch.setattr(StallWatch, "stop", lambda watch: stops.append(watch))
+    strategy = DDPJoinStrategy(process_group_backend="gloo", checkpoint_io=Failing())
+    with pytest.raises(OSError, match="cannot be written"):
+        quiet_trainer(strategy, 1).fit(BoringModel())
+    assert strategy.reducer is None
+    assert not strategy.is_ghost
+    assert stops.count(strategy._watch) >= 2  # before the run, and after it
 
 
 def test_the_registered_name_makes_the_strategy():

@@ -1,6 +1,7 @@
 """Checks with communication hooks."""
 
 import copy
+import time
 from collections.abc import Callable
 
 import torch
@@ -65,6 +66,48 @@ def fp16_compress_hook_with_large_weights() -> float:
         with reducer.synchronize(weight=1e6):
             module(batch(dist.get_rank(), width=40, dtype=torch.float32)).pow(2).mean().backward()
     return largest_error(compressed, plain)
+
+
+@check
+def hooks_with_state_see_the_same_units_in_every_step() -> float:
+    """What they keep, such as the residuals of PowerSGD, is added to later gradients."""
+    seen = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future:
+        seen.append(float(bucket.buffer().sum()))
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    module = nn.Linear(3, 1, bias=False)
+    reducer = GradientReducer(module, comm_hook=hook, comm_state=object())
+    weights = (4.0, 1.0, 16.0, 4.0, 3.0)
+    for weight in weights:
+        module.zero_grad()
+        with reducer.synchronize(weight):
+            module(torch.ones(1, 3)).sum().backward()
+    by_weight = [sight / weight for sight, weight in zip(seen, weights, strict=True)]
+    return max(by_weight) - min(by_weight)
+
+
+@check
+def hooks_that_issue_collectives_later_do_not_meet_those_of_buffers() -> float:
+    """The second collective of this hook begins when the first has ended, on rank 1 some time after that."""
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future:
+        def go_on(done: torch.futures.Future) -> torch.Tensor:
+            time.sleep(0.2 * dist.get_rank())
+            summed = done.value()[0]
+            dist.all_reduce(torch.zeros(7), group=group)
+            return summed / dist.get_world_size()
+
+        return dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(go_on)
+
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    group = dist.new_group()
+    reducer = GradientReducer(module, group, comm_hook=hook, comm_state=group)
+    for step in range(3):
+        with reducer.synchronize():
+            module(batch(step + dist.get_rank(), dtype=torch.float32)).pow(2).mean().backward()
+    return max(map(spread, [*gradients(module), module[1].running_mean]))
 
 
 @check

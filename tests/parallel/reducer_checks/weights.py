@@ -82,10 +82,38 @@ def no_rank_with_data_leaves_no_gradient_of_a_backward_pass_either() -> list[boo
     reducer = GradientReducer(module)
     found = []
     for weight in (0, 1, 0):
+        module.zero_grad()
         with reducer.synchronize(weight):
             module(batch(dist.get_rank())).sum().backward()
         found.append(all(gradient is None for gradient in gradients(module)))
     return found
+
+
+@check
+def no_rank_with_data_keeps_what_was_synchronised_before() -> tuple[float, ...]:
+    together, alone = net(), net()
+    reducer = GradientReducer(together)
+    found = []
+    for weight in (1, 0, 1, 0):
+        with reducer.synchronize(weight):
+            together(batch(dist.get_rank())).pow(2).mean().backward()
+        if weight:
+            alone(combined()).pow(2).mean().backward()
+        found.append(largest_error(together, alone))
+    return tuple(found)
+
+
+@check
+def no_rank_with_data_drops_on_all_ranks_what_one_had_not_synchronised() -> list[bool]:
+    module = net()
+    reducer = GradientReducer(module)
+    with reducer.synchronize(1):
+        module(batch(dist.get_rank())).sum().backward()
+    if dist.get_rank() == 1:
+        module[0](batch(1)).sum().backward()
+    with reducer.synchronize(0):
+        pass
+    return [gradient is None for gradient in gradients(module)]
 
 
 @check

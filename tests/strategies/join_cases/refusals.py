@@ -91,6 +91,11 @@ def keys_in_another_order(folder: str) -> Any:
 
 
 @case
+def arguments_that_differ(folder: str) -> Any:
+    fit(Classifier(), strategy={"uneven_inputs": "stop" if RANK == 1 else "join"})
+
+
+@case
 def refusing_uneven_data(folder: str) -> Any:
     fit(Classifier(), strategy={"uneven_inputs": "error"})
 

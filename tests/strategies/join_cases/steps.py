@@ -65,6 +65,21 @@ def in_the_step(folder: str) -> Any:
 
 
 @case
+def a_step_that_weighs_nothing(folder: str) -> Any:
+    """What is logged in a step counts once per rank with data, where `weight_by` gives 0 on all of them."""
+
+    class Weightless(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            for name in ("mean", "sum", "max", "min"):
+                self.log(name, RANK + 1.0, sync_dist=True, reduce_fx=name, on_step=True, on_epoch=False)
+            self.log("over_epoch", RANK + 1.0, sync_dist=True, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+    made, trace = fit(Weightless(), loader(4, 4, 2), strategy={"weight_by": lambda batch: 0.0})
+    return trace.metrics, float(made.callback_metrics["over_epoch"])
+
+
+@case
 def a_metric_over_epochs(folder: str) -> Any:
     """A rank that never has data for validation."""
 
