@@ -26,7 +26,7 @@ from lightning_ddp_ext import (
     config,
 )
 from lightning_ddp_ext.demo.byte_stream import count_tokens
-from lightning_ddp_ext.integration.connecting import Connection
+from lightning_ddp_ext.integration.clusters.connecting import Connection
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
 ROOT_CONF = Path(__file__).parent.parent / "conf"

@@ -87,7 +87,7 @@ def files_below(*rooms):
     return [path for room in rooms for path in sorted((PACKAGE / room).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", files_below("parallel", "network", "testing"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", files_below("data", "parallel", "network", "testing"), ids=lambda path: path.stem)
 def test_the_rooms_for_plain_torch_know_nothing_of_lightning(path):
     forbidden = {"lightning", "lightning_ddp_ext._compat.lightning", "lightning_ddp_ext.integration"}
     for name in imports_of(path):
@@ -95,7 +95,7 @@ def test_the_rooms_for_plain_torch_know_nothing_of_lightning(path):
         assert not any(name.startswith(f"{other}.") or name == other for other in forbidden)
 
 
-LAYERS = ["cli", "callbacks", "strategies", "integration", "network", "parallel", "_compat"]
+LAYERS = ["cli", "callbacks", "strategies", "integration", "data", "network", "parallel", "_compat"]
 
 
 @pytest.mark.parametrize("path", files_below(*LAYERS), ids=lambda path: "/".join(path.parts[-2:]))

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import check_flag, check_path, check_picture
 from lightning_ddp_ext.callbacks.join_picture import draw_ranks
-from lightning_ddp_ext.parallel.weighting import samples_or_one
+from lightning_ddp_ext.parallel.batches.weighting import samples_or_one
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _MUCH = 0.2  # of an epoch

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import check_choice, check_flag, check_integer
 from lightning_ddp_ext.errors import ReplicaMismatchError
-from lightning_ddp_ext.parallel.replica_differences import ReplicaDifference, find_difference
-from lightning_ddp_ext.parallel.training_state import name_training_state
+from lightning_ddp_ext.parallel.consistency.replica_differences import ReplicaDifference, find_difference
+from lightning_ddp_ext.parallel.consistency.training_state import name_training_state
 
 _REACTIONS = ("raise", "warn")
 

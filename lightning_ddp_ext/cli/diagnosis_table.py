@@ -22,7 +22,7 @@ from lightning_ddp_ext.cli.diagnosis import (
 )
 from lightning_ddp_ext.network.bandwidth import AllReduceTime
 from lightning_ddp_ext.network.reports import VERSIONS, RankReport
-from lightning_ddp_ext.parallel.exchange import list_ranks
+from lightning_ddp_ext.parallel.messages.exchange import list_ranks
 
 _CLOCKS = "clocks"
 _NOTABLE_SKEW = 1.0  # seconds; nothing depends on it but the order of lines in logs and of files

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from lightning_ddp_ext.cli.diagnosis import ALL_REDUCE, BACKEND, INTERFACES, NETWORK, RENDEZVOUS, Diagnosis
 from lightning_ddp_ext.errors import DDPExtError, NetworkInterfaceError
-from lightning_ddp_ext.integration.slurm_cluster import meeting_ports
+from lightning_ddp_ext.integration.clusters.slurm_cluster import meeting_ports
 from lightning_ddp_ext.network.backends import check_backend
 from lightning_ddp_ext.network.bandwidth import measure_all_reduce
 from lightning_ddp_ext.network.interfaces import check_gloos_variable, check_interface

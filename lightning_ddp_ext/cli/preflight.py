@@ -14,8 +14,8 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_ddp_ext.cli.problems import LaunchError
-from lightning_ddp_ext.integration.manual_cluster import ManualEnvironment
-from lightning_ddp_ext.integration.slurm_cluster import CheckedSLURMEnvironment, meeting_ports
+from lightning_ddp_ext.integration.clusters.manual_cluster import ManualEnvironment
+from lightning_ddp_ext.integration.clusters.slurm_cluster import CheckedSLURMEnvironment, meeting_ports
 from lightning_ddp_ext.network import slurm_arithmetic
 from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
 from lightning_ddp_ext.network.interfaces import check_gloos_variable

@@ -16,11 +16,11 @@ from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.parallel.containers import to_device
-from lightning_ddp_ext.parallel.exchange import own_group
-from lightning_ddp_ext.parallel.gathering import gather
-from lightning_ddp_ext.parallel.packing import broadcast_packed, pack, unpack
-from lightning_ddp_ext.parallel.scattering import count_samples
+from lightning_ddp_ext.parallel.batches.containers import to_device
+from lightning_ddp_ext.parallel.batches.gathering import gather
+from lightning_ddp_ext.parallel.batches.scattering import count_samples
+from lightning_ddp_ext.parallel.messages.exchange import own_group
+from lightning_ddp_ext.parallel.messages.packing import broadcast_packed, pack, unpack
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _CPU = torch.device("cpu")

@@ -37,7 +37,7 @@ from lightning_ddp_ext.cli.run_folder import checkpoint_to_resume, keep_config, 
 from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print_results
 from lightning_ddp_ext.data.fraction_sampler import check_fractions
 from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
-from lightning_ddp_ext.integration.checkpoint_loading import is_refusal, refusal
+from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import is_refusal, refusal
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _SINGLE = "single"

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
-from lightning_ddp_ext.parallel.exchange import gather_integer, list_ranks
-from lightning_ddp_ext.parallel.packing import broadcast_packed, pack, unpack
+from lightning_ddp_ext.parallel.messages.exchange import gather_integer, list_ranks
+from lightning_ddp_ext.parallel.messages.packing import broadcast_packed, pack, unpack
 
 UnevenInputs = Literal["join", "stop", "error"]
 UNEVEN_INPUTS = ("join", "stop", "error")

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.parallel.random_states import capture_random_states, restore_random_states
+from lightning_ddp_ext.data.random_states import capture_random_states, restore_random_states
 
 T = TypeVar("T")
 

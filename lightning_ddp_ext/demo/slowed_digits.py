@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import check_number
 from lightning_ddp_ext.demo.digits import DigitsCNN
-from lightning_ddp_ext.parallel.workers import current_replica
+from lightning_ddp_ext.parallel.replicas.workers import current_replica
 
 _LONGEST = 1000.0  # milliseconds
 _REMEDY = "Use for example [3.0, 1.0], one number per replica."

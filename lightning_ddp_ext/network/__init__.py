@@ -20,4 +20,8 @@ Before and beside it:
     reports.py           what ranks say about their hosts, collected by rank 0
     skew.py              how far clocks are apart
     bandwidth.py         how fast a process group adds up tensors
+
+While a run goes on:
+
+    watching/            are all ranks alive, do they go on, and what is said if not
 """

@@ -17,7 +17,7 @@ from lightning_ddp_ext.network.meeting import Meeting, meet, report_problem
 from lightning_ddp_ext.network.pinning import pin_interface, unpin_interface
 from lightning_ddp_ext.network.port_search import open_store_of_run
 from lightning_ddp_ext.network.stores import OpenStore, has_listener
-from lightning_ddp_ext.parallel.connections import break_rest, tracked_connections
+from lightning_ddp_ext.parallel.messages.connections import break_rest, tracked_connections
 
 _TELLING_LIMIT = 1.0  # seconds for rank 0 to be told that this rank cannot start
 

@@ -16,7 +16,7 @@ from lightning_ddp_ext.network.meeting import Meeting
 from lightning_ddp_ext.network.roll_call import answer_roll, call_roll, collect_entries, poll, publish_table
 from lightning_ddp_ext.network.skew import ClockOffset, ask_clock, tell_clock
 from lightning_ddp_ext.network.stores import OpenStore
-from lightning_ddp_ext.parallel.setups import describe_versions
+from lightning_ddp_ext.parallel.consistency.setups import describe_versions
 
 VERSIONS = "versions"
 

@@ -16,7 +16,7 @@ from lightning_ddp_ext.network.interfaces import is_local, is_loopback, loopback
 from lightning_ddp_ext.network.meeting_file import open_file
 from lightning_ddp_ext.network.ports import check_port, port_error
 from lightning_ddp_ext.network.reachability import listen
-from lightning_ddp_ext.parallel.connections import spare_port
+from lightning_ddp_ext.parallel.messages.connections import spare_port
 
 # A host that is starting may not be known or routed to yet, but it will not take as long as a rank that queues.
 _UNREACHABLE_LIMIT = 20.0  # seconds

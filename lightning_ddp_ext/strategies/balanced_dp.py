@@ -20,11 +20,11 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext.arguments import check_integer
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.batch_split import BatchSplit
-from lightning_ddp_ext.integration.connecting import check_objects
-from lightning_ddp_ext.integration.replicated_step import BatchRecord, ReplicatedModule, ScatteredBatch
-from lightning_ddp_ext.parallel.gathering import gather
-from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
+from lightning_ddp_ext.integration.clusters.connecting import check_objects
+from lightning_ddp_ext.integration.replicas.batch_split import BatchSplit
+from lightning_ddp_ext.integration.replicas.replicated_step import BatchRecord, ReplicatedModule, ScatteredBatch
+from lightning_ddp_ext.parallel.batches.gathering import gather
+from lightning_ddp_ext.parallel.batches.weighting import WeightBy, check_weight_by
 from lightning_ddp_ext.strategies.single_process import SingleProcessStrategy
 
 

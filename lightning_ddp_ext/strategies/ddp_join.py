@@ -17,10 +17,10 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.lockstep import Lockstep
-from lightning_ddp_ext.integration.mirroring import mirror_training
-from lightning_ddp_ext.integration.ranked_loaders import InjectedRank, RankedLoader, unpad
-from lightning_ddp_ext.parallel.bucket_transport import takes_group
+from lightning_ddp_ext.integration.lockstep.mirroring import mirror_training
+from lightning_ddp_ext.integration.lockstep.ranked_loaders import InjectedRank, RankedLoader, unpad
+from lightning_ddp_ext.integration.lockstep.steps import Lockstep
+from lightning_ddp_ext.parallel.gradients.transport import takes_group
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 

@@ -24,26 +24,26 @@ from lightning_ddp_ext._compat.lightning import surround_launch, takes_dataloade
 from lightning_ddp_ext._compat.loops import restore_signal_handling
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.atomic_checkpoint_io import AtomicSaving
-from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
-from lightning_ddp_ext.integration.connecting import Connection, check_objects, check_start_method
-from lightning_ddp_ext.integration.loader_workers import shield_workers
-from lightning_ddp_ext.integration.preemption import leave_at_once
-from lightning_ddp_ext.integration.resumable_run import RANKS, ResumableRun
-from lightning_ddp_ext.integration.stall_watch import StallWatch
-from lightning_ddp_ext.integration.synchronized_step import SynchronizedStep
-from lightning_ddp_ext.parallel.activation_checkpointing import (
-    ActivationCheckpointing,
-    ActivationCheckpointingPolicy,
-)
-from lightning_ddp_ext.parallel.bucket_transport import CommHook
-from lightning_ddp_ext.parallel.reducer import GradientReducer
-from lightning_ddp_ext.parallel.setups import (
+from lightning_ddp_ext.integration.checkpoints.atomic_checkpoint_io import AtomicSaving
+from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
+from lightning_ddp_ext.integration.clusters.connecting import Connection, check_objects, check_start_method
+from lightning_ddp_ext.integration.ranks.loader_workers import shield_workers
+from lightning_ddp_ext.integration.ranks.preemption import leave_at_once
+from lightning_ddp_ext.integration.ranks.resumable_run import RANKS, ResumableRun
+from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
+from lightning_ddp_ext.integration.ranks.synchronized_step import SynchronizedStep
+from lightning_ddp_ext.parallel.batches.weighting import WeightBy, check_weight_by
+from lightning_ddp_ext.parallel.consistency.setups import (
     compare_setups,
     describe_arguments,
     describe_versions,
 )
-from lightning_ddp_ext.parallel.weighting import WeightBy, check_weight_by
+from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+from lightning_ddp_ext.parallel.gradients.transport import CommHook
+from lightning_ddp_ext.parallel.recomputation.activation_checkpointing import (
+    ActivationCheckpointing,
+    ActivationCheckpointingPolicy,
+)
 from lightning_ddp_ext.strategies.unknown_arguments import refuse_unknown
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
+from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
 
 T = TypeVar("T")
 

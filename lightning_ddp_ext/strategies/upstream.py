@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import as_timeout, check_choice
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.checkpoint_loading import DataOnlyLoading
-from lightning_ddp_ext.integration.connecting import Connection, check_start_method
+from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
+from lightning_ddp_ext.integration.clusters.connecting import Connection, check_start_method
 
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment, RendezvousError
-from lightning_ddp_ext.integration.connecting import Connection
+from lightning_ddp_ext.integration.clusters.connecting import Connection
 from lightning_ddp_ext.network import stores
 from lightning_ddp_ext.network.bandwidth import measure_all_reduce
 from lightning_ddp_ext.network.process_group import init_process_group

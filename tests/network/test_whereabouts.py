@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from lightning_ddp_ext.network.whereabouts import describe_main_stack, find_main_thread, find_place
+from lightning_ddp_ext.network.watching.whereabouts import describe_main_stack, find_main_thread, find_place
 
 
 def test_the_main_thread_is_found_from_another_one():
@@ -44,7 +44,7 @@ def test_a_function_of_torch_distributed_is_named_with_its_caller():
     ("module", "waits"),
     [
         ("torch.distributed.distributed_c10d", True),
-        ("lightning_ddp_ext.parallel.reducer", True),
+        ("lightning_ddp_ext.parallel.gradients.reducer", True),
         ("torch.distributed.checkpoint.filesystem", False),
         ("lightning_ddp_ext.data.lockstep_loader", False),
         ("theirs", False),

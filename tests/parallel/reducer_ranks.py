@@ -8,7 +8,7 @@ import torch.distributed as dist
 from measuring.scenarios import MODES, SCENARIOS, Model, Optimizers, play
 from torch import Tensor
 
-from lightning_ddp_ext.parallel.reducer import GradientReducer
+from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 
 
 class Reduced:

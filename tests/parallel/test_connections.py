@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from lightning_ddp_ext.parallel import connections
-from lightning_ddp_ext.parallel.connections import (
+from lightning_ddp_ext.parallel.messages import connections
+from lightning_ddp_ext.parallel.messages.connections import (
     break_connections,
     break_rest,
     count_received,

@@ -3,7 +3,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_ddp_ext.parallel.randomness import SharedGenerator
+from lightning_ddp_ext.parallel.replicas.randomness import SharedGenerator
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.parallel.weighting import GradientWeights, check_weight_by, combination_weights
+from lightning_ddp_ext.parallel.batches.weighting import GradientWeights, check_weight_by, combination_weights
 
 
 def test_samples_weigh_by_their_number():

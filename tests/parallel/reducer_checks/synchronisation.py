@@ -5,7 +5,7 @@ import copy
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RanksOutOfStepError
-from lightning_ddp_ext.parallel.reducer import GradientReducer
+from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 from tests.parallel.reducer_checks.checking import batch, check, combined, largest_error, net
 
 

@@ -4,7 +4,7 @@ import copy
 
 import torch.distributed as dist
 
-from lightning_ddp_ext.parallel.reducer import GradientReducer
+from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 from tests.parallel.reducer_checks.checking import batch, check, combined, gradients, largest_error, net
 
 

@@ -1,0 +1,1 @@
+"""Who starts the processes, and how they find each other."""

@@ -1,0 +1,237 @@
+"""Steps of all ranks together, of which some may have run out of data."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.memory import recursive_detach
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torchmetrics import Metric
+
+from lightning_ddp_ext._compat.lightning import is_hook_of_loop
+from lightning_ddp_ext._compat.loops import (
+    active_combined_loader,
+    combination_mode,
+    reload_training_data_after_epoch,
+    replace_loaders,
+    restore_loaders,
+    without_batch_hooks,
+)
+from lightning_ddp_ext._compat.torchmetrics import (
+    forget_computed,
+    unwatch_synchronization,
+    watch_synchronization,
+)
+from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
+from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.integration.lockstep.combined_loader import LockstepCombinedLoader
+from lightning_ddp_ext.integration.lockstep.logged_values import LoggedValues
+from lightning_ddp_ext.integration.lockstep.metric_lists import synchronize_lists
+from lightning_ddp_ext.integration.lockstep.resumable_loader import ResumableLockstepLoader
+from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
+from lightning_ddp_ext.parallel.batches.weighting import samples_or_one
+from lightning_ddp_ext.parallel.messages.exchange import own_group
+from lightning_ddp_ext.parallel.messages.rank_messages import RankMessages
+from lightning_ddp_ext.parallel.messages.tail import TailCollectives
+
+_BACKWARD = "backward"
+
+
+class Lockstep:
+    """Lets the loops of a Trainer make the same steps on every rank, ghost steps where a rank has no data.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        uneven_inputs: What to do when a rank runs out of data.
+        timeout: Time limit of a collective.
+        own: Other process groups in which every rank takes part at any time.
+        watch: Knows what any rank has failed of.
+        fetches: Knows the random states of this process, if it trains.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        uneven_inputs: UnevenInputs,
+        timeout: timedelta | None,
+        own: Iterable[dist.ProcessGroup],
+        watch: StallWatch,
+        fetches: RepeatableFetches | None,
+    ) -> None:
+        self.group = own_group(timeout)
+        self.turn: Turn | None = None
+        self._trainer = trainer
+        self._module = module
+        self._uneven_inputs = uneven_inputs
+        self._fetches = fetches
+        self._tail = TailCollectives([self.group, *own], timeout)
+        self._messages = RankMessages(self.group, timeout, watch.failure)
+        watch.on_failure(self._messages.wake)
+        self._metrics: list[Metric] = []
+        self._output: dict[str, Any] | None = None
+        self._samples = 1.0
+        self._last_tail: Turn | None = None
+        self._is_among_active = False
+        self._turn_stack = ExitStack()
+        self.logged = LoggedValues(trainer, module, self.group, self._end_batch, self._messages.forget)
+        replace_loaders(trainer, self._combine)
+        watch_synchronization(synchronize_lists)
+
+    def close(self) -> None:
+        """Give loops, logging and process groups back."""
+        self._turn_stack.close()
+        self._tail.close()
+        self.logged.close()
+        restore_loaders(self._trainer)
+        unwatch_synchronization()
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether this rank has no data in this step."""
+        return self.turn is not None and self.turn.is_ghost
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether any rank has no data in this step."""
+        return self.turn is not None and self.turn.is_tail
+
+    @property
+    def active_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have data, within a step that some do not take part in."""
+        return self._tail.group(self.turn.active) if self.turn is not None and self._is_among_active else None
+
+    @property
+    def gathered_rows(self) -> tuple[int, ...] | None:
+        """Which rows of what is gathered have something, within a step that some ranks do not take part in."""
+        return self.turn.active if self.turn is not None and self._is_among_active else None
+
+    def take_turn(self, batch: Any) -> None:
+        """Take up the next batch of a loop; to be called when it is moved to the device."""
+        combined = active_combined_loader(self._trainer)
+        if not isinstance(combined, LockstepCombinedLoader) or not is_hook_of_loop(self._module, "batch_to_device"):
+            return
+        if batch is None:
+            raise UnsupportedFeatureError(
+                f"rank {self._trainer.global_rank}: the loader gave None instead of a batch. Lightning would leave the"
+                " step out on this rank, and the others would wait. Let the loader go on to the next batch instead."
+            )
+        turn = self.turn = combined.turns.popleft()
+        self.logged.begin(turn)
+        self._samples = 1.0 if self._trainer.training else samples_or_one(batch)
+        if not turn.is_tail:
+            return
+        self._tail.prepare(turn.active)
+        if turn is not self._last_tail:
+            self._last_tail = turn
+            self._metrics = [
+                part for part in self._module.modules() if isinstance(part, Metric) and part.process_group is None
+            ]
+            for metric in self._metrics:
+                forget_computed(metric)
+        if not self._trainer.training:
+            # In evaluation hooks count too: they belong to a batch, not to a step of all ranks.
+            self._turn_stack.enter_context(without_batch_hooks(self._trainer) if turn.is_ghost else self.among_active())
+
+    def train(self, run: Callable[[], STEP_OUTPUT], synchronize: Callable[[], None]) -> STEP_OUTPUT:
+        """Run a training step, or make a ghost step.
+
+        Args:
+            run: Runs the step.
+            synchronize: On a ghost step, synchronises the gradients of a backward pass that the step contains.
+
+        Returns:
+            What the step returns; on a ghost step what it returned last, with a loss of zero.
+        """
+        if self.is_ghost:
+            while (message := self._messages.wait()) == _BACKWARD:
+                synchronize()
+            self.logged.adopt(message)
+        else:
+            self._output = None
+            with self.among_active(), self.logged.step():
+                output = run()
+            self._tell_ghosts()
+            self._output = recursive_detach(output) if isinstance(output, dict) else None
+        return self._ghost_output() if self.is_ghost else output
+
+    def announce_backward(self) -> None:
+        """Tell ranks that make a ghost step of a backward pass within a training step, which they cannot know of."""
+        self._tell(lambda: _BACKWARD)
+
+    def evaluate(self, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        """Run a step of evaluation, unless this rank has no data."""
+        if self.is_ghost:
+            return None
+        with self.logged.step():
+            return run()
+
+    def _end_batch(self) -> None:
+        """End a turn: what follows concerns no batch."""
+        if not self._trainer.training and self.turn is not None:
+            self._turn_stack.close()
+            self._tell_ghosts()
+            self.logged.synchronize(self._samples)
+        self.turn = None
+        self.logged.end()
+
+    def _tell_ghosts(self) -> None:
+        """Tell ranks that make a ghost step what has been logged; these wait for it."""
+        if self.is_ghost:
+            self.logged.adopt(self._messages.wait())
+        else:
+            self._tell(self.logged.describe)
+
+    def _tell(self, describe: Callable[[], str]) -> None:
+        if self.turn is None or not self.turn.is_tail:
+            return
+        if self.turn.active[0] == self._trainer.global_rank:
+            self._messages.publish(describe())
+        else:
+            self._messages.pass_over()
+
+    @contextmanager
+    def among_active(self) -> Iterator[None]:
+        """Let collectives of a block run among the ranks that have data, if some have not; on one that has."""
+        turn = self.turn
+        if turn is None or not turn.is_tail or self._is_among_active:
+            yield
+            return
+        group = self._tail.group(turn.active)
+        self._is_among_active = True
+        for metric in self._metrics:
+            metric.process_group = group
+        try:
+            with self._tail.redirect(turn.active):
+                yield
+        finally:
+            self._is_among_active = False
+            for metric in self._metrics:
+                metric.process_group = None
+                forget_computed(metric)
+
+    def _ghost_output(self) -> STEP_OUTPUT:
+        dtype = cast(torch.dtype, self._module.dtype)
+        loss = torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
+        return loss if self._output is None else {**self._output, "loss": loss}
+
+    def _combine(self, given: Any, is_training: bool) -> LockstepCombinedLoader:
+        mode = "max_size_cycle" if is_training else "sequential"  # as in Lightning
+        if isinstance(given, CombinedLoader):
+            given, mode = given.iterables, combination_mode(given)
+        if is_training and self._fetches is not None:
+            reload_after_epoch = partial(reload_training_data_after_epoch, self._trainer)
+            return ResumableLockstepLoader(
+                given, mode, self.group, self._uneven_inputs, self._fetches, reload_after_epoch
+            )
+        return LockstepCombinedLoader(given, mode, self.group, "join")  # evaluation counts every sample in any case

@@ -1,0 +1,105 @@
+"""A training run that can be left between two batches, and resumed there as if nothing had happened."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.loops import (
+    before_each_batch,
+    go_on_as_uninterrupted,
+    not_before_each_batch,
+    replace_loaders,
+    restore_callback_metrics,
+    restore_loaders,
+    restore_signal_handling,
+    restore_training_data,
+    resume_training_data,
+    training_loader,
+)
+from lightning_ddp_ext.data.repeatable_fetches import FetchRecord, RepeatableFetches
+from lightning_ddp_ext.integration.ranks.preemption import Departure
+from lightning_ddp_ext.integration.ranks.resumable_data import make_resumable
+
+RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
+
+
+class ResumableRun:
+    """Saves and loads what differs between ranks, of which Lightning saves nothing, or that of rank 0.
+
+    These are the random states of Python, NumPy and torch, now and when the batches were fetched that are under way.
+    The values that were logged last, of rank 0, are saved too: callbacks and schedulers may look at them.
+    How many batches have been used is part of the state of the training loop's loader, which is the same on all ranks.
+
+    Args:
+        trainer: Which is fitting.
+        group: The ranks, over a back-end that has CPU tensors.
+        resumed: What `save` has added to the checkpoint that is resumed; None for nothing.
+
+    Attributes:
+        departure: Lets all ranks leave together.
+        fetches: Knows the random states of this rank.
+    """
+
+    def __init__(self, trainer: Trainer, group: dist.ProcessGroup, resumed: dict[str, Any] | None) -> None:
+        self.departure = Departure(trainer)
+        self.fetches = RepeatableFetches(trainer.strategy.root_device)
+        self._trainer = trainer
+        self._group = group
+        self._resumed = resumed
+        if resumed is not None:
+            restore_callback_metrics(trainer, resumed["metrics"])
+            self._load(resumed["fetches"])
+        replace_loaders(trainer, self._combine)
+        resume_training_data(trainer)
+        before_each_batch(trainer, self._between_batches)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Add the records of all ranks to a checkpoint. One collective."""
+        if "optimizer_states" not in checkpoint:
+            return  # weights only
+        used = getattr(training_loader(self._trainer), "used", None)
+        own = self.fetches.record(used).pack()
+        gathered = [torch.empty_like(own) for _ in range(self._trainer.world_size)]
+        dist.all_gather(gathered, own, group=self._group)
+        metrics = self._trainer.callback_metrics
+        checkpoint[RANKS] = {
+            "fetches": torch.stack(gathered),
+            "metrics": {name: metrics[name].cpu() for name in metrics},
+            "between_batches": self.departure.is_leaving,
+        }
+
+    def close(self) -> None:
+        """Give loops and signals back."""
+        not_before_each_batch(self._trainer)
+        restore_training_data(self._trainer)
+        restore_loaders(self._trainer)
+        restore_signal_handling(self._trainer)
+
+    def _combine(self, given: Any, is_training: bool) -> Any:
+        if not is_training:
+            return given
+        may_look_ahead = not takes_dataloader_iter(self._trainer.lightning_module, "training_step")
+        return make_resumable(given, self.fetches, self._trainer.world_size, may_look_ahead)
+
+    def _load(self, records: Tensor) -> None:
+        own = self.fetches.record(None).pack()
+        if records.shape == (self._trainer.world_size, *own.shape):
+            self.fetches.resume(FetchRecord.unpack(records[self._trainer.global_rank]))
+            return
+        rank_zero_warn(
+            f"The checkpoint was saved by {len(records)} ranks, and {self._trainer.world_size} resume it, or devices"
+            " are of another kind. Random numbers will be others than without interruption. Resume on as many ranks and"
+            " the same kind of devices to get the same."
+        )
+
+    def _between_batches(self) -> None:
+        if self._resumed is not None:
+            go_on_as_uninterrupted(self._trainer, self._resumed["between_batches"])
+            self._resumed = None
+        self.fetches.go_on()
+        self.departure.leave_if_agreed()

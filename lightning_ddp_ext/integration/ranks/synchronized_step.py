@@ -1,0 +1,180 @@
+"""What a training step is on a rank: micro-batches that are weighed, and backward passes that are synchronised."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ddp_ext._compat.loops import leaves_out_backward
+from lightning_ddp_ext.integration.ranks.preemption import Departure
+from lightning_ddp_ext.integration.ranks.step_guard import StepGuard
+from lightning_ddp_ext.parallel.batches.weighting import GradientWeights, WeightBy
+from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+
+_PASSES = 1000  # more than there are synchronised backward passes in a batch
+
+
+class SynchronizedStep:
+    """Knows what this rank's gradient counts, and synchronises it at the right time.
+
+    Args:
+        trainer: Which is fitting.
+        module: What it fits.
+        reducer: Synchronises the gradients of the module.
+        weight_by: What a batch counts.
+        departure: Lets all ranks leave together.
+
+    Attributes:
+        ranks_with_data: Number of ranks that have a batch now.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        reducer: GradientReducer,
+        weight_by: WeightBy,
+        departure: Departure,
+    ) -> None:
+        self.reducer = reducer
+        self._trainer = trainer
+        self._module = module
+        self._weights = GradientWeights(weight_by)
+        self._guard = StepGuard(trainer, module, reducer)
+        self._departure = departure
+        self._blocked = False
+        self._synchronized = False
+        self._last_weight = 0.0
+        self._passes = 0  # synchronised backward passes of this batch
+        self.ranks_with_data = trainer.world_size
+
+    def begin(self, batch: Any) -> None:
+        """Weigh a micro-batch.
+
+        Args:
+            batch: What `training_step` is about to be called with.
+        """
+        self._begin()
+        self._weights.set_batch(batch)
+        if leaves_out_backward(self._trainer):
+            self._weights.count()
+
+    def begin_without_data(self) -> None:
+        """Have no micro-batch, while other ranks have one."""
+        self._begin()
+        self._weights.set_no_batch()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether synchronisation is put off."""
+        return self._blocked
+
+    @property
+    def notes(self) -> Sequence[float] | None:
+        """What ranks told each other in the last synchronisation, if this backward pass was synchronised."""
+        report = self.reducer.report
+        return None if self._blocked or report is None else report.notes
+
+    @property
+    def batch_weight(self) -> float:
+        """What the micro-batch counts."""
+        return self._weights.of_batch
+
+    def _begin(self) -> None:
+        index = self._trainer.fit_loop.epoch_loop.batch_idx
+        if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
+            self._weights.restart()  # Lightning drops the gradients of an unfinished window here
+        self._passes = 0
+
+    def weigh(self, loss: Tensor) -> Tensor | None:
+        """Weigh the loss of the micro-batch against those before it.
+
+        Returns:
+            The loss to pass backward; None if the micro-batch counts nothing.
+        """
+        factor = self._weights.count()
+        if not factor:
+            return None
+        if not self._module.automatic_optimization:
+            # Gradients may hold the sum over ranks from a pass before; they are averaged, so that it stays what it is.
+            factor = float(self.ranks_with_data) if self._weights.adds_up else 1.0
+        return loss if factor == 1.0 else loss * factor
+
+    @contextmanager
+    def synchronize(self, note: int = 0) -> Generator[None, None, None]:
+        """Synchronise the gradients of a backward pass, unless an accumulation window goes on.
+
+        Args:
+            note: See `GradientReducer.synchronize`.
+        """
+        if self._blocked:
+            yield
+            return
+        weight, scale = self._weights.take()
+        divisor = None
+        if self._module.automatic_optimization:
+            scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
+            divisor = 1.0 if self._weights.adds_up else None
+        else:
+            weight = min(weight, 1.0) if self._weights.adds_up else weight
+            scale = weight  # the user has made a mean of what has been accumulated
+        position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
+        self._passes += 1
+        with self.reducer.synchronize(weight, scale, self._departure.request, position, note, divisor):
+            yield
+        self._synchronized = True
+        self._last_weight = weight
+        self._departure.agree(self.reducer.stop_agreed)
+
+    @contextmanager
+    def discard(self) -> Generator[None, None, None]:
+        """Forget the gradients of a micro-batch that counts nothing: its loss may be a mean over nothing, thus nan.
+
+        Its backward pass has to run nevertheless, since it may communicate.
+        """
+        kept = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+    @contextmanager
+    def block(self) -> Generator[None, None, None]:
+        """Put synchronisation off."""
+        blocked, self._blocked = self._blocked, True
+        try:
+            yield
+        finally:
+            self._blocked = blocked
+
+    def watch(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        """Run an optimizer's closure, and see to it that gradients and buffers have been synchronised.
+
+        Raises:
+            UnsynchronizedGradientsError: If gradients of the optimizer's parameters have not, see `StepGuard`.
+        """
+        self._synchronized = False
+        loss = closure()
+        if self._module.automatic_optimization and not self._synchronized:
+            # Lightning leaves out the backward pass where it renews statistics for averaged weights.
+            with self.synchronize():
+                pass
+        self._guard.check(optimizer)  # not every optimizer of Lightning is one of torch, whose steps are all seen
+        return loss
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """Return the mean of the last loss over the ranks, by weight."""
+        weight = torch.tensor(self._last_weight, dtype=torch.float64, device=loss.device)
+        weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(weight)
+        total = self._trainer.strategy.reduce(torch.stack([weighted, weight]), reduce_op="sum")
+        return (total[0] / total[1]).to(loss.dtype)
+
+    def close(self) -> None:
+        """Stop watching the module and optimizers."""
+        self._guard.close()
+        self.reducer.close()

@@ -1,0 +1,1 @@
+"""A training step on several replicas, its logs and metrics: for `balanced_dp`."""

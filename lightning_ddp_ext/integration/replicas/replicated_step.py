@@ -1,0 +1,265 @@
+"""One step of a LightningModule, run by its replicas: replicate, scatter, apply in parallel, gather."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device, data_hook_owner
+from lightning_ddp_ext._compat.loops import is_list_of_batches
+from lightning_ddp_ext.errors import BatchSplitError
+from lightning_ddp_ext.integration.replicas.log_replay import LogReplay
+from lightning_ddp_ext.integration.replicas.metric_folding import MetricFolder, copy_metric
+from lightning_ddp_ext.integration.replicas.profiling import actions_named_by_replica, watches_one_thread
+from lightning_ddp_ext.parallel.batches.chunking import merge_single_samples
+from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, split_batch
+from lightning_ddp_ext.parallel.batches.weighting import WeightBy, combination_weights
+from lightning_ddp_ext.parallel.replicas.attributes import AttributeMirror
+from lightning_ddp_ext.parallel.replicas.batch_norm import BatchNormObserver
+from lightning_ddp_ext.parallel.replicas.buffers import BufferMerger
+from lightning_ddp_ext.parallel.replicas.randomness import SharedGenerator
+from lightning_ddp_ext.parallel.replicas.replicas import Replicas
+from lightning_ddp_ext.parallel.replicas.workers import ReplicaWorkers, Timer
+
+
+@dataclass(slots=True)
+class BatchRecord:
+    """What is kept of a batch when its chunks are gone.
+
+    Attributes:
+        sizes: Number of samples of each replica.
+        timers: What has measured each replica's work, forward and backward.
+        in_order: Whether the replicas ran one after another.
+    """
+
+    sizes: list[int]
+    timers: list[list[Timer]]
+    in_order: bool = False
+
+    @property
+    def seconds(self) -> list[float]:
+        """Time that each replica has spent so far. Waits for the devices."""
+        return [float(sum(timer.seconds for timer in timers)) for timers in self.timers]
+
+
+@dataclass(slots=True)
+class ScatteredBatch:
+    """A batch and its chunks.
+
+    Attributes:
+        batch: The whole batch, where the loader left it.
+        chunks: One chunk per replica, on its device; None for a replica without samples.
+        sizes: Number of samples of each chunk.
+        active: Indices of the replicas that have samples.
+        weights: What each active replica's loss counts in the loss of the batch.
+        record: What is measured of it.
+    """
+
+    batch: Any
+    chunks: list[Any]
+    sizes: list[int]
+    active: list[int]
+    weights: list[float]
+    record: BatchRecord
+
+    @property
+    def active_sizes(self) -> list[int]:
+        """Number of samples of each active replica."""
+        return [self.sizes[index] for index in self.active]
+
+
+class ReplicatedModule:
+    """A LightningModule and its replicas.
+
+    The module itself never runs in a worker thread, so it is never half changed; what a step does to replicas - logged
+    values, metrics, buffers, attributes - is brought back to it when all have finished.
+
+    Args:
+        module: The user's module, on the first device.
+        devices: Device of each replica.
+        chunk_sizes: Maps a batch size to one chunk size per replica.
+        weight_by: See `combination_weights`.
+        batch_dim: Dimension of tensors that counts samples.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        devices: Sequence[torch.device],
+        chunk_sizes: Callable[[int], list[int]],
+        weight_by: WeightBy,
+        batch_dim: int,
+    ) -> None:
+        self._module = module
+        self._devices = list(devices)
+        self._chunk_sizes = chunk_sizes
+        self._weight_by = weight_by
+        self._batch_dim = batch_dim
+        self._workers = ReplicaWorkers(devices)
+        self._generator = SharedGenerator(devices)
+        self._replicas = Replicas(module, devices, copy_metric, self._attach)
+        self._scattered: ScatteredBatch | None = None
+
+    def _attach(self, replicas: Replicas) -> None:
+        for replica in replicas:
+            adopt_device(replica.module, replica.device)
+        self._generator.forget()
+        self._batch_norm = BatchNormObserver(replicas)
+        self._buffers = BufferMerger(replicas)
+        self._metrics = MetricFolder(replicas)
+        self._logs = LogReplay(replicas, self._metrics)
+        self._attributes = AttributeMirror(replicas, own=REPLICA_ATTRIBUTES)
+
+    def run(self, step: str, batch: Any, args: Sequence[Any], dataloader_idx: int) -> tuple[list[Any], ScatteredBatch]:
+        """Run a step on every replica that has samples.
+
+        Args:
+            step: Name of the method, such as `"training_step"`.
+            batch: The whole batch.
+            args: The step's other arguments.
+            dataloader_idx: Which loader the batch is from.
+
+        Returns:
+            What each active replica returned, and the scattered batch.
+
+        Raises:
+            BatchSplitError: If the batch cannot be cut.
+            BaseException: The exception of a replica, with a note that names replica, device and chunk.
+        """
+        self._replicas.refresh()
+        self._attributes.push()
+        scattered = self._scatter(batch, dataloader_idx)
+        self._attributes.lend(scattered.active)
+        self._batch_norm.forget()
+        jobs = {
+            index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
+            for index in scattered.active
+        }
+        in_order = self._generator.forces_order(step) or watches_one_thread(self._module.trainer)
+        scattered.record = BatchRecord(scattered.sizes, [], in_order)
+        versions = self._replicas.versions(scattered.active)
+        with self._generator.watch(step):
+            results, timers = self._apply(jobs, scattered)
+        self._replicas.check_untouched(versions, step)
+        scattered.record.timers = [[timers[index]] if index in timers else [] for index in range(len(self._devices))]
+        self._bring_back(scattered)
+        return [results[index] for index in scattered.active], scattered
+
+    def expect_new_batch(self) -> None:
+        """Forget the chunks of the last batch, also if the next one is the same object."""
+        self._scattered = None
+
+    def backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], scattered: ScatteredBatch) -> None:
+        """Run every replica's backward pass and add its gradients to the module's.
+
+        Args:
+            losses: The loss of each active replica.
+            gradients: The gradient of the batch's loss with respect to each of them; None where it has none.
+            scattered: What the losses were computed from.
+        """
+        jobs = {
+            index: partial(torch.autograd.backward, loss, gradient.to(loss.device, loss.dtype))
+            for index, loss, gradient in zip(scattered.active, losses, gradients, strict=True)
+            if gradient is not None
+        }
+        if not jobs:
+            return
+        self._replicas.forget_gradients()
+        _, timers = self._apply(jobs, scattered)
+        self._replicas.reduce_gradients(sorted(jobs))
+        self._attributes.collect_entries(scattered.active, scattered.active_sizes)
+        for index, timer in timers.items():
+            scattered.record.timers[index].append(timer)
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self._workers.close()
+
+    def _scatter(self, batch: Any, dataloader_idx: int) -> ScatteredBatch:
+        # An optimizer may call the step several times for one batch (L-BFGS): augmentations then run once, as on one
+        # device, where the batch is transferred once.
+        if self._scattered is not None and self._scattered.batch is batch:
+            return self._scattered
+        self._scattered = None
+        chunks, sizes = self._cut(batch)
+        active = [index for index, size in enumerate(sizes) if size]
+        for index in active:
+            chunks[index] = self._transfer(chunks[index], index, dataloader_idx)
+        weights = combination_weights(self._weight_by, [chunks[i] for i in active], [sizes[i] for i in active])
+        self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights, BatchRecord(sizes, []))
+        return self._scattered
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+        hook = getattr(self._module, "scatter_batch", None)
+        if hook is None and is_list_of_batches(self._module.trainer, batch):
+            chunks, sizes = self._cut_by_size(dict(enumerate(batch)))
+            return [None if chunk is None else type(batch)(chunk.values()) for chunk in chunks], sizes
+        if hook is None:
+            return self._cut_by_size(batch)
+        sizes = []
+
+        def split(number_of_samples: int) -> list[int]:
+            sizes[:] = self._sizes(number_of_samples)
+            return list(sizes)
+
+        chunks = list(hook(batch, split))
+        if [chunk is None for chunk in chunks] != [size == 0 for size in sizes]:
+            raise BatchSplitError(
+                f"`scatter_batch` returned {len(chunks)} chunks for the sizes {sizes}. Call `split(number_of_samples)`"
+                " once and return one chunk for each size, None for size 0."
+            )
+        return chunks, sizes
+
+    def _cut_by_size(self, batch: Any) -> tuple[list[Any], list[int]]:
+        sizes = self._sizes(batch_size_of(batch, self._batch_dim))
+        return split_batch(batch, sizes, self._batch_dim), sizes
+
+    def _sizes(self, batch_size: int) -> list[int]:
+        sizes = self._chunk_sizes(batch_size)
+        return merge_single_samples(sizes) if 1 in sizes and self._batch_norm.refuses_single_samples() else sizes
+
+    def _transfer(self, chunk: Any, index: int, dataloader_idx: int) -> Any:
+        """Apply the transfer hooks to a chunk; they are the replica's where the module overrides them."""
+        replica = self._replicas[index]
+        hooks = {
+            "transfer_batch_to_device": (replica.device, dataloader_idx),
+            "on_after_batch_transfer": (dataloader_idx,),
+        }
+        for hook, args in hooks.items():
+            owner = data_hook_owner(self._module.trainer, hook)
+            owner = replica.module if owner is self._module else owner
+            chunk = getattr(owner, hook)(chunk, *args)
+        return chunk
+
+    def _apply(
+        self, jobs: Mapping[int, Callable[[], Any]], scattered: ScatteredBatch
+    ) -> tuple[dict[int, Any], dict[int, Timer]]:
+        def describe(index: int) -> str:
+            start = sum(scattered.sizes[:index])
+            return (
+                f"Raised in replica {index} of {len(self._devices)} on device {self._devices[index]},"
+                f" whose chunk is samples {start} to {start + scattered.sizes[index] - 1} of a batch of"
+                f" {sum(scattered.sizes)}."
+            )
+
+        try:
+            with actions_named_by_replica(self._module.trainer):
+                return self._workers.run(jobs, describe, scattered.record.in_order)
+        except BaseException:
+            # What the step half did to the replicas must not reach the next one.
+            self._scattered = None
+            self._replicas.discard()
+            raise
+
+    def _bring_back(self, scattered: ScatteredBatch) -> None:
+        active, sizes = scattered.active, scattered.active_sizes
+        means = [float(size) for size in sizes] if self._weight_by == "sum" else scattered.weights
+        merged = self._batch_norm.merge(active, sizes)
+        self._buffers.merge(active, sizes, merged)
+        self._attributes.collect(active, sizes)
+        self._metrics.fold(active, means, sizes)
+        self._logs.replay(active, sizes, means)

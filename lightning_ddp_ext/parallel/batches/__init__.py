@@ -1,0 +1,1 @@
+"""Batches cut into parts, what each part counts, and outputs put together again."""

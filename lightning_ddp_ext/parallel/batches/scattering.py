@@ -1,0 +1,279 @@
+"""Cutting a nested batch into chunks."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_ddp_ext.errors import BatchSplitError
+from lightning_ddp_ext.parallel.batches.arrays import can_be_cut, count_rows, hides_array, is_array, take_rows
+from lightning_ddp_ext.parallel.batches.containers import is_object, is_record, items, map_items, rebuild
+
+_REMEDY = (
+    "Give every entry the same number of samples along `batch_dim`, or define `scatter_batch(batch, split)` on the"
+    " module: it calls `split(number_of_samples)` for the chunk sizes and returns one chunk for each, None for size 0."
+)
+_NUMBERS = (int, float, complex)
+_NAMED = 6  # a list of samples may have hundreds of entries
+
+
+def batch_size_of(batch: Any, batch_dim: int = 0) -> int:
+    """Count the samples of a batch.
+
+    Tensors and arrays have as many as their size along `batch_dim`, packed sequences and nested tensors as many as they
+    have sequences; tensors without that dimension, numbers and strings belong to every sample. A list inside the batch
+    may have one entry per sample instead (images of several sizes, the targets of a detection batch): where the rest of
+    the batch says so, or where it holds mappings or lists that disagree in size. In a batch without tensors lists count
+    the samples, and a batch that is itself a list has as many as entries.
+
+    Args:
+        batch: Tensors and arrays in nested mappings, dataclasses, attrs classes, lists, tuples and named tuples.
+        batch_dim: The dimension that counts samples.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        BatchSplitError: If entries disagree or can be read in two ways, if one cannot be cut, or if there is nothing
+            to count.
+    """
+    total = count_samples(batch, batch_dim)
+    if total == 0:
+        raise BatchSplitError("the batch has no samples. Leave empty batches out in the data loader.")
+    return total
+
+
+def count_samples(batch: Any, batch_dim: int = 0) -> int:
+    """Count the samples of a batch that may have none; otherwise as `batch_size_of`."""
+    return _measure(batch, batch_dim).total
+
+
+def split_batch(batch: Any, sizes: Sequence[int], batch_dim: int = 0) -> list[Any]:
+    """Cut a batch into consecutive chunks.
+
+    Chunks of dense tensors are views: nothing is copied or moved. What has no batch dimension is in every chunk.
+
+    Args:
+        batch: See `batch_size_of`.
+        sizes: Chunk sizes; they add up to the size of the batch.
+        batch_dim: The dimension that counts samples.
+
+    Returns:
+        One chunk of the type of the batch per size; None where the size is 0.
+
+    Raises:
+        BatchSplitError: See `batch_size_of`.
+        ValueError: If the sizes do not add up.
+    """
+    cut = _measure(batch, batch_dim)
+    if sum(sizes) != cut.total:
+        raise ValueError(f"`sizes` must add up to the {cut.total} samples of the batch, got {list(sizes)}.")
+    chunks: list[Any] = []
+    start = 0
+    for size in sizes:
+        chunks.append(cut.chunk(batch, start, start + size) if size else None)
+        start += size
+    return chunks
+
+
+class _Entry(NamedTuple):
+    """A part of a batch that may count its samples.
+
+    Attributes:
+        path: Where it is in the batch.
+        rows: Sizes that the arrays in it agree on; empty if there are none, or if they disagree.
+        length: Entries of a list that may have one per sample; None for anything else.
+        certain: Whether a list can only be meant that way.
+        decides: Whether it holds arrays at all; a list of strings may also be a list of, say, class names.
+        one_value: Whether it is a tuple of numbers, which may also be one value, such as a shape.
+        uncut: Type of an object that cannot be cut, if it is one.
+    """
+
+    path: str
+    rows: tuple[int, ...] = ()
+    length: int | None = None
+    certain: bool = False
+    decides: bool = True
+    one_value: bool = False
+    uncut: str | None = None
+
+    def __str__(self) -> str:
+        if self.length in self.rows:
+            return f"`{self.path}` has {self.length} entries of {self.length} rows"
+        sizes = dict.fromkeys([*self.rows, *([] if self.length is None else [self.length])])
+        return f"`{self.path}` has {' or '.join(map(str, sizes)) or 'no common size'}"
+
+
+def _measure(batch: Any, batch_dim: int) -> "_Cut":
+    """Find the size of a batch, and whether lists are cut by their entries or by the rows of their tensors."""
+    found = list(_entries(batch, batch_dim, "batch", top=True))
+    for entry in found:
+        if entry.uncut and entry.length is None:
+            raise BatchSplitError(f"`{entry.path}` of type `{entry.uncut}` holds tensors but cannot be cut.", _REMEDY)
+    if any(entry.decides for entry in found):
+        cut = _read(batch, batch_dim, found)
+    else:
+        cut = _read_without_arrays(batch, batch_dim, found)
+    for entry in found:
+        if 1 < cut.total == entry.length and (entry.uncut or (entry.one_value and cut.by_rows)):
+            raise BatchSplitError(
+                f"`{entry.path}`, a {entry.uncut or 'tuple of numbers'}, has as many entries as the batch has samples,"
+                " but may be one value for all of them. Make it a list if each sample has one; otherwise leave it out"
+                " of the batch, or make it a `torch.Size`."
+            )
+    return cut
+
+
+def _read(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> "_Cut":
+    entries = [entry for entry in found if entry.decides]
+    rows = _common([entry.rows for entry in entries])
+    length = _common([() if entry.length is None else (entry.length,) for entry in entries])
+    if _may_be_samples(batch):
+        raise _ambiguous(
+            [_Entry("batch", () if rows is None else (rows,), len(batch)), *(entries if rows is None else ())]
+        )
+    if length is not None:
+        lists = [entry for entry in found if entry.length == length]
+        if any(entry.certain for entry in lists):
+            if rows is not None and len(lists) == 1 and length > 1:
+                raise _ambiguous(lists)
+            return _Cut(length, batch_dim, by_rows=False)
+    total = rows if length is None else None
+    if total is None:
+        total = _common([entry.rows for entry in entries if entry.length is None])
+    unclear = [entry for entry in entries if entry.certain and entry.rows == (entry.length,) != (1,)]
+    if total is None or unclear or not all(total in (*entry.rows, entry.length) for entry in entries):
+        raise _ambiguous(unclear or entries)
+    return _Cut(total, batch_dim, by_rows=True)
+
+
+def _read_without_arrays(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> "_Cut":
+    if isinstance(batch, list | tuple) and batch and not is_record(batch) and not hides_array(batch):
+        if len(batch) > 1 and all(isinstance(item, list | tuple) and _are_alike(item) for item in batch):
+            lengths = {len(item) for item in batch}
+            if len(lengths) == 1:
+                raise _ambiguous([_Entry("batch", tuple(lengths), len(batch))])
+        return _Cut(len(batch), batch_dim, by_rows=False, flat=True)
+    lists = [entry for entry in found if entry.certain]
+    length = _common([(entry.length,) for entry in lists if entry.length is not None])
+    if length is not None:
+        return _Cut(length, batch_dim, by_rows=False)
+    if lists:
+        raise _ambiguous(lists)
+    raise BatchSplitError(
+        f"the batch of type `{type(batch).__name__}` has no tensor with dimension {batch_dim} to split.", _REMEDY
+    )
+
+
+def _ambiguous(entries: Sequence[_Entry]) -> BatchSplitError:
+    named = [*map(str, entries[:_NAMED]), *(["..."] if len(entries) > _NAMED else [])]
+    return BatchSplitError(f"the batch size is ambiguous: {', '.join(named)}.", _REMEDY)
+
+
+def _common(sizes: Sequence[tuple[int, ...]]) -> int | None:
+    """The first size that all have, or None."""
+    return next((size for size in (sizes[0] if sizes else ()) if all(size in other for other in sizes)), None)
+
+
+def _may_be_samples(batch: Any) -> bool:
+    """Tell whether the entries of a list look like samples: mappings, objects or mixed tuples of one form."""
+    if not isinstance(batch, list | tuple) or is_record(batch) or len(batch) < 2:
+        return False
+    forms = {_form(item) for item in batch}
+    return len(forms) == 1 and forms != {None}
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return type(value), frozenset(value)
+    if is_object(value) or is_record(value):
+        return type(value)
+    if isinstance(value, list | tuple) and not is_array(value) and not _are_alike(value):
+        return type(value), len(value)
+    return None
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Tell entries of one kind from a pair of, say, features and labels."""
+    return len({(type(item), getattr(item, "ndim", None), getattr(item, "dtype", None)) for item in values}) <= 1
+
+
+def _entries(value: Any, batch_dim: int, path: str, top: bool = False) -> Iterator[_Entry]:
+    if is_array(value):
+        rows = count_rows(value, batch_dim)
+        if not can_be_cut(value):
+            yield _Entry(path, uncut=str(value.layout))
+        elif rows is not None:
+            yield _Entry(path, (rows,))
+        return
+    inner = [entry for name, item in items(value) for entry in _entries(item, batch_dim, path + name)]
+    if isinstance(value, list | tuple) and not is_record(value) and not top:
+        yield from _list_entry(value, [entry for entry in inner if entry.decides], path)
+    elif isinstance(value, list | tuple | Mapping) or is_object(value):
+        yield from inner
+    elif hides_array(value):
+        yield _Entry(path, uncut=type(value).__name__)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        yield _Entry(path, length=len(value), decides=False, uncut=type(value).__name__)
+
+
+def _list_entry(value: Any, inner: Sequence[_Entry], path: str) -> Iterator[_Entry]:
+    if not inner:
+        # A tuple of numbers may be one value, such as a shape.
+        one_value = isinstance(value, tuple) and all(isinstance(item, _NUMBERS) for item in value)
+        if not isinstance(value, torch.Size):
+            yield _Entry(path, (), len(value), certain=not one_value, decides=False, one_value=one_value)
+        return
+    common = _common([entry.rows for entry in inner])
+    rows = () if common is None else (common,)
+    if _are_alike(value) or not rows:
+        yield _Entry(path, rows, len(value), certain=not rows or not all(map(is_array, value)))
+    else:
+        yield _Entry(path, rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the parts of one batch are cut."""
+
+    total: int
+    batch_dim: int
+    by_rows: bool
+    flat: bool = False
+
+    def chunk(self, batch: Any, start: int, stop: int) -> Any:
+        if self.flat:
+            return rebuild(batch, list(batch[start:stop]))
+        if is_array(batch):
+            return self.slice(batch, start, stop)
+        return map_items(batch, lambda item: self.slice(item, start, stop))
+
+    def slice(self, value: Any, start: int, stop: int) -> Any:
+        if is_array(value):
+            return self._slice_array(value, start, stop)
+        if self._is_per_sample(value):
+            return rebuild(value, list(value[start:stop]))
+        return map_items(value, lambda item: self.slice(item, start, stop))
+
+    def _slice_array(self, value: Any, start: int, stop: int) -> Any:
+        rows = count_rows(value, self.batch_dim)
+        if rows is None and value.ndim and value.shape[0] == self.total:
+            raise BatchSplitError(
+                f"a tensor of shape {tuple(value.shape)} has no dimension {self.batch_dim}, but as many entries as the"
+                f" batch has samples.",
+                _REMEDY,
+            )
+        return take_rows(value, self.batch_dim, start, stop) if rows == self.total else value
+
+    def _is_per_sample(self, value: Any) -> bool:
+        if not isinstance(value, list | tuple) or is_record(value) or len(value) != self.total:
+            return False
+        entries = list(_list_entry(value, self._arrays_in(value), ""))
+        if not entries or entries[0].length is None:
+            return False
+        return not (self.by_rows and (self.total in entries[0].rows or entries[0].one_value))
+
+    def _arrays_in(self, value: Any) -> list[_Entry]:
+        inner = (entry for name, item in items(value) for entry in _entries(item, self.batch_dim, name))
+        return [entry for entry in inner if entry.decides]

@@ -1,0 +1,163 @@
+"""What a part of a batch counts when losses, gradients and logged values of the parts are combined."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from lightning_ddp_ext.errors import BatchSplitError
+from lightning_ddp_ext.parallel.batches.scattering import count_samples
+
+WeightBy = Literal["samples", "ranks", "sum"] | Callable[[Any], float]
+
+_NAMES = ("samples", "ranks", "sum")
+
+
+def check_weight_by(weight_by: object) -> None:
+    """Check the value of a `weight_by` argument.
+
+    Args:
+        weight_by: `"samples"`, `"ranks"`, `"sum"` or a callable from a batch to a number.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if callable(weight_by) or weight_by in _NAMES:
+        return
+    raise ValueError(
+        f"`weight_by` must be one of {', '.join(map(repr, _NAMES))} or a callable `batch -> float`, got {weight_by!r}."
+        ' Use "samples" for a loss that is a mean over samples.'
+    )
+
+
+def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    """Compute the factors with which the losses of the parts add up to the loss of the whole batch.
+
+    Args:
+        weight_by: `"samples"` for losses that are means over samples (its share of the samples); `"ranks"` to count
+            every part once; `"sum"` for losses that are sums (each factor is 1); or a callable that returns what a part
+            counts, such as its number of non-padding tokens.
+        chunks: The parts, each with at least one sample.
+        sizes: Number of samples of each part.
+
+    Returns:
+        One factor per part.
+
+    Raises:
+        ValueError: If a callable returns a negative number or one that is not finite, or zero for every part.
+    """
+    if weight_by == "sum":
+        return [1.0] * len(sizes)
+    if weight_by == "ranks":
+        return [1.0 / len(sizes)] * len(sizes)
+    if weight_by == "samples":
+        counts = [float(size) for size in sizes]
+    else:
+        counts = [float(weight_by(chunk)) for chunk in chunks]
+    total = sum(counts)
+    if not all(0 <= count < math.inf for count in counts) or total <= 0:
+        raise ValueError(
+            f"`weight_by` returned {counts} for the chunks of a batch. Return a finite number of at least 0 for every"
+            " chunk, above zero for at least one."
+        )
+    return [count / total for count in counts]
+
+
+class GradientWeights:
+    """What this rank's gradient counts, over the micro-batches of an optimizer step.
+
+    Micro-batches of different sizes are made comparable by a factor on their losses, 1 as long as sizes do not change:
+    the accumulated gradient is then the first micro-batch's weight short of a weighted sum.
+
+    Args:
+        weight_by: See `combination_weights`; `"ranks"` counts every micro-batch once.
+    """
+
+    def __init__(self, weight_by: WeightBy) -> None:
+        self._weight_by = weight_by
+        self.adds_up = weight_by == "sum"  # whether losses are sums, so that gradients are added up, not averaged
+        self._batch = 0.0
+        self._first = 0.0
+        self._total = 0.0
+        self._counted = True
+
+    def restart(self) -> None:
+        """Forget the micro-batches so far: their gradients have been dropped."""
+        self._first = self._total = 0.0
+
+    def set_batch(self, batch: Any) -> None:
+        """Measure a micro-batch.
+
+        Args:
+            batch: A batch.
+
+        Raises:
+            BatchSplitError: If its samples count and cannot be counted.
+            ValueError: If a callable returns a negative number, or one that is not finite.
+        """
+        self._batch = self._measure(batch)
+        self._counted = False
+
+    def set_no_batch(self) -> None:
+        """Have no micro-batch, while other ranks have one."""
+        self._batch = 0.0
+        self._counted = False
+
+    @property
+    def of_batch(self) -> float:
+        """What the micro-batch counts."""
+        return self._batch
+
+    def count(self) -> float:
+        """Count the micro-batch, once between two synchronisations, however often it is passed backward.
+
+        Returns:
+            What its loss is to be multiplied by.
+        """
+        if not self._counted:
+            self._counted = True
+            self._total += self._batch
+            self._first = self._first or self._batch
+        return self._batch / self._first if self._first else 0.0
+
+    def take(self) -> tuple[float, float]:
+        """Take the weight of the micro-batches counted so far, and start again.
+
+        Returns:
+            What this rank counts, and what its accumulated gradient is to be multiplied by.
+        """
+        first, total = self._first, self._total
+        self.restart()
+        self._counted = False
+        return total, first
+
+    def _measure(self, batch: Any) -> float:
+        if self._weight_by in ("ranks", "sum") or isinstance(batch, Iterator):
+            return 1.0  # a step that takes `dataloader_iter` fetches its batch itself
+        if self._weight_by == "samples":
+            return float(_count_samples(batch))
+        weight = float(self._weight_by(batch))  # type: ignore[operator]
+        if not 0 <= weight < math.inf:
+            raise ValueError(
+                f"`weight_by` returned {weight} for a batch. Return a finite number of at least 0, such as its number"
+                " of samples or tokens."
+            )
+        return weight
+
+
+def _count_samples(batch: Any) -> int:
+    try:
+        return count_samples(batch)
+    except BatchSplitError as error:
+        raise BatchSplitError(
+            error.problem,
+            'Pass a callable `weight_by`, which returns what a batch counts, or `weight_by="ranks"` if batches are'
+            " equally large on all ranks.",
+        ) from error
+
+
+def samples_or_one(batch: Any) -> float:
+    """Count the samples of a batch; 1 where they cannot be counted."""
+    try:
+        return float(count_samples(batch))
+    except BatchSplitError:
+        return 1.0

@@ -1,0 +1,1 @@
+"""Buffers made equal on all ranks, together with the gradients."""

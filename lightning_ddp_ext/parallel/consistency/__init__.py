@@ -1,0 +1,1 @@
+"""Whether ranks or replicas have the same; if not, what differs."""

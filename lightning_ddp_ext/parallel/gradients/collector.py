@@ -1,0 +1,198 @@
+"""Gradients on their way from the backward pass into messages."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from threading import RLock
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ddp_ext.parallel.gradients.bucket import LARGE, GradientBucket
+from lightning_ddp_ext.parallel.gradients.layout import GradientLayout
+from lightning_ddp_ext.parallel.gradients.prediction import BackwardPredictor
+from lightning_ddp_ext.parallel.gradients.transport import BucketTransport
+
+
+class GradientCollector:
+    """Moves gradients into buckets while backward passes run, and sends each bucket when it is believed complete.
+
+    Buckets leave in the order of the layout on every rank. What a rank believes may be wrong: a gradient that comes
+    after its bucket has left stays with its parameter, and the bucket is marked late.
+
+    Args:
+        parameters: All parameters, the same on every rank.
+        layout: Which gradients travel together.
+        transport: What sends a bucket.
+
+    Attributes:
+        has_sent: Whether something was sent that does not belong to a finished synchronisation.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: GradientLayout, transport: BucketTransport) -> None:
+        self.has_sent = False
+        self._parameters = parameters
+        self._layout = layout
+        self._transport = transport
+        self._predictor = BackwardPredictor(len(parameters))
+        self._lock = RLock()  # a module that spans several devices has a backward thread for each
+        self._active = False
+        self._factor = 0.0
+        self._next = 0  # first bucket that has not left
+        self._late: set[int] = set()
+        self._unsynchronized: set[int] = set()
+        self._aside: list[Tensor | None] = []
+        self._lost: list[bool] = []
+        self._hooks = [self._watch(number, parameter) for number, parameter in enumerate(parameters)]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether gradients are being collected."""
+        return self._active
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Parameters that are in no bucket yet, in the order of their gradients."""
+        return self._predictor.order
+
+    def waiting(self) -> set[int]:
+        """Return the identities of parameters whose gradient came since it was last synchronised."""
+        own = (self._parameters[number] for number in self._unsynchronized)
+        return {id(parameter) for parameter in own if parameter.grad is not None}
+
+    def begin(self, factor: float) -> None:
+        """Begin to collect.
+
+        Args:
+            factor: What gradients are multiplied by before they are added up over ranks.
+        """
+        self._factor = factor
+        self._predictor.begin()
+        self._next = 0
+        self._late.clear()
+        self._active = True
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients of buckets that have not left by another factor, see `begin`."""
+        self._factor = factor
+
+    def set_aside(self) -> None:
+        """Take away the gradients that are there: on this rank they count nothing. See `restore`."""
+        waiting = self.waiting()
+        self._lost = [id(parameter) in waiting for parameter in self._parameters]
+        self._aside = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def restore(self, group: dist.ProcessGroup) -> None:
+        """Give back what `set_aside` took away, where it had been synchronised on every rank; all ranks have done so.
+
+        Args:
+            group: The ranks.
+        """
+        lost = torch.tensor(self._lost, dtype=torch.uint8)
+        dist.all_reduce(lost, dist.ReduceOp.MAX, group)
+        for parameter, gradient, is_lost in zip(self._parameters, self._aside, lost.tolist(), strict=True):
+            parameter.grad = None if is_lost else gradient
+
+    def end(self) -> None:
+        """Send the buckets that have not left."""
+        self._active = False
+        self.has_sent = True
+        self.send(self._layout.buckets[self._next :])
+
+    def abandon(self) -> None:
+        """Forget what was collected: the backward pass has failed."""
+        self._active = False
+        self._transport.forget()
+        for bucket in self._layout.buckets:
+            bucket.release()
+        for parameter, gradient in zip(self._parameters, self._aside, strict=False):
+            parameter.grad = gradient
+        self._aside = []
+
+    def finish(self) -> None:
+        """Take the synchronisation for finished."""
+        for bucket in self._layout.buckets:
+            bucket.release()
+        self._aside = []
+        self.has_sent = False
+
+    def synchronized(self) -> None:
+        """Take every gradient for synchronised."""
+        self._unsynchronized.clear()
+
+    def learn(self, layout_has_changed: bool) -> None:
+        """Learn from these backward passes for the next ones of their kind."""
+        if layout_has_changed:
+            self._predictor.forget()
+        self._predictor.learn(self._layout.buckets)
+
+    def close(self) -> None:
+        """Stop watching the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def send(self, buckets: Sequence[GradientBucket]) -> None:
+        """Send buckets, with the gradients that are there."""
+        for bucket in buckets:
+            self.has_sent = True
+            bucket.pack_all(self._factor)
+            bucket.launched = True
+            self._next += 1
+            self._transport.send(bucket)
+
+    def late_buckets(self) -> bytearray:
+        """Mark the buckets that had left when a gradient came on this rank."""
+        return bytearray(not self._late.isdisjoint(bucket.members) for bucket in self._layout.buckets)
+
+    def used(self, apart: Iterable[int]) -> bytearray:
+        """Mark the parameters that have a gradient on this rank.
+
+        Args:
+            apart: Those that are never in a bucket.
+        """
+        used = bytearray(len(self._parameters))
+        for bucket in self._layout.buckets:
+            for number, packed in zip(bucket.members, bucket.packed, strict=True):
+                used[number] = packed
+        for number in (*self._layout.loose, *apart, *self._late):
+            used[number] |= self._parameters[number].grad is not None
+        return used
+
+    def _watch(self, number: int, parameter: nn.Parameter) -> Any:
+        """Follow a parameter's gradients, even if it is frozen: a hook can only begin while it is not."""
+        predictor, layout, large = self._predictor, self._layout, parameter.numel() >= LARGE
+
+        def gradient_is_there(parameter: Tensor) -> None:
+            if not self._active:
+                self._unsynchronized.add(number)
+                return
+            with self._lock:
+                if predictor.kind is None and predictor.recognize(number, layout.buckets):
+                    self._send_complete()
+                predictor.counts[number] += 1
+                bucket = layout.bucket_of[number]
+                if bucket is None:
+                    predictor.order.append(number)
+                elif bucket.launched:
+                    self._late.add(number)
+                elif predictor.counts[number] == predictor.expected[number]:
+                    if large:
+                        bucket.pack(number, self._factor)
+                    bucket.missing -= 1
+                    if not bucket.missing:
+                        self._send_complete()
+
+        frozen = not parameter.requires_grad
+        parameter.requires_grad_(True)
+        hook = parameter.register_post_accumulate_grad_hook(gradient_is_there)  # type: ignore[no-untyped-call]
+        if frozen:
+            parameter.requires_grad_(False)
+        return hook
+
+    def _send_complete(self) -> None:
+        """Send the buckets that are believed complete, up to the first that is not."""
+        complete = itertools.takewhile(lambda bucket: not bucket.missing, self._layout.buckets[self._next :])
+        self.send(list(complete))

@@ -1,0 +1,256 @@
+"""Gradients averaged over ranks, whatever the backward pass looks like.
+
+Lightning is not needed: see `GradientReducer` for a complete loop in plain torch.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ddp_ext.arguments import check_bucket_cap
+from lightning_ddp_ext.errors import RanksOutOfStepError
+from lightning_ddp_ext.parallel.buffers.sync import BufferSynchronizer
+from lightning_ddp_ext.parallel.consistency.setups import compare_setups, describe_module
+from lightning_ddp_ext.parallel.consistency.sharing import fixed_parameters, shared_parameters
+from lightning_ddp_ext.parallel.gradients.bucket import GradientBucket
+from lightning_ddp_ext.parallel.gradients.collector import GradientCollector
+from lightning_ddp_ext.parallel.gradients.layout import GradientLayout
+from lightning_ddp_ext.parallel.gradients.sparse_gradients import SparseGradients
+from lightning_ddp_ext.parallel.gradients.transport import BucketTransport, CommHook
+from lightning_ddp_ext.parallel.messages.exchange import group_with_cpu, own_group
+from lightning_ddp_ext.parallel.messages.flat_messages import broadcast_all
+from lightning_ddp_ext.parallel.messages.sync_control import SyncControl, SyncReport
+
+
+class GradientReducer:
+    """Averages gradients over the ranks of a process group, by weight, while the backward pass is still running.
+
+    No assumption is made about the backward pass: parameters may get gradients several times (reused layers,
+    activation checkpointing, several backward passes) or not at all, on some ranks or on all; layers may be frozen and
+    thawed; graphs may change from step to step and differ between ranks. How it works: gradients are moved into flat
+    buckets, which are reduced in a fixed order, each as early as this rank believes it complete, from what the same
+    kind of backward pass did before. A gradient that comes after its bucket has left is a new tensor, which is reduced
+    by itself and added. At the end ranks exchange which parameters were used anywhere, which buckets had late
+    gradients, and the total weight. A wrong belief therefore costs time, never correctness.
+
+    Every rank has to synchronise equally often, with or without a backward pass of its own. Where no rank used a
+    parameter, its gradient stays None. Sparse gradients stay sparse if they are those of embedding modules with
+    `sparse=True`; those of `functional.embedding` become dense. Buffers which a rank has changed are made equal as
+    well: floating ones are averaged by weight, others come from the first rank that had data. What torch's
+    `DistributedDataParallel` is told to ignore is ignored, see `find_ignored`.
+
+    Args:
+        module: The same module on every rank, on its devices. Parameters and buffers become those of the first rank.
+        process_group: The ranks; by default all, in a group of the reducer's own, so that collectives issued by the
+            model cannot mix with those of the gradients.
+        bucket_cap_mb: Largest size of a bucket in MiB.
+        comm_hook: What reduces a bucket instead of an all-reduce, `hook(state, bucket) -> Future[Tensor]`, as for
+            torch's `DistributedDataParallel.register_comm_hook`.
+        comm_state: First argument of `comm_hook`.
+        timeout: Time limit of a collective in the reducer's own group; None for torch's default.
+
+    Raises:
+        TypeError: If `bucket_cap_mb` is not a number.
+        ValueError: If `bucket_cap_mb` is out of range.
+        ReplicaMismatchError: If the module is not built alike on every rank.
+        UnsupportedFeatureError: If parameters are not initialised yet.
+
+    Example:
+        ```python
+        dist.init_process_group("gloo")
+        model = nn.Linear(8, 1)
+        reducer = GradientReducer(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in batches:  # of any size, different on every rank
+            optimizer.zero_grad()
+            with reducer.synchronize(weight=len(x)):
+                nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        ```
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25.0,
+        comm_hook: CommHook | None = None,
+        comm_state: object = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        check_bucket_cap(bucket_cap_mb)
+        self._parameters = shared_parameters(module)
+        self._known = {id(parameter): parameter for parameter in module.parameters()}
+        self._owns_group = process_group is None
+        self._group = own_group(timeout) if process_group is None else group_with_cpu(process_group)
+        compare_setups(describe_module(module), self._group)
+        self._transport = BucketTransport(self._group, comm_hook, comm_state)
+        self._sparse = SparseGradients(module, self._parameters, self._group)
+        self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
+        self._buffers = BufferSynchronizer(module, self._group)
+        self._control = SyncControl(self._group)
+        self._weight = self._scale = 1.0
+        self._divisor: float | None = None
+        # A power of two near the total of the weights that the last synchronisation found, so the same on every rank.
+        # Dividing by it keeps sums small and rounds nothing: gradients do not depend on what was before.
+        self._expected_total = 1.0
+        self._stop = self._stop_agreed = 0
+        self._position = self._note = 0
+        self._report: SyncReport | None = None
+        broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.tensors()], self._group)
+        self._buffers.remember()
+        self._collector = GradientCollector(self._parameters, self._layout, self._transport)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self._group
+
+    @property
+    def report(self) -> SyncReport | None:
+        """What ranks told each other in the last synchronisation; the same on every rank."""
+        return self._report
+
+    @property
+    def stop_agreed(self) -> int:
+        """What ranks asked for in the last synchronisation, the largest `stop`; the same on every rank."""
+        return self._stop_agreed
+
+    def unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
+        """Tell whether any of these parameters has a gradient that came since it was last synchronised."""
+        waiting = self._collector.waiting()
+        return bool(waiting) and any(id(parameter) in waiting for parameter in parameters)
+
+    def strangers(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of these parameters that were not part of the module when the reducer was made."""
+        return [parameter for parameter in parameters if id(parameter) not in self._known]
+
+    @contextmanager
+    def synchronize(
+        self,
+        weight: float = 1.0,
+        scale: float | None = None,
+        stop: int = 0,
+        position: int = 0,
+        note: int = 0,
+        divisor: float | None = None,
+    ) -> Iterator[None]:
+        """Synchronise the gradients at the end of a block, overlapped with the backward passes inside.
+
+        What has been accumulated before counts as well. With an empty block, a rank that has no batch takes part.
+
+        Args:
+            weight: What this rank's gradient counts, such as the number of its samples if the loss is their mean; 0
+                if it has none. The result is the sum of `scale * gradient` over the ranks, divided by the sum of their
+                weights. If the weights add up to 0, what has been synchronised before stays, and nothing is added.
+            scale: What the gradient is multiplied by; by default the weight. Accumulated gradients that are weighted
+                already have another one.
+            stop: Above 0 to ask all ranks to stop, see `stop_agreed`; the number may say why.
+            position: Where in the training this is, such as the number of the batch; the same on all ranks.
+            note: What this rank tells the others, below 2 ** 53; see `report`.
+            divisor: What the sum over the ranks is divided by instead of their weights, the same on all ranks.
+
+        Raises:
+            ValueError: If the weight is negative or not finite.
+            RanksOutOfStepError: If ranks are at different positions, or the last synchronisation failed after this rank
+                had sent gradients.
+        """
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
+        if self._collector.is_active:
+            raise RuntimeError("A synchronisation has begun already. End its block before the next one begins.")
+        if self._collector.has_sent:
+            raise RanksOutOfStepError(
+                f"rank {dist.get_rank(self._group)}: the last synchronisation failed after gradients had left, so that"
+                " what this rank sends next would be added to what others sent then. Restart the run, such as from its"
+                " last checkpoint; to go on after an error, let the forward pass raise it, before any backward pass."
+            )
+        self._weight, self._stop, self._position, self._note = weight, stop, position, note
+        self._scale = weight if scale is None else scale
+        self._divisor = divisor
+        if not weight:
+            self._collector.set_aside()
+        self._collector.begin(self._transport.factor * self._factor)
+        try:
+            yield
+        except BaseException:
+            self._collector.abandon()
+            raise
+        self._finish()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Wait until the gradients of all ranks have been added up, and give them to the parameters."""
+        self._collector.end()
+        if self._transport.is_hook:
+            # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
+            self._transport.wait()
+        self._buffers.start(self._weight)
+        report = self._control.exchange(
+            self._weight,
+            self._stop,
+            self._position,
+            self._note,
+            self._buffers.structure,
+            self._collector.late_buckets(),
+            self._collector.used(self._sparse.members),
+            self._buffers.changes(),
+        )
+        self._report = report
+        self._stop_agreed = int(report.stop)
+        self._collector.synchronized()
+        self._transport.wait()
+        if report.total_weight:
+            self._complete(report)
+        else:
+            self._collector.restore(self._group)
+        self._buffers.finish(report, self._weight)
+        self._collector.finish()
+
+    def close(self) -> None:
+        """Stop watching the module, and give the process group up if it is the reducer's own."""
+        self._collector.close()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._owns_group = False
+
+    @property
+    def _factor(self) -> float:
+        """What gradients are multiplied by before they are added up over ranks, if no hook takes a mean of them."""
+        return self._scale / self._expected_total if self._weight else 0.0
+
+    def _complete(self, report: SyncReport) -> None:
+        """Add late gradients and those of new parameters, divide by the total weight, and write the result back."""
+        total = self._divisor or report.total_weight
+        if not self._layout.buckets:  # so nothing has left, and a hook that rounds need not see large sums
+            self._expected_total = 2.0 ** round(math.log2(total))
+            self._collector.rescale(self._transport.factor * self._factor)
+        for bucket, late in zip(self._layout.buckets, report.late, strict=True):
+            if late:
+                self._add_late(bucket)
+        new = self._layout.grow(report.used, self._collector.order)
+        self._collector.send(new)
+        self._transport.wait()
+        for bucket in self._layout.buckets:
+            if total != self._expected_total:
+                bucket.buffer().mul_(self._expected_total / total)
+            bucket.write_back(report.used)
+        if not self._transport.keeps_state:  # which is in the units of the first synchronisation
+            self._expected_total = 2.0 ** round(math.log2(total))
+        self._sparse.reduce(report.used, self._scale / total if self._weight else 0.0)
+        before = self._layout.buckets
+        if not self._transport.is_hook:  # a hook may keep state for each bucket
+            self._layout.dissolve_idle(report.used)
+        self._collector.learn(layout_has_changed=bool(new) or self._layout.buckets != before)
+
+    def _add_late(self, bucket: GradientBucket) -> None:
+        """Reduce by itself what came after a bucket had left; on other ranks it may be something else, or nothing."""
+        difference = GradientBucket(bucket.index(), bucket.params, bucket.members)
+        difference.pack_all(self._factor)
+        dist.all_reduce(difference.buffer(), group=self._group)
+        bucket.buffer().add_(difference.buffer())

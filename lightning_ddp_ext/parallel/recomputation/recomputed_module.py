@@ -1,0 +1,147 @@
+"""One module whose forward pass is computed again in the backward pass."""
+
+import copy
+import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ddp_ext._compat.torch import called_attribute, never_compiled
+from lightning_ddp_ext.errors import ActivationCheckpointingError
+from lightning_ddp_ext.parallel.recomputation.activation_memory import MemoryMeter
+from lightning_ddp_ext.parallel.recomputation.buffer_snapshots import BufferSnapshots
+
+
+class Segment:
+    """Stands in for the forward of a module, as an attribute of that instance.
+
+    So the module tree, the keys of state dicts and the class stay what they are. Hooks of the module itself run once,
+    those of modules below it run again when it is recomputed. A deep copy of the module recomputes its own forward
+    pass; a pickled module is an ordinary one again.
+
+    Recomputation draws the same random numbers and runs under the same autocast as the forward pass, and with the same
+    buffers: running statistics and the like are seen as they were, and change once. They may begin to change at any
+    time, except in code that is compiled around the segment: there, what calls have shown before counts. Other state
+    that a forward pass changes, such as a counter in an attribute, changes twice. Nothing is recomputed without
+    gradients.
+
+    Args:
+        module: The module.
+        meter: Measures the first forward pass; None to measure nothing.
+    """
+
+    def __init__(self, module: nn.Module, meter: MemoryMeter | None = None) -> None:
+        self._module = module
+        self._attribute = called_attribute(module)
+        self._original: Callable[..., Any] | None = module.__dict__.get(self._attribute)
+        self._meter = meter
+        self._snapshots = BufferSnapshots(module)
+        # Whether the forward pass changes buffers, as far as calls have shown.
+        self._changes: bool | None = None if any(True for _ in module.buffers()) else False
+
+    @staticmethod
+    def find(module: nn.Module) -> "Segment | None":
+        """Return what stands in for the forward of a module, or None."""
+        return next((value for value in module.__dict__.values() if isinstance(value, Segment)), None)
+
+    def install(self) -> None:
+        """Take the place of the module's forward."""
+        self._module.__dict__[self._attribute] = self
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        if self._original is None:
+            del self._module.__dict__[self._attribute]
+        else:
+            self._module.__dict__[self._attribute] = self._original
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward that is recomputed; `inspect.signature` asks for it."""
+        if self._original is not None:
+            return self._original
+        kind = type(self._module)
+        bound: Callable[..., Any] = kind.forward.__get__(self._module, kind)
+        return bound
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
+        copied = object.__new__(Segment)
+        copied._module = copy.deepcopy(self._module, memo)
+        copied._attribute = self._attribute
+        copied._original = copy.deepcopy(self._original, memo)
+        copied._meter = None
+        copied._snapshots = BufferSnapshots(copied._module)
+        copied._changes = None if self._changes else self._changes
+        return copied
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self._original is None:
+            return getattr, (self._module, "forward")
+        return operator.itemgetter(0), ((self._original,),)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; with gradients, so that autograd keeps its arguments only."""
+        function = self.__wrapped__
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        args, kwargs = _without_caches(args, kwargs)
+        names = tuple(kwargs)
+        positional = len(args)
+
+        def call(*values: Any) -> Any:
+            return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+        # By position: torch restores the random numbers of the devices of those arguments only, and reads some names.
+        values = (*args, *kwargs.values())
+        if torch.compiler.is_compiling() and self._changes is False:
+            # As part of compiled code, a segment could not set buffers back.
+            return checkpoint(call, *values, use_reentrant=False)
+        return self._recompute(call, values)
+
+    @never_compiled
+    def _recompute(self, call: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+        measuring = self._meter is not None and self._meter.memory is None
+        snapshot = self._snapshots.take(self._meter.close if self._meter is not None and measuring else None)
+        if not snapshot.copies and not measuring:
+            return checkpoint(call, *values, use_reentrant=False)
+        measured = self._meter.add(snapshot, values) if self._meter is not None else None
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext() if measured is None else measured.watch(), snapshot
+
+        outputs = checkpoint(call, *values, use_reentrant=False, context_fn=contexts)
+        self._changes = self._snapshots.learn(snapshot)
+        if measured is not None:
+            measured.leave(outputs)
+        return outputs
+
+
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Leave out caches of keys and values, to which a recomputed attention layer would append a second time.
+
+    HuggingFace's models pass an empty one to every layer, for generation, unless `use_cache=False`.
+
+    Raises:
+        ActivationCheckpointingError: If a cache holds something, which the layer needs.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches:
+        return args, kwargs
+    if any(int(cache.get_seq_length()) for cache in caches):
+        raise ActivationCheckpointingError(
+            f"a module of `activation_checkpointing` was given a {type(caches[0]).__name__} that holds keys and values"
+            f" of {int(caches[0].get_seq_length())} tokens, to which its recomputed forward pass would append again."
+            " Pass `use_cache=False` to the model while training."
+        )
+    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if "use_cache" in kept:
+        kept["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), kept
+
+
+def _is_cache(value: Any) -> bool:
+    return not isinstance(value, Tensor) and hasattr(value, "get_seq_length") and hasattr(value, "update")

@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from lightning_ddp_ext.parallel.messages import flat_messages
+from lightning_ddp_ext.parallel.messages.flat_messages import send_all
+
+META = torch.device("meta")
+
+
+def test_tensors_that_are_there_already_are_not_copied():
+    tensors = [torch.ones(2), torch.zeros(3, 1)]
+    assert all(sent is tensor for sent, tensor in zip(send_all(tensors, torch.device("cpu")), tensors, strict=True))
+    assert send_all([], META) == []
+
+
+def test_order_shapes_and_types_survive_the_journey():
+    tensors = [torch.ones(2), torch.ones(3, 2, dtype=torch.float64), torch.ones(()), torch.ones(4, dtype=torch.int64)]
+    sent = send_all(tensors, META)
+    assert [(t.shape, t.dtype, t.device.type) for t in sent] == [(t.shape, t.dtype, "meta") for t in tensors]
+    assert sent[0]._base is sent[2]._base is not None
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1, [[0], [1], [2]]), (8, [[0, 1], [2]]), (100, [[0, 1, 2]])])
+def test_buckets_are_filled_in_order_up_to_their_size(monkeypatch, limit, expected):
+    monkeypatch.setattr(flat_messages, "_BUCKET_BYTES", limit)
+    assert flat_messages._buckets([torch.ones(1)] * 3) == expected
+
+
+def test_sparse_tensors_travel_alone():
+    sparse = torch.eye(2).to_sparse()
+    sent = send_all([torch.ones(2), sparse], META)
+    assert sent[1].is_sparse
+    assert sent[1].device.type == "meta"
