@@ -120,7 +120,7 @@ def adopt_logged(
     Args:
         results: Of this rank.
         described: By `describe_logged` of another rank.
-        module: Which holds the metric, if a metric was logged.
+        module: The module that holds the metric, if a metric was logged.
         sync: What `self.log` would reduce the value with.
     """
     key = described["key"]

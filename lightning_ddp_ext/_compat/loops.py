@@ -48,7 +48,7 @@ def replace_signal_handling(trainer: Trainer, register: Callable[[], None]) -> N
     Handlers that were there before are back when the run has ended, as with Lightning's own.
 
     Args:
-        trainer: Of a run that has not registered its signal handlers yet.
+        trainer: The Trainer, before it registers its signal handlers.
         register: Registers other handlers.
     """
     connector = trainer._signal_connector
@@ -95,7 +95,7 @@ def go_on_as_uninterrupted(trainer: Trainer, between_batches: bool) -> None:
     Lightning leaves `ReduceLROnPlateau` out at its end, and goes through the end of the last batch once more.
 
     Args:
-        trainer: Which has resumed.
+        trainer: The Trainer, after it has resumed.
         between_batches: Whether everything about the last batch had been done when the checkpoint was saved.
     """
     trainer.fit_loop._restarting = False
@@ -150,7 +150,7 @@ def reload_training_data_after_epoch(trainer: Trainer, before: Callable[[], None
     """Let the training loop ask for its loaders again when this epoch is over: the next has another length.
 
     Args:
-        trainer: Which is fitting.
+        trainer: The Trainer, while it fits.
         before: Called before that.
     """
     loop, epoch = trainer.fit_loop, trainer.current_epoch

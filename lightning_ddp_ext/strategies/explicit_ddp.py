@@ -60,7 +60,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
     Args:
         accelerator: See `lightning.pytorch.strategies.DDPStrategy`, also for the arguments up to `start_method`.
         parallel_devices: The devices of this node.
-        cluster_environment: Who starts the processes.
+        cluster_environment: What has started the processes, or starts them.
         checkpoint_io: How checkpoints are written.
         precision_plugin: The precision.
         ddp_comm_state: First argument of `ddp_comm_hook`.

@@ -16,7 +16,7 @@ def refuse_unknown(unknown: dict[str, object], strategy: type) -> None:
 
     Args:
         unknown: What was given.
-        strategy: Whose constructor knows the others.
+        strategy: The class whose constructor knows the other arguments.
 
     Raises:
         TypeError: If there are any.

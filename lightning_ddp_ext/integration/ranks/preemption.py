@@ -33,7 +33,7 @@ class Departure:
     Lightning saves within the signal handler instead; where a signal interrupts a collective, that hangs.
 
     Args:
-        trainer: Which is fitting, and has not registered its signal handlers yet.
+        trainer: The Trainer, while it fits and before it registers its signal handlers.
 
     Attributes:
         request: What this rank has been told: 0, `LEAVE` or `REQUEUE`.
@@ -119,7 +119,7 @@ def leave_at_once(trainer: Trainer) -> None:
     told to end too.
 
     Args:
-        trainer: Which is not fitting, and has not registered its signal handlers yet.
+        trainer: The Trainer, while it does not fit, before it registers its signal handlers.
     """
 
     def leave(signum: int, frame: Any) -> None:

@@ -36,7 +36,7 @@ class ResumableRun:
     How many batches have been used is part of the state of the training loop's loader, which is the same on all ranks.
 
     Args:
-        trainer: Which is fitting.
+        trainer: The Trainer, while it fits.
         group: The ranks, over a back-end that has CPU tensors.
         resumed: What `save` has added to the checkpoint that is resumed; None for nothing.
 

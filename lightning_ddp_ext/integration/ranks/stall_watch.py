@@ -50,7 +50,7 @@ class StallWatch:
         """Begin to watch, if there is another rank; when the process group has been made.
 
         Args:
-            trainer: Whose run it is.
+            trainer: The Trainer of the run.
         """
         self.stop()
         number = next(_numbers)
@@ -111,7 +111,7 @@ def describe_position(trainer: Trainer) -> Mapping[str, Any]:
     """Return the step and the phase of a run, in words.
 
     Args:
-        trainer: Whose run it is; only attributes are read, from any thread.
+        trainer: The Trainer of the run; only attributes are read, from any thread.
     """
     stage = trainer.state.stage
     phase = _PHASES.get(stage, "set-up") if stage is not None else "set-up"

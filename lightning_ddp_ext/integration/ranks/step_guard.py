@@ -19,8 +19,8 @@ class StepGuard:
     nothing to do with the training, such as one of a callback with parameters of its own, may do what they like.
 
     Args:
-        trainer: Which is fitting.
-        module: What it fits.
+        trainer: The Trainer, while it fits.
+        module: Its module.
         reducer: Synchronises the gradients of the module.
     """
 

@@ -22,8 +22,8 @@ class SynchronizedStep:
     """Knows what this rank's gradient counts, and synchronises it at the right time.
 
     Args:
-        trainer: Which is fitting.
-        module: What it fits.
+        trainer: The Trainer, while it fits.
+        module: Its module.
         reducer: Synchronises the gradients of the module.
         weight_by: What a batch counts.
         departure: Lets all ranks leave together.

@@ -25,7 +25,7 @@ def actions_named_by_replica(trainer: Trainer) -> Iterator[None]:
     A profiler knows an action by its name alone, and refuses to start one that another replica has started.
 
     Args:
-        trainer: Its profiler is meant.
+        trainer: The Trainer whose profiler is meant.
     """
     profiler = _profiler(trainer)
     if isinstance(profiler, PassThroughProfiler):

@@ -121,7 +121,7 @@ class ReplicatedModule:
             step: Name of the method, such as `"training_step"`.
             batch: The whole batch.
             args: The step's other arguments.
-            dataloader_idx: Which loader the batch is from.
+            dataloader_idx: Number of the loader that the batch is from.
 
         Returns:
             What each active replica returned, and the scattered batch.

@@ -72,7 +72,7 @@ def broadcast_object(value: object, group: dist.ProcessGroup | None, source: int
     Args:
         value: The value; what other ranks give does not count.
         group: The ranks.
-        source: Whose value, as a position in the group.
+        source: Position in the group of the rank whose value counts.
     """
     device = exchange_device(group)
     is_source = dist.get_rank(group) == source

@@ -77,7 +77,7 @@ def broadcast_packed(packed: Packed | None, group: dist.ProcessGroup | None, sou
     Args:
         packed: The value of that rank; what others give does not count.
         group: The ranks.
-        source: Whose value, as a position in the group.
+        source: Position in the group of the rank whose value counts.
     """
     if dist.get_rank(group) != source:
         packed = None

@@ -16,7 +16,7 @@ class SampleCounters:
         """Tell whether a number counts samples.
 
         Args:
-            key: Which number it is.
+            key: Names the number.
             raised: By how much each replica has raised it.
             sizes: Samples of each of them.
         """
