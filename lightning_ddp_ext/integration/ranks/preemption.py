@@ -119,7 +119,7 @@ def leave_at_once(trainer: Trainer) -> None:
     told to end too.
 
     Args:
-        trainer: The Trainer, while it does not fit, before it registers its signal handlers.
+        trainer: The Trainer, before it registers its signal handlers, for anything but fitting.
     """
 
     def leave(signum: int, frame: Any) -> None:

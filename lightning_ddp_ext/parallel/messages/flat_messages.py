@@ -59,7 +59,7 @@ def overwrite(targets: Sequence[Tensor], flat: Tensor, wanted: Sequence[bool]) -
     Args:
         targets: Tensors of one type and device, none of them empty.
         flat: The elements of all, in a row.
-        wanted: Numbers of the tensors that are to be written.
+        wanted: For each tensor, whether it is to be written.
     """
     are_rows = all(target.dim() == 1 for target in targets)
     parts = torch.split(flat, list(map(torch.numel, targets))) if are_rows else views_of(flat, targets)
