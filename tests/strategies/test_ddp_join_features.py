@@ -86,7 +86,7 @@ def test_values_of_steps_that_weigh_nothing_count_once_per_rank_with_data(found)
 
 def test_arguments_that_differ_are_told(found):
     for rank in RANKS:
-        told = "argument `uneven_inputs` is 'join' on rank 0 but 'stop' on rank 1"
+        told = "argument `uneven_inputs` is join on ranks 0, 2 but stop on rank 1"
         assert told in found[rank]["arguments_that_differ"]
 
 

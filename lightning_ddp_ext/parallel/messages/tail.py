@@ -1,9 +1,9 @@
 """Collectives of other people's code while some ranks have run out of data."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -86,37 +86,38 @@ class TailCollectives:
 class _Redirection:
     """What becomes of each method of a process group. Ranks are global ones unless said otherwise."""
 
+    _HANDLERS: ClassVar[Mapping[str, str]] = {
+        "allreduce": "_all_reduce",
+        "allreduce_coalesced": "_all_reduce",
+        "barrier": "_barrier",
+        "monitored_barrier": "_barrier",
+        "broadcast": "_broadcast",
+        "scatter": "_scatter",
+        "reduce": "_reduce",
+        "gather": "_gather",
+        "allgather": "_all_gather",
+        "reduce_scatter": "_reduce_scatter",
+        "alltoall": "_all_to_all",
+        "_allgather_base": "_all_gather_single",
+        "all_gather_single": "_all_gather_single",
+        "_reduce_scatter_base": "_reduce_scatter_single",
+        "reduce_scatter_single": "_reduce_scatter_single",
+        "alltoall_base": "_all_to_all_single",
+        "all_to_all_single": "_all_to_all_single",
+        "send": "_message",
+        "recv": "_message",
+    }
+
     def __init__(self, active: tuple[int, ...], group: dist.ProcessGroup, own: set[Any]) -> None:
         self._active = active
         self._group = group
         self._own = own | {group.group_name}
-        self._handlers: dict[str, _Handler] = {
-            "allreduce": self._all_reduce,
-            "allreduce_coalesced": self._all_reduce,
-            "barrier": self._barrier,
-            "monitored_barrier": self._barrier,
-            "broadcast": self._broadcast,
-            "scatter": self._scatter,
-            "reduce": self._reduce,
-            "gather": self._gather,
-            "allgather": self._all_gather,
-            "reduce_scatter": self._reduce_scatter,
-            "alltoall": self._all_to_all,
-            "_allgather_base": self._all_gather_single,
-            "all_gather_single": self._all_gather_single,
-            "_reduce_scatter_base": self._reduce_scatter_single,
-            "reduce_scatter_single": self._reduce_scatter_single,
-            "alltoall_base": self._all_to_all_single,
-            "all_to_all_single": self._all_to_all_single,
-            "send": self._message,
-            "recv": self._message,
-        }
 
     def find(self, group: dist.ProcessGroup, name: str) -> _Handler | None:
         """Return what stands in for a method of a process group, as `stand_in(original, group, *args, **kwargs)`."""
         if not self._concerns(group):
             return None
-        stand_in: _Handler = self._handlers.get(name, self._refuse)
+        stand_in: _Handler = getattr(self, self._HANDLERS.get(name, "_refuse"))
         return stand_in
 
     def resolve(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
