@@ -27,6 +27,7 @@ from lightning_ddp_ext import (
 )
 from lightning_ddp_ext.demo.byte_stream import count_tokens
 from lightning_ddp_ext.integration.clusters.connecting import Connection
+from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
 ROOT_CONF = Path(__file__).parent.parent / "conf"
@@ -36,6 +37,24 @@ ROOT_CONF = Path(__file__).parent.parent / "conf"
 def composed():
     with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
         yield lambda *overrides: compose("train", overrides=list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ('process_group.init_method="tcp://[fd00::1]:29500"', MeetingPlace("fd00::1", 29500)),
+        ("process_group.init_method=tcp://node1:29500", MeetingPlace("node1", 29500)),
+        ("process_group.init_method=file:///shared/7.0.0", MeetingPlace(path=Path("/shared/7.0.0"))),
+    ],
+)
+def test_the_meeting_places_of_the_documentation_can_be_typed(composed, override, place):
+    chosen = composed("strategy=ddp", "process_group=gloo", override)
+    assert parse_init_method(chosen.strategy.init_method) == place
+
+
+def test_an_address_of_ipv6_can_be_typed(composed):
+    by_hand = composed("cluster=manual", "cluster.num_nodes=2", "cluster.node_rank=1", "cluster.main_address=fd00::1")
+    assert by_hand.cluster.main_address == "fd00::1"
 
 
 def options(group):

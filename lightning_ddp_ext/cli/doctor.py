@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -23,23 +24,17 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from omegaconf import DictConfig
 
-from lightning_ddp_ext.cli.checks import check_hosts, check_settings
 from lightning_ddp_ext.cli.diagnosis import SETTINGS, SLURM, Diagnosis
 from lightning_ddp_ext.cli.diagnosis_table import print_diagnosis
 from lightning_ddp_ext.cli.examination import NetworkSettings, examine
-from lightning_ddp_ext.cli.preflight import (
-    check_folder,
-    check_launcher,
-    check_single_tasks,
-    find_slurm_problems,
-    has_process_group,
-)
-from lightning_ddp_ext.cli.problems import describe
-from lightning_ddp_ext.cli.train import check_groups, make_plugins, set_devices
+from lightning_ddp_ext.cli.preflight import find_slurm_problems, has_process_group, is_started_alone
+from lightning_ddp_ext.cli.preparation import check_run, make_plugins, prepare_config
+from lightning_ddp_ext.cli.problems import LaunchError, describe
 from lightning_ddp_ext.network.reports import Problem, report_here
 from lightning_ddp_ext.network.slurm_arithmetic import summarize
 
-_DEFAULT_STRATEGY = "strategy=ddp_checkpoint"  # that of training has one process, and no network to be checked
+# The default of training has one process, and no network to be checked.
+_DEFAULT_STRATEGY, _CHECKED_STRATEGY = "balanced_dp", "strategy=ddp_checkpoint"
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _FAREWELL = 5.0  # seconds for local ranks to end
 
@@ -140,9 +135,7 @@ def _check(options: _Options, diagnosis: Diagnosis) -> None:
     config = _compose(options)
     choices = config.hydra.runtime.choices
     diagnosis.strategy = str(choices.strategy)
-    check_groups(config, choices)
-    set_devices(config, choices)
-    check_settings(config)
+    prepare_config(config, choices)
     diagnosis.add_problems(Problem(SLURM, text) for text in find_slurm_problems(config))
     if not diagnosis.healthy:
         diagnosis.shared = True  # all tasks have the same variables
@@ -150,14 +143,15 @@ def _check(options: _Options, diagnosis: Diagnosis) -> None:
     settings = _take_settings(config, options.timeout)
     plugins = make_plugins(config)
     trainer = _make_trainer(config, plugins)
-    check_hosts(trainer)
-    check_single_tasks(plugins, choices.strategy, trainer)
-    check_launcher(config, choices.strategy)
-    check_folder(config, config.hydra, trainer)
+    check_run(config, config.hydra, trainer, plugins)
     strategy = trainer.strategy
-    if settings is None:
+    if settings is None or not isinstance(strategy, DDPStrategy | FSDPStrategy):
+        if trainer.world_size > 1:
+            raise LaunchError(
+                f"`strategy={choices.strategy}` makes a {type(strategy).__name__}, whose processes `doctor` does"
+                " not know how to start. Use `strategy=ddp` to examine hosts and networks."
+            )
         return
-    assert isinstance(strategy, DDPStrategy | FSDPStrategy)
     environment = strategy.cluster_environment
     assert environment is not None  # the Trainer gives every strategy one
     diagnosis.environment = type(environment).__name__
@@ -172,10 +166,18 @@ def _compose(options: _Options) -> DictConfig:
     with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
         overrides = [*own, *options.overrides]
         config = compose("train", overrides, return_hydra_config=True)
-        chosen = any(override.startswith("strategy=") for override in overrides)
-        if not chosen and not has_process_group(config):
-            config = compose("train", [*overrides, _DEFAULT_STRATEGY], return_hydra_config=True)
+        if _leaves_strategy_open(config, options.overrides):
+            config = compose("train", [*overrides, _CHECKED_STRATEGY], return_hydra_config=True)
     return config
+
+
+def _leaves_strategy_open(config: DictConfig, overrides: Sequence[str]) -> bool:
+    """Tell whether nothing that was given chooses a strategy, or is meant for the one that training would use."""
+    choices = config.hydra.runtime.choices
+    if choices.strategy != _DEFAULT_STRATEGY or choices.get("experiment") is not None or is_started_alone():
+        return False
+    keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))]
+    return not any(key.partition(".")[0] == "strategy" for key in keys)
 
 
 def _take_settings(config: DictConfig, timeout: float) -> NetworkSettings | None:
@@ -183,13 +185,13 @@ def _take_settings(config: DictConfig, timeout: float) -> NetworkSettings | None
     if not has_process_group(config):
         return None
     settings = NetworkSettings(
-        backend=config.strategy.process_group_backend,
-        init_method=config.strategy.init_method,
-        network_interface=config.strategy.network_interface,
+        backend=config.strategy.get("process_group_backend"),
+        init_method=config.strategy.get("init_method"),
+        network_interface=config.strategy.get("network_interface"),
         timeout=timedelta(seconds=timeout),
     )
-    config.strategy.process_group_backend = None
-    config.strategy.network_interface = None
+    for key in {"process_group_backend", "network_interface"} & set(config.strategy):
+        config.strategy[key] = None
     return settings
 
 

@@ -13,6 +13,7 @@ from lightning_ddp_ext.errors import DDPExtError, NetworkInterfaceError
 from lightning_ddp_ext.integration.clusters.slurm_cluster import meeting_ports
 from lightning_ddp_ext.network.backends import check_backend
 from lightning_ddp_ext.network.bandwidth import measure_all_reduce
+from lightning_ddp_ext.network.init_method import address_text
 from lightning_ddp_ext.network.interfaces import check_gloos_variable, check_interface
 from lightning_ddp_ext.network.meeting import Meeting
 from lightning_ddp_ext.network.process_group import init_process_group
@@ -63,7 +64,7 @@ def examine(strategy: DDPStrategy | FSDPStrategy, settings: NetworkSettings, dia
     main_address, (main_port, *other_ports) = environment.main_address, meeting_ports(environment)
     diagnosis.rank, diagnosis.world_size, diagnosis.num_nodes = rank, world_size, strategy.num_nodes
     diagnosis.backend = backend
-    diagnosis.meeting_place = settings.init_method or _place(main_address, main_port)
+    diagnosis.meeting_place = settings.init_method or address_text(main_address, main_port)
     own = _find_problems(backend, device.type, settings.network_interface, strategy.num_nodes)
     diagnosis.add_problems(own)
     report = diagnosis.reports[rank] = report_here(own)
@@ -143,7 +144,3 @@ def _hint(diagnosis: Diagnosis) -> str:
     """Name the interface over which other hosts have reached rank 0, if it is the same on all."""
     names = {report.meeting_interface for _, report in diagnosis.hosts()[1:]}
     return f" Rank 0 was reached over `{names.pop()}`." if len(names) == 1 and None not in names else ""
-
-
-def _place(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -7,29 +7,53 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra.types import RunMode
+from hydra.utils import get_object
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_ddp_ext.cli.problems import LaunchError
 from lightning_ddp_ext.integration.clusters.manual_cluster import ManualEnvironment
-from lightning_ddp_ext.integration.clusters.slurm_cluster import CheckedSLURMEnvironment, meeting_ports
+from lightning_ddp_ext.integration.clusters.slurm_cluster import (
+    SET_BY_HAND,
+    TERMINAL,
+    CheckedSLURMEnvironment,
+    meeting_ports,
+)
 from lightning_ddp_ext.network import slurm_arithmetic
 from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
 from lightning_ddp_ext.network.interfaces import check_gloos_variable
 from lightning_ddp_ext.network.stores import check_meeting_place
+from lightning_ddp_ext.strategies.single_process import SingleProcessStrategy
+from lightning_ddp_ext.strategies.upstream import single_device_strategy
 
 # What launchers say about the number of processes that they have started; `srun`, `torchrun`, and `mpirun` twice.
 _NUMBERS_OF_PROCESSES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-# Ranks that somebody has set by hand, and a shell for a person, whatever the number of tasks: SLURM starts no rank.
-_BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", "SLURM_PTY_PORT")
-
 
 def has_process_group(config: DictConfig) -> bool:
-    """Tell whether the chosen strategy has one process per device.
+    """Tell whether the chosen strategy has one process per device, while there is no Trainer that knows their number.
+
+    Args:
+        config: The composed configuration.
+
+    Returns:
+        Whether it has, or may have: what a function of somebody else makes is not known yet.
+    """
+    try:
+        target = get_object(config.strategy.get("_target_"))
+    except Exception:  # whatever importing it raises; constructing it will say so
+        return True
+    if isinstance(target, type):
+        return issubclass(target, ParallelStrategy) and not issubclass(target, SingleProcessStrategy)
+    return target is not single_device_strategy
+
+
+def has_network_settings(config: DictConfig) -> bool:
+    """Tell whether the chosen strategy takes the settings of `process_group` and `network`.
 
     Args:
         config: The composed configuration.
@@ -48,7 +72,7 @@ def find_slurm_problems(config: DictConfig) -> list[str]:
     """
     devices = _count(config.trainer.devices, config.trainer.accelerator)
     by_hand = str(config.cluster.get("_target_", "")).endswith(ManualEnvironment.__name__)
-    by_hand = by_hand or any(name in os.environ for name in _BY_HAND)
+    by_hand = by_hand or any(name in os.environ for name in (*SET_BY_HAND, TERMINAL))
     if by_hand or config.trainer.plugins is not None or devices is None or not has_process_group(config):
         return []
     uses_gpus = config.trainer.accelerator != "cpu"
@@ -88,29 +112,38 @@ def check_single_tasks(plugins: Sequence[object] | None, strategy: str, trainer:
             )
 
 
-def check_launcher(config: DictConfig, strategy: str) -> None:
+def check_launcher(strategy: str, trainer: Trainer) -> None:
     """Refuse a launcher that has started several processes, each of which would make a run of its own.
 
     Args:
-        config: The composed configuration.
         strategy: The name that was chosen.
+        trainer: A Trainer that has not started anything.
 
     Raises:
         LaunchError: If there are several processes for a run of one.
     """
-    started = None if has_process_group(config) else find_launcher()
+    started = None if trainer.world_size > 1 else find_launcher()
     if started is not None:
         raise LaunchError(
             f"`strategy={strategy}` runs in one process, and a launcher has started `{started}={os.environ[started]}`."
-            " Start the command by itself, or choose `strategy=ddp_join`."
+            " Start the command by itself, or choose `strategy=ddp_join` with the devices and nodes of all of them."
         )
 
 
 def find_launcher() -> str | None:
     """Return the variable by which a launcher says that it has started several processes, this one among them."""
-    by_hand = {"SLURM_STEP_NUM_TASKS"} if "SLURM_PTY_PORT" in os.environ else set()  # a shell for a person
-    names = (name for name in _NUMBERS_OF_PROCESSES if name not in by_hand)
-    return next((name for name in names if os.environ.get(name, "1") not in ("0", "1")), None)
+    return next((name for name, number in _started_processes().items() if number not in ("0", "1")), None)
+
+
+def is_started_alone() -> bool:
+    """Tell whether a launcher has started this process and no other one."""
+    return bool(_started_processes()) and find_launcher() is None
+
+
+def _started_processes() -> dict[str, str]:
+    """Return what launchers say about the number of processes that they have started, by the variable."""
+    by_hand = {"SLURM_STEP_NUM_TASKS"} if TERMINAL in os.environ else set()  # a shell for a person
+    return {name: os.environ[name] for name in _NUMBERS_OF_PROCESSES if name in os.environ and name not in by_hand}
 
 
 def check_folder(config: DictConfig, hydra: Any, trainer: Trainer) -> None:

@@ -1,6 +1,7 @@
 """The folder of a run: what is left there, and what an earlier start of the same job has left."""
 
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -32,17 +33,31 @@ def checkpoint_to_resume(given: str | None, trainer: Trainer) -> str | None:
         trainer: The Trainer.
 
     Returns:
-        That, or `"hpc"` for what a job has left that SLURM has started again, if it is newer.
+        That. For a job that SLURM has started again, the newer one of what it has left when it was preempted, `"hpc"`,
+        and what its callbacks have saved last, `"last"`: a node may have failed since.
     """
-    left = [path.stat().st_mtime for path in preemption_checkpoints(Path(trainer.default_root_dir))]
-    if left and given == "last":
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        folders = [callback.dirpath for callback in callbacks if callback.dirpath]
-        saved = [path.stat().st_mtime for folder in folders for path in Path(folder).glob("*.ckpt")]
-        return "hpc" if max(left) > max(saved, default=0.0) else given
-    return "hpc" if left else given  # a path is from before
+    if not has_started_before():
+        return given
+    left = _newest(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))
+    saved = _newest(_last_checkpoints(trainer))
+    if left > saved:
+        return "hpc"
+    # A path is from before. What is not on a mounted disk, only Lightning finds; it says so if there is nothing.
+    return "last" if saved or given is None else given
 
 
-def preemption_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints that earlier starts of this job have left when they were preempted."""
-    return [*folder.glob("hpc_ckpt_*.ckpt")] if int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0 else []
+def has_started_before() -> bool:
+    """Tell whether this is a job that SLURM has put into the queue again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+
+
+def _last_checkpoints(trainer: Trainer) -> Iterator[Path]:
+    """Go through what Lightning takes for `ckpt_path="last"`."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+            yield from Path(callback.dirpath).glob(f"{callback.CHECKPOINT_NAME_LAST}*{callback.FILE_EXTENSION}")
+
+
+def _newest(paths: Iterable[Path]) -> float:
+    """Return when the newest of some files was written; 0 if there is none."""
+    return max((path.stat().st_mtime for path in paths), default=0.0)

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
-from lightning_ddp_ext.cli.preflight import find_launcher
+from lightning_ddp_ext.cli.preflight import find_launcher, has_process_group
 from lightning_ddp_ext.cli.problems import LaunchError
 
 _FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
@@ -32,7 +32,7 @@ def needs_processes_of_its_own(config: DictConfig) -> bool:
     Returns:
         Whether it has; not under submitit, which has started all processes of the job.
     """
-    return "process_group_backend" in config.strategy and not _is_submitted()
+    return has_process_group(config) and not _is_submitted()
 
 
 def check_start(config: DictConfig) -> None:

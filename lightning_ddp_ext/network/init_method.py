@@ -27,6 +27,22 @@ class MeetingPlace:
     other_ports: tuple[int, ...] = ()
     run: str = ""
 
+    def __str__(self) -> str:
+        return address_text(self.host, self.port) if self.path is None else str(self.path)
+
+
+def address_text(host: str | None, port: int | None) -> str:
+    """Write a host and a port for people.
+
+    Args:
+        host: Name or address.
+        port: The port.
+
+    Returns:
+        Such as `"node1:29500"`, or `"[fd00::1]:29500"`.
+    """
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
 
 def parse_init_method(init_method: str | None) -> MeetingPlace:
     """Read an `init_method`, and refuse what cannot work; to be called before any process starts.

@@ -115,10 +115,7 @@ def init_process_group(
             on_meeting(meeting, opened)
         network, store = meet(meeting, opened)
     except dist.DistError as error:
-        raise RendezvousError(
-            f"rank {rank} lost the store of rank 0 while ranks were meeting ({str(error).splitlines()[0]})."
-            " Look for the error of rank 0."
-        ) from error
+        raise _lost_meeting(rank, error) from error
     chosen = network.host_of(rank).interface
     if network_interface is not None and chosen is not None:
         pin_interface(chosen, keep=network_interface == AUTO)
@@ -140,10 +137,22 @@ def _check_existing(rank: int, world_size: int) -> None:
         )
 
 
+def _lost_meeting(rank: int, error: dist.DistError) -> RendezvousError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    if rank == 0:  # the store is its own
+        return RendezvousError(
+            f"rank 0: a rank that had come does not answer any more while ranks are meeting ({reason}). Look for the"
+            " errors of the other ranks."
+        )
+    return RendezvousError(
+        f"rank {rank} lost the store of rank 0 while ranks were meeting ({reason}). Look for the error of rank 0."
+    )
+
+
 def _remedy(place: MeetingPlace) -> str:
     if place.path is not None:
         return f"Check that they have been started and that {place.path} is on a file system that all hosts share."
-    return f"Check that they have been started, with {place.host}:{place.port} as the address of rank 0."
+    return f"Check that they have been started, with {place} as the address of rank 0."
 
 
 def _tell_rank_0(meeting: Meeting, place: MeetingPlace, error: NetworkInterfaceError) -> None:

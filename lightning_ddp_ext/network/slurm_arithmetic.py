@@ -9,6 +9,8 @@ _HIDING_NAMES = ("bash", "interactive")
 _LAST_STEP = 0xFFFFFFF0
 # All that `srun --gpus-per-task=1` says, if the batch script did not ask for it: `gpu:per_task:1`.
 _BINDING, _OF_TASK = "SLURMD_TRES_BIND", "gpu:per_task:"
+# What `--gpu-bind` says, as `none`, `verbose,none` or `gpu:none`: with it every task sees all GPUs of its node.
+_BINDINGS, _UNBOUND = ("SLURM_GPU_BIND", _BINDING), "none"
 _SUMMARIZED = ("SLURM_JOB_NAME", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
 
@@ -152,7 +154,8 @@ def _check_gpus(environ: Mapping[str, str], devices: int) -> str | None:
         name = _BINDING
     text = environ.get(name, "")
     of_task = text.rpartition(":")[2]  # with the model of the GPU, `a100:1`
-    if not of_task.isdecimal() or int(of_task) >= devices:
+    is_unbound = any(re.split("[:,]", environ.get(binding, ""))[-1] == _UNBOUND for binding in _BINDINGS)
+    if is_unbound or not of_task.isdecimal() or int(of_task) >= devices:
         return None
     return (
         f"`{name}={text}` shows each task {_plural(int(of_task), 'GPU')}, with the index 0, and"

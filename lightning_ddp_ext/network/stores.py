@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RendezvousError
-from lightning_ddp_ext.network.init_method import MeetingPlace
+from lightning_ddp_ext.network.init_method import MeetingPlace, address_text
 from lightning_ddp_ext.network.interfaces import is_local, is_loopback, loopback_address, resolve
 from lightning_ddp_ext.network.meeting_file import open_file
 from lightning_ddp_ext.network.ports import check_port, port_error
@@ -142,8 +142,8 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
         store = _open_client(peer, port, min(timeout, _ANSWER_LIMIT))
     except (RuntimeError, TimeoutError) as error:
         raise RendezvousError(
-            f"rank {rank} on host {socket.gethostname()}: what listens at {host}:{port} is not the store of rank 0"
-            f" ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
+            f"rank {rank} on host {socket.gethostname()}: what listens at {address_text(host, port)} is not the store"
+            f" of rank 0 ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
         ) from error
     store.set_timeout(timeout)
     return OpenStore(store, local)
@@ -202,6 +202,7 @@ def _await_listener(
     started = reachable = time.monotonic()
     patience = timeout.total_seconds()
     said = False
+    place = address_text(host, port)
     while True:
         try:
             with socket.create_connection((host, port), timeout=min(_ATTEMPT_LIMIT, patience)) as connection:
@@ -215,10 +216,10 @@ def _await_listener(
             waited = now - started
             if waited >= _PATIENCE and not said:
                 said = True
-                _logger.warning("rank %d is still waiting for rank 0 at %s:%d: %s", rank, host, port, error.strerror)
+                _logger.warning("rank %d is still waiting for rank 0 at %s: %s", rank, place, error.strerror)
             if waited >= patience or now - reachable >= _UNREACHABLE_LIMIT:
                 raise RendezvousError(
-                    f"rank {rank} on host {socket.gethostname()} could not connect to rank 0 at {host}:{port} within"
+                    f"rank {rank} on host {socket.gethostname()} could not connect to rank 0 at {place} within"
                     f" {waited:.0f} s: {error.strerror or error}. {_connection_remedy(host, error)}"
                 ) from error
         time.sleep(_PAUSE)

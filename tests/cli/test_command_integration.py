@@ -154,6 +154,19 @@ def test_a_persons_own_classes_and_configuration_are_found_in_the_working_direct
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", [[], ["--multirun"]])
+def test_a_persons_own_strategy_has_its_processes(tmp_path, mode):
+    (tmp_path / "conf" / "strategy").mkdir(parents=True)
+    (tmp_path / "conf" / "strategy" / "plain.yaml").write_text("_target_: lightning.pytorch.strategies.DDPStrategy\n")
+    done = command(
+        tmp_path, *mode, "strategy=plain", "trainer.devices=2", "trainer.max_steps=2", "test=false", "picture=false",
+        "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes on cpu") == 1
+
+
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_process_behind(tmp_path):
     process = subprocess.Popen(
         [*COMMAND, "trainer.max_epochs=1000", "callbacks=none"],

@@ -78,3 +78,27 @@ def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path):
     assert "ArithmeticError: own bug" in done.stderr
     assert 'mine.py", line' in done.stderr
     assert "Raised in replica 0 of 2 on device cpu, whose chunk is samples 0 to 3 of a batch of 8." in done.stderr
+
+
+@pytest.mark.parametrize("step", ["training_step", "test_step"])
+def test_an_error_that_explains_itself_is_one_line_also_in_the_test(call_main, tmp_path, step):
+    (tmp_path / f"{step}_of_mine.py").write_text(
+        OWN
+        + f"""
+from lightning_ddp_ext.errors import OtherRankError
+
+def fail(self, batch, batch_idx):
+    raise OtherRankError("rank 1 failed: boom")
+
+Net.{step} = fail
+"""
+    )
+    code, printed = call_main(
+        "strategy=single", "model=custom", f"model._target_={step}_of_mine.Net", "+model.width=2", "data=custom",
+        f"data._target_={step}_of_mine.Data", "trainer.accelerator=cpu", "trainer.max_steps=1", "callbacks=none",
+        "logger=none", "picture=false", "trainer.enable_progress_bar=false",
+    )  # fmt: skip
+    assert code == 1
+    assert "Traceback" not in printed.err
+    assert printed.err.splitlines()[-1].startswith("lightning-ddp-ext: ")
+    assert printed.err.endswith("rank 1 failed: boom\n")

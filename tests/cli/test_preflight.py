@@ -8,8 +8,16 @@ from hydra.types import RunMode
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.cli.preflight import check_folder, find_launcher, find_slurm_problems
+from lightning_ddp_ext.cli.preflight import (
+    check_folder,
+    check_launcher,
+    find_launcher,
+    find_slurm_problems,
+    has_process_group,
+    is_started_alone,
+)
 from lightning_ddp_ext.cli.problems import LaunchError
+from lightning_ddp_ext.cli.sweep import needs_processes_of_its_own
 
 SCRIPT = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
@@ -66,21 +74,50 @@ def test_a_launcher_of_several_processes_is_refused_by_strategies_of_one(refuse)
 
 
 @pytest.mark.parametrize(
-    ("environ", "found"),
+    ("environ", "found", "is_alone"),
     [
-        ({}, None),
-        ({"WORLD_SIZE": "1"}, None),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS"),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4000"}, None),
+        ({}, None, False),
+        ({"WORLD_SIZE": "1"}, None, True),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE", False),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, None, True),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS", False),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4000"}, None, False),
     ],
 )
-def test_launchers_are_told_from_shells_for_people(monkeypatch, environ, found):
+def test_launchers_are_told_from_shells_for_people(monkeypatch, environ, found, is_alone):
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PTY_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert find_launcher() == found
+    assert is_started_alone() == is_alone
+
+
+@pytest.mark.parametrize(
+    ("target", "is_several"),
+    [
+        ("lightning.pytorch.strategies.DDPStrategy", True),  # without the settings of the packaged options
+        ("lightning.pytorch.strategies.ModelParallelStrategy", True),
+        ("lightning.pytorch.strategies.SingleDeviceStrategy", False),
+        ("lightning_ddp_ext.DDPJoinStrategy", True),
+        ("lightning_ddp_ext.BalancedDataParallelStrategy", False),
+        ("lightning_ddp_ext.strategies.upstream.ddp_strategy", True),
+        ("lightning_ddp_ext.strategies.upstream.single_device_strategy", False),
+        ("nosuch.Strategy", True),  # an error of the run, which has its own message
+    ],
+)
+def test_strategies_of_several_processes_are_known_by_their_class(monkeypatch, target, is_several):
+    monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
+    config = OmegaConf.create({"strategy": {"_target_": target}})
+    assert has_process_group(config) == is_several
+    assert needs_processes_of_its_own(config) == is_several
+
+
+def test_a_rank_that_lightning_has_started_is_no_run_of_its_own(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_launcher("plain", SimpleNamespace(world_size=2))
+    with pytest.raises(LaunchError, match="a launcher has started `WORLD_SIZE=2`"):
+        check_launcher("plain", SimpleNamespace(world_size=1))
 
 
 @pytest.mark.parametrize(
@@ -113,12 +150,16 @@ def test_devices_are_counted_as_the_trainer_does(monkeypatch, devices):
         trainer = {"devices": devices, "accelerator": "cpu", "num_nodes": 1, "plugins": None, **changes}
         cluster = {"num_nodes": 1}
         return find_slurm_problems(
-            OmegaConf.create({"strategy": {"network_interface": None}, "trainer": trainer, "cluster": cluster})
+            OmegaConf.create(
+                {"strategy": {"_target_": "lightning_ddp_ext.DDPJoinStrategy"}, "trainer": trainer, "cluster": cluster}
+            )
         )
 
     assert problems() == []
     assert len(problems(devices=[0, 1, 2])) == 1
     assert problems(devices="auto") == []  # unknown before the Trainer is made
     assert problems(devices=[0, 1, 2], plugins=["my_environment"]) == []
-    monkeypatch.setenv("NODE_RANK", "0")
-    assert problems(devices=[0, 1, 2]) == []  # somebody has set the ranks by hand
+    for name in ("NODE_RANK", "MASTER_PORT"):  # somebody has set the ranks by hand
+        with monkeypatch.context() as by_hand:
+            by_hand.setenv(name, "29500")
+            assert problems(devices=[0, 1, 2]) == []

@@ -25,6 +25,7 @@ STARTS = {
     "bash": (*SRUN, "--nodes=2", "--ntasks-per-node=1", "--job-name=bash"),
     "bash on one node": (*SRUN, "--nodes=1", "--ntasks-per-node=2", "--job-name=bash"),
     "a GPU each": (*SRUN, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1"),
+    "all GPUs for each": (*SRUN, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1", "--gpu-bind=none"),
     "shell": ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", "--job-name=interactive"),
     "script": ("--nodes=2", "--ntasks-per-node=1"),
     "script without tasks": ("--nodes=2",),
@@ -89,7 +90,6 @@ def test_tasks_that_fit_are_the_ranks(become):
         ("two tasks", 2, 2, ["`SLURM_NNODES=1` differs from `num_nodes=2`", "Set `num_nodes=1`"]),
         ("uneven", 2, 2, ["`SLURM_STEP_TASKS_PER_NODE=3,1` puts 3 tasks on a node with `devices=2`"]),
         ("bash", 2, 1, ["`SLURM_JOB_NAME=bash`", "`--job-name=train`"]),
-        ("a GPU each", 1, 2, ["`SLURMD_TRES_BIND=gpu:per_task:1`", "`--gpus-per-node=2`"]),
         ("script", 2, 1, ["`SLURM_JOB_ID=", "`srun` has not started it", "Put `srun` before"]),
         ("script without tasks", 2, 1, ["`srun` has not started it", "the only one of 2"]),
         ("shell", 2, 1, ["`SLURM_PROCID` is not set", "Put `srun` before"]),
@@ -104,6 +104,15 @@ def test_tasks_that_do_not_fit_are_refused_at_once(become, start, num_nodes, dev
     assert time.monotonic() - began < SOON
     for part in parts:
         assert part in str(refused.value)
+
+
+def test_a_gpu_of_each_task_is_refused_unless_all_are_seen_or_none_is_used(become):
+    become("a GPU each")
+    with pytest.raises(ClusterError, match="`SLURMD_TRES_BIND=gpu:per_task:1` shows each task 1 GPU"):
+        CheckedSLURMEnvironment().validate_settings(2, 1)
+    trainer(1, 2, CheckedSLURMEnvironment())  # on the CPU
+    become("all GPUs for each")
+    CheckedSLURMEnvironment().validate_settings(2, 1)
 
 
 def test_strategies_of_lightning_refuse_them_when_they_start(become):

@@ -39,3 +39,16 @@ def test_meeting_places_are_read(text, place):
 def test_other_forms_are_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         parse_init_method(text)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        (MeetingPlace("node1", 29501), "node1:29501"),
+        (MeetingPlace("10.0.0.1", 29501), "10.0.0.1:29501"),
+        (MeetingPlace("fd00::1", 29501), "[fd00::1]:29501"),
+        (MeetingPlace(path=Path("/shared/meeting")), "/shared/meeting"),
+    ],
+)
+def test_meeting_places_are_written_for_people(place, text):
+    assert str(place) == text

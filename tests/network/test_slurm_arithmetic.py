@@ -36,6 +36,10 @@ def srun(tasks, per_node, spread=None, nodes=2, **changes):
         (srun(2, 1, SLURM_GPUS_PER_TASK="1"), 2, 1),
         (srun(4, 2, SLURM_GPUS_PER_TASK="a100:2"), 2, 2),
         (srun(4, 2, SLURMD_TRES_BIND="gpu:per_task:2"), 2, 2),
+        # every task sees all GPUs
+        (srun(4, 2, SLURM_GPUS_PER_TASK="1", SLURM_GPU_BIND="none"), 2, 2),
+        (srun(4, 2, SLURM_GPUS_PER_TASK="1", SLURM_GPU_BIND="verbose,none"), 2, 2),
+        (srun(4, 2, SLURM_GPUS_PER_TASK="a100:1", SLURMD_TRES_BIND="gpu:none"), 2, 2),
         # a script or a shell on one node, whose processes Lightning starts
         (changed(SCRIPT, SLURM_NTASKS=None, SLURM_NTASKS_PER_NODE=None, SLURM_NNODES="1"), 1, 2),
         (changed(SCRIPT, SLURM_JOB_NAME="interactive", SLURM_PROCID=None), 1, 2),
@@ -77,6 +81,7 @@ def test_what_fits_is_no_problem(environ, num_nodes, devices):
             srun(4, 2, SLURM_GPUS_PER_TASK="a100:1"), 2, 2,
             ["`SLURM_GPUS_PER_TASK=a100:1` shows each task 1 GPU", "`devices=2`", "`--gpus-per-node=2`"],
         ),
+        (srun(4, 2, SLURM_GPUS_PER_TASK="1", SLURM_GPU_BIND="closest"), 2, 2, ["`SLURM_GPUS_PER_TASK=1` shows"]),
         (
             srun(4, 2, SLURMD_TRES_BIND="gpu:per_task:1"), 2, 2,
             ["`SLURMD_TRES_BIND=gpu:per_task:1` shows each task 1 GPU"],

@@ -16,9 +16,9 @@ _JOB = "SLURM_JOB_ID"
 _RANK = "SLURM_PROCID"
 _PORT = "MASTER_PORT"
 # Whoever sets one of these starts the processes of each node by other means.
-_SET_BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", _PORT)
+SET_BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", _PORT)
 # `srun --pty`: a shell for a person, whatever the number of tasks.
-_TERMINAL = "SLURM_PTY_PORT"
+TERMINAL = "SLURM_PTY_PORT"
 
 
 class CheckedSLURMEnvironment(SLURMEnvironment):
@@ -34,6 +34,10 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
         num_nodes: Number of nodes, to be compared with that of the Trainer; None for any.
         auto_requeue: Whether a job that gets the signal saves a checkpoint and is put into the queue again.
         requeue_signal: The signal, its name or `signal.Signals`.
+
+    Attributes:
+        uses_gpus: Whether devices are GPUs, of which SLURM may show a task only its own. Strategies of this package say
+            so when they know.
 
     Raises:
         ClusterError: If this is no process of a SLURM job, or `srun` has not started it.
@@ -51,6 +55,7 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
         super(SLURMEnvironment, self).__init__()
         self.auto_requeue = auto_requeue
         self.requeue_signal = _find_signal(requeue_signal)
+        self.uses_gpus = True
         self._num_nodes = num_nodes
         if _JOB not in os.environ:
             raise ClusterError(
@@ -92,7 +97,7 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
                 f"`num_nodes={num_nodes}` of the Trainer differs from `num_nodes={self._num_nodes}` of the cluster."
                 " Give both the number of nodes."
             )
-        _refuse(find_problems(os.environ, num_nodes, num_devices))
+        _refuse(find_problems(os.environ, num_nodes, num_devices, uses_gpus=self.uses_gpus))
         if self.world_size() != num_nodes * num_devices:
             raise ClusterError(
                 f"{_rank()}`SLURM_NTASKS={self.world_size()}` differs from `num_nodes={num_nodes}` x"
@@ -118,6 +123,7 @@ def check_tasks(environment: ClusterEnvironment | None, *, num_nodes: int, devic
         ClusterError: If the tasks do not fit.
     """
     if isinstance(environment, CheckedSLURMEnvironment):
+        environment.uses_gpus = uses_gpus  # Lightning asks again when it starts the run
         environment.validate_settings(devices, num_nodes)
     elif isinstance(environment, SLURMEnvironment) or (
         type(environment) is LightningEnvironment and _is_silent_mistake(num_nodes, devices)
@@ -144,10 +150,10 @@ def meeting_ports(environment: ClusterEnvironment) -> list[int]:
 
 
 def _is_silent_mistake(num_nodes: int, devices: int) -> bool:
-    if any(variable in os.environ for variable in _SET_BY_HAND):
+    if any(variable in os.environ for variable in SET_BY_HAND):
         return False
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    return num_nodes > 1 or (_TERMINAL not in os.environ and int(tasks) == devices > 1)
+    return num_nodes > 1 or (TERMINAL not in os.environ and int(tasks) == devices > 1)
 
 
 def _refuse(problems: list[str]) -> None:

@@ -3,7 +3,7 @@
 import os
 import time
 
-from lightning_ddp_ext.network.watching.heartbeats import Failure, Heartbeats, Peer
+from lightning_ddp_ext.network.watching.heartbeats import MOST_READERS, Failure, Heartbeats, Peer
 from lightning_ddp_ext.network.watching.stall_report import describe_all, describe_deadlock, describe_silent
 from lightning_ddp_ext.parallel.messages.exchange import list_ranks
 
@@ -21,8 +21,11 @@ def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
     missed = _MISSED * beats.interval
     deadline = time.monotonic() + missed + 2 * beats.interval + 1
     exchanges = beats.exchanges
+    beats.read_all()
+    beats.ask()
     while time.monotonic() < deadline and beats.lost_store is None and not beats.silent(missed):
-        beats.ask()
+        if beats.world_size <= MOST_READERS:  # more would ask too much of the store
+            beats.ask()
         time.sleep(_LOOK)
         if beats.failure is not None:
             return beats.failure
@@ -35,6 +38,8 @@ def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
         return Failure("lost", f"the store of {_owner()} does not answer rank {beats.rank} ({said}). {_LOOK_AT_OWNER}")
     if ended := [rank for rank, peer in beats.peers.items() if peer.has_ended]:
         return _describe_ended(beats, ended)
+    if unheard := [rank for rank in range(beats.world_size) if rank not in beats.peers]:
+        return _describe_unheard(beats, unheard, said)
     return Failure(
         "lost",
         f"rank {beats.rank} waited in vain for another one ({said}). All ranks live: {describe_all(beats)}. Look at the"
@@ -94,6 +99,14 @@ def _describe_ended(beats: Heartbeats, ranks: list[int]) -> Failure:
         "lost",
         f"{list_ranks(ranks)} ended the run while rank {beats.rank} still waited. Run equally many steps on every"
         " rank.",
+    )
+
+
+def _describe_unheard(beats: Heartbeats, ranks: list[int], said: str) -> Failure:
+    return Failure(
+        "lost",
+        f"rank {beats.rank} waited in vain for another one ({said}), and there has been no sign of life of"
+        f" {list_ranks(ranks)}. Look for the last lines of output there, and whether the process has been started.",
     )
 
 

@@ -19,7 +19,7 @@ _FAILURE = "failure"
 _LOOK = 0.05  # seconds
 _STOP_LIMIT = 2.0  # seconds that the end of a run waits for the last word to be written
 _FAREWELL = 3.0  # seconds that rank 0 stays for others, since the store ends with its process
-MOST_READERS = 64  # ranks up to which every rank reads all others; above, all but rank 0 read rank 0 only
+MOST_READERS = 64  # ranks up to which every rank reads all others; above, others than rank 0 read rank 0 only at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ class Heartbeats:
         describe: Returns where this rank is, of what JSON can hold; called in the thread.
 
     Attributes:
-        peers: What is known about each rank that has been heard of, this one too.
+        peers: What is known about each rank that has been heard of: this one and all others, or, of more than
+            `MOST_READERS` on another rank than 0, only rank 0 until `read_all`.
         failure: Why the run ends, if it does.
         exchanges: How often the store has answered.
         lost_store: Why the store is gone, if it is: it belongs to the process of rank 0, or to torchrun's agent.
@@ -129,6 +130,10 @@ class Heartbeats:
             time.sleep(_LOOK)
         if self.failure is None:
             self.failure = failure
+
+    def read_all(self) -> None:
+        """Read all ranks from now on, also one of many that has left the others to rank 0."""
+        self._read_ranks = range(self.world_size)
 
     def ask(self) -> None:
         """Look at once what there is, rather than at the next heartbeat."""
