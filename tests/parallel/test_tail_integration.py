@@ -72,9 +72,8 @@ def test_everything_was_tried_and_all_ranks_are_back_afterwards(found):
 
 def test_groups_of_ranks_that_do_not_come_again_are_given_up():
     found = run_processes(ranks.use_many_groups, 3, timeout=60)
-    assert [reduced for reduced, _ in found] == [[3, 4, 1] * 2, [3, 5, 2] * 2, [4, 5, 3] * 2]
-    for _, sockets in found:
-        assert max(sockets[6:]) <= max(sockets[:6])
+    assert [reduced for reduced, _ in found] == [[3, 4, 1] * 10, [3, 5, 2] * 10, [4, 5, 3] * 10]
+    assert all(sockets < 15 for _, sockets in found)  # of 50 if all were kept; back-ends take a moment to close theirs
 
 
 def test_without_redirection_active_ranks_wait_for_the_joined_one():
