@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

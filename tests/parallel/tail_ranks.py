@@ -268,7 +268,7 @@ def run_cases() -> tuple[dict[str, Any], float]:
 
 
 def use_many_groups() -> tuple[list[float], int]:
-    """Prepare each set of ranks in turn, ten times; returns what was reduced on this rank, and how many sockets came."""
+    """Prepare each set of ranks in turn, ten times; returns what was reduced here, and how many sockets came."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
