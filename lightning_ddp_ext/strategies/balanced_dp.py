@@ -223,7 +223,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         self._pending = _PendingBackward(list(losses), leaves, scattered)
         # A chunk that counts nothing is left out: its loss may be a mean over nothing, and 0 * nan is nan.
         terms = [leaf * weight for leaf, weight in zip(leaves, scattered.weights, strict=True) if weight]
-        return torch.stack(terms).sum(0)
+        return torch.stack(terms).sum(0) if terms else torch.zeros_like(leaves[0]).requires_grad_()
 
     def _warn_of_skip(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> None:
         if not self._warned_of_skip and any(output is not None for output in outputs):

@@ -21,7 +21,7 @@ from lightning_ddp_ext.integration.lockstep.mirroring import mirror_training
 from lightning_ddp_ext.integration.lockstep.ranked_loaders import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.integration.lockstep.steps import Lockstep
 from lightning_ddp_ext.parallel.gradients.transport import takes_group
-from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, widened
 
 
 class DDPJoinStrategy(ExplicitDDPStrategy):
@@ -190,8 +190,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
         lockstep = self._lockstep
-        if isinstance(tensor, Tensor) and _is_mean(reduce_op) and not tensor.is_floating_point():
-            tensor = tensor.double()  # Lightning would cut the mean of whole numbers off
+        tensor = widened(tensor, reduce_op)
         if lockstep is None or group is not None:
             return super().reduce(tensor, group, reduce_op)
         reduce = functools.partial(super().reduce, group=lockstep.active_group, reduce_op=reduce_op)
@@ -235,7 +234,3 @@ def _refuse_iterators(trainer: Trainer) -> None:
                 f"`{step}(self, dataloader_iter)` fetches batches itself, so that ranks cannot agree on who has one."
                 " Take the batch instead."
             )
-
-
-def _is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
-    return isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")

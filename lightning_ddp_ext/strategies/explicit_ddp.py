@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -283,6 +284,12 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         return dataloader
 
     @override
+    def reduce(
+        self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        return super().reduce(widened(tensor, reduce_op), group, reduce_op)
+
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._watch.failure() is None:  # otherwise the others do not come
             super().barrier(*args, **kwargs)
@@ -339,3 +346,10 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         module = self.lightning_module
         assert module is not None
         return module
+
+
+def widened(tensor: Any, reduce_op: dist.ReduceOp | str | None) -> Any:
+    """Return whole numbers as floating-point ones if their mean is wanted, which Lightning would cut off."""
+    is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    is_whole = isinstance(tensor, Tensor) and not tensor.is_floating_point() and not tensor.is_complex()
+    return tensor.double() if is_mean and is_whole else tensor

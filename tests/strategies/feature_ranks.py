@@ -75,6 +75,23 @@ def fit_features(folder: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+def log_ones() -> dict[str, float]:
+    """Log means of ones, on ranks with batches of 1 and 2 samples."""
+
+    class Logging(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("training", 1.0, sync_dist=True, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("validation", 1.0, sync_dist=True)
+
+    loader = torch.utils.data.DataLoader(batches_of([[1], [2]], int(os.environ["RANK"])), batch_size=None)
+    trainer = quiet_trainer(strategy="ddp_checkpoint", precision="64-true", max_epochs=1)
+    trainer.fit(Logging(), loader, loader)
+    return {name: float(trainer.callback_metrics[name]) for name in ("training", "validation")}
+
+
 NAMES = (
     "plain",
     "early stopping",

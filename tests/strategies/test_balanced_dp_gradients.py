@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -87,6 +88,32 @@ def test_a_callable_weighs_by_what_the_loss_is_a_mean_over():
     by_samples = run(balanced([3, 5]), 2)
     assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
     assert relative_difference(by_samples.gradients.after_backward, single.gradients.after_backward) > 1e-2
+
+
+def test_a_batch_of_which_nothing_counts_leaves_no_gradient():
+    """One device leaves it out; its loss would be nan."""
+
+    class Masked(Classifier):
+        def training_step(self, batch, batch_idx):
+            features, labels = batch
+            self.log("rows", float(len(labels)))
+            labels = torch.where(features[:, 0] > 1.0, labels, -100)
+            if (labels == -100).all() and type(self.trainer.strategy) is SingleDeviceStrategy:
+                return None
+            return functional.cross_entropy(self.network(features), labels)
+
+    def counted(batch):
+        return float((batch[0][:, 0] > 1.0).sum())
+
+    def loader():
+        return DataLoader(dataset(60), batch_size=4)
+
+    counts = {counted(batch) > 0 for batch in loader()}
+    assert counts == {False, True}
+    single = train(seeded(Masked), loader=loader())
+    parallel = train(seeded(Masked), balanced([1, 3], weight_by=counted), 2, loader=loader())
+    assert relative_difference(parallel.parameters, single.parameters) < 1e-12
+    assert all(parameter.isfinite().all() for parameter in parallel.parameters)
 
 
 def test_training_step_may_return_a_dictionary():

@@ -25,6 +25,11 @@ def test_a_feature_works_and_leaves_ranks_identical(found, name):
     assert found[0][name][0] == found[1][name][0] != ""
 
 
+def test_the_mean_over_an_odd_number_of_samples_is_right():
+    """Lightning takes the mean of the ranks' numbers of samples, and would cut that of 1 and 2 off."""
+    assert run_processes(ranks.log_ones, 2, timeout=60) == [{"training": 1.0, "validation": 1.0}] * 2
+
+
 def test_recomputed_layers_change_nothing(found):
     assert found[0]["recomputed layers"][0] == found[0]["plain"][0]
 

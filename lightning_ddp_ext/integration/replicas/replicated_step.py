@@ -257,7 +257,8 @@ class ReplicatedModule:
 
     def _bring_back(self, scattered: ScatteredBatch) -> None:
         active, sizes = scattered.active, scattered.active_sizes
-        means = [float(size) for size in sizes] if self._weight_by == "sum" else scattered.weights
+        has_means = self._weight_by != "sum" and any(scattered.weights)
+        means = scattered.weights if has_means else [float(size) for size in sizes]
         merged = self._batch_norm.merge(active, sizes)
         self._buffers.merge(active, sizes, merged)
         self._attributes.collect(active, sizes)

@@ -35,7 +35,7 @@ def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Seque
     Args:
         weight_by: `"samples"` for losses that are means over samples (its share of the samples); `"ranks"` to count
             every part once; `"sum"` for losses that are sums (each factor is 1); or a callable that returns what a part
-            counts, such as its number of non-padding tokens.
+            counts, such as its number of non-padding tokens. Where no part counts anything, each factor is 0.
         chunks: The parts, each with at least one sample.
         sizes: Number of samples of each part.
 
@@ -43,7 +43,7 @@ def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Seque
         One factor per part.
 
     Raises:
-        ValueError: If a callable returns a negative number or one that is not finite, or zero for every part.
+        ValueError: If a callable returns a negative number or one that is not finite.
     """
     if weight_by == "sum":
         return [1.0] * len(sizes)
@@ -53,13 +53,13 @@ def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Seque
         counts = [float(size) for size in sizes]
     else:
         counts = [float(weight_by(chunk)) for chunk in chunks]
-    total = sum(counts)
-    if not all(0 <= count < math.inf for count in counts) or total <= 0:
+    if not all(0 <= count < math.inf for count in counts):
         raise ValueError(
             f"`weight_by` returned {counts} for the chunks of a batch. Return a finite number of at least 0 for every"
-            " chunk, above zero for at least one."
+            " chunk."
         )
-    return [count / total for count in counts]
+    total = sum(counts)
+    return [count / total if total else 0.0 for count in counts]
 
 
 class GradientWeights:

@@ -1,0 +1,1 @@
+"""Checkpoints written whole, and read without running code."""
