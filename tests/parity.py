@@ -96,7 +96,7 @@ class GradientRecorder(Callback):
 
 
 def flat_gradient(module: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+    return torch.cat([torch.empty(0), *(p.grad.flatten() for p in module.parameters() if p.grad is not None)])
 
 
 def dataset(samples: int, dtype: torch.dtype = torch.float64) -> TensorDataset:

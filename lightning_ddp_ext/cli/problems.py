@@ -1,6 +1,7 @@
 """Turning what goes wrong before a run starts into one readable message."""
 
 import difflib
+import importlib.resources
 from collections.abc import Iterable, Sequence
 
 from hydra.errors import (
@@ -96,7 +97,8 @@ def _describe_omegaconf(error: OmegaConfBaseException) -> str:
             group = str(error.full_key).partition(".")[0]
             return (
                 f"`{error.full_key}` is not a setting, because nothing is chosen for `{group}` that has any."
-                f" Choose an option first, `{group}=...`, or add a new key, `+{error.full_key}=...`."
+                f" Choose an option first, `{group}=...` ({_options(group)}), or add a new key,"
+                f" `+{error.full_key}=...`."
             )
         return f"`{error.full_key}` is not a setting.{_suggest(str(error.key), keys)} Valid: {_listed(sorted(keys))}."
     return f"`{error.full_key}`: {_first_line(error)}." if error.full_key else f"{_first_line(error)}."
@@ -119,6 +121,12 @@ def _first_line(error: BaseException) -> str:
 def _suggest(wrong: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(wrong, list(valid), n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
+
+
+def _options(group: str) -> str:
+    """List the options of a packaged group."""
+    files = importlib.resources.files("lightning_ddp_ext.conf").joinpath(group).iterdir()
+    return _listed(sorted(file.name.removesuffix(".yaml") for file in files))
 
 
 def _listed(names: Iterable[str]) -> str:

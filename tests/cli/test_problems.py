@@ -40,7 +40,13 @@ def problem(*overrides, build="strategy"):
         ("strategy.split=3", ["`strategy.split`"]),
         ("strategy=[1", ["`strategy=[1` is not a valid override"]),
         ("sede=1", ["`sede` is not a setting", "Did you mean `seed`?"]),
-        ("network.interface=eth0", ["`network.interface` is not a setting", "Choose an option first, `network=...`"]),
+        (
+            "network.interface=eth0",
+            [
+                "`network.interface` is not a setting",
+                "Choose an option first, `network=...` (auto, interface, loopback)",
+            ],
+        ),
         ("trainer.max_epoch=1", ["`trainer.max_epoch` is not a setting", "Did you mean `max_epochs`?"]),
     ],
 )

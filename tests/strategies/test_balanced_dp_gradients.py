@@ -90,6 +90,7 @@ def test_a_callable_weighs_by_what_the_loss_is_a_mean_over():
     assert relative_difference(by_samples.gradients.after_backward, single.gradients.after_backward) > 1e-2
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_batch_of_which_nothing_counts_leaves_no_gradient():
     """One device leaves it out; its loss would be nan."""
 
