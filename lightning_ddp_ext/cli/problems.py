@@ -97,8 +97,7 @@ def _describe_omegaconf(error: OmegaConfBaseException) -> str:
             group = str(error.full_key).partition(".")[0]
             return (
                 f"`{error.full_key}` is not a setting, because nothing is chosen for `{group}` that has any."
-                f" Choose an option first, `{group}=...` ({_options(group)}), or add a new key,"
-                f" `+{error.full_key}=...`."
+                f" Choose an option first, `{group}=...`{_options(group)}, or add a new key, `+{error.full_key}=...`."
             )
         return f"`{error.full_key}` is not a setting.{_suggest(str(error.key), keys)} Valid: {_listed(sorted(keys))}."
     return f"`{error.full_key}`: {_first_line(error)}." if error.full_key else f"{_first_line(error)}."
@@ -124,9 +123,10 @@ def _suggest(wrong: str, valid: Iterable[str]) -> str:
 
 
 def _options(group: str) -> str:
-    """List the options of a packaged group."""
-    files = importlib.resources.files("lightning_ddp_ext.conf").joinpath(group).iterdir()
-    return _listed(sorted(file.name.removesuffix(".yaml") for file in files))
+    """List the options of a packaged group, in brackets."""
+    folder = importlib.resources.files("lightning_ddp_ext.conf").joinpath(group)
+    options = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir()) if folder.is_dir() else []
+    return f" ({_listed(options)})" if options else ""
 
 
 def _listed(names: Iterable[str]) -> str:
