@@ -109,7 +109,7 @@ def _underlying(store: dist.Store) -> dist.Store:
 def abort_groups() -> None:
     """Abort the collectives of NCCL in every process group; torch's own function is private and forgets the groups.
 
-    gloo takes no notice, see `parallel.connections`.
+    gloo takes no notice, see `parallel.messages.connections`.
     """
     for group in list(c10d._world.pg_names):
         group.abort()

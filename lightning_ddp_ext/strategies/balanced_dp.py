@@ -191,6 +191,8 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         if any(output is None for output in outputs):
             self._warn_of_skip(outputs, scattered)
             return None
+        if not any(scattered.weights):
+            return None  # as one device does that leaves out a batch of which nothing counts
         found = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
         losses = [loss for loss in found if isinstance(loss, Tensor)]
         if len(losses) < len(found):
@@ -223,7 +225,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         self._pending = _PendingBackward(list(losses), leaves, scattered)
         # A chunk that counts nothing is left out: its loss may be a mean over nothing, and 0 * nan is nan.
         terms = [leaf * weight for leaf, weight in zip(leaves, scattered.weights, strict=True) if weight]
-        return torch.stack(terms).sum(0) if terms else torch.zeros_like(leaves[0]).requires_grad_()
+        return torch.stack(terms).sum(0)
 
     def _warn_of_skip(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> None:
         if not self._warned_of_skip and any(output is not None for output in outputs):

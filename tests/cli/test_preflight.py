@@ -159,7 +159,7 @@ def test_devices_are_counted_as_the_trainer_does(monkeypatch, devices):
     assert len(problems(devices=[0, 1, 2])) == 1
     assert problems(devices="auto") == []  # unknown before the Trainer is made
     assert problems(devices=[0, 1, 2], plugins=["my_environment"]) == []
-    for name in ("NODE_RANK", "MASTER_PORT"):  # somebody has set the ranks by hand
+    for name in ("NODE_RANK", "LOCAL_RANK"):  # somebody has set the ranks by hand
         with monkeypatch.context() as by_hand:
             by_hand.setenv(name, "29500")
             assert problems(devices=[0, 1, 2]) == []

@@ -67,6 +67,29 @@ def test_the_watch_ends_with_the_run_even_if_something_else_fails_at_its_end(mon
     assert stops.count(strategy._watch) >= 2  # before the run, and after it
 
 
+def test_a_batch_that_counts_nothing_leaves_gradients_of_batches_before():
+    class Manual(BoringModel):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.gradients = []
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.layer(batch).sum())
+            self.gradients.append(self.layer.weight.grad.clone())
+            if batch_idx == 2:
+                self.optimizers().step()
+
+    weights = iter([1.0, 0.0, 1.0])
+    strategy = DDPCheckpointStrategy(weight_by=lambda batch: next(weights), process_group_backend="gloo")
+    module = Manual()
+    quiet_trainer(strategy, 1, max_steps=1, limit_train_batches=3).fit(module)
+    first, second, third = module.gradients
+    assert first.equal(second)
+    assert not second.equal(third)
+
+
 def test_the_registered_name_makes_the_strategy():
     trainer = Trainer(strategy="ddp_checkpoint", accelerator="cpu", devices=2, logger=False)
     assert type(trainer.strategy) is DDPCheckpointStrategy

@@ -16,7 +16,7 @@ _JOB = "SLURM_JOB_ID"
 _RANK = "SLURM_PROCID"
 _PORT = "MASTER_PORT"
 # Whoever sets one of these starts the processes of each node by other means.
-SET_BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK", _PORT)
+SET_BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK")
 # `srun --pty`: a shell for a person, whatever the number of tasks.
 TERMINAL = "SLURM_PTY_PORT"
 
@@ -150,7 +150,7 @@ def meeting_ports(environment: ClusterEnvironment) -> list[int]:
 
 
 def _is_silent_mistake(num_nodes: int, devices: int) -> bool:
-    if any(variable in os.environ for variable in SET_BY_HAND):
+    if any(variable in os.environ for variable in (*SET_BY_HAND, _PORT)):
         return False
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     return num_nodes > 1 or (TERMINAL not in os.environ and int(tasks) == devices > 1)

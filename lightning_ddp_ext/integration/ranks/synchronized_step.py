@@ -139,7 +139,8 @@ class SynchronizedStep:
         kept = [(parameter, parameter.grad) for parameter in self._module.parameters()]
         for parameter, _ in kept:
             parameter.grad = None
-        yield
+        with self.reducer.disregard():
+            yield
         for parameter, gradient in kept:
             parameter.grad = gradient
 

@@ -1,7 +1,8 @@
 """Gradients on their way from the backward pass into messages."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
@@ -95,6 +96,13 @@ class GradientCollector:
         dist.all_reduce(lost, dist.ReduceOp.MAX, group)
         for parameter, gradient, is_lost in zip(self._parameters, self._aside, lost.tolist(), strict=True):
             parameter.grad = None if is_lost else gradient
+
+    @contextmanager
+    def disregard(self) -> Iterator[None]:
+        """Take no notice of the gradients of a block, which will not stay."""
+        unsynchronized = set(self._unsynchronized)
+        yield
+        self._unsynchronized = unsynchronized
 
     def end(self) -> None:
         """Send the buckets that have not left."""

@@ -5,7 +5,7 @@ Lightning is not needed: see `GradientReducer` for a complete loop in plain torc
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch
@@ -129,6 +129,10 @@ class GradientReducer:
     def strangers(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return those of these parameters that were not part of the module when the reducer was made."""
         return [parameter for parameter in parameters if id(parameter) not in self._known]
+
+    def disregard(self) -> AbstractContextManager[None]:
+        """Take no notice of the gradients that come in a block, and that are thrown away."""
+        return self._collector.disregard()
 
     @contextmanager
     def synchronize(

@@ -36,7 +36,7 @@ class BucketTransport:
         self._group = group
         self._comm_hook = comm_hook
         self._comm_state = group if comm_state is None and takes_group(comm_hook) else comm_state
-        self.keeps_state = self._comm_state is not None and self._comm_state is not group
+        self.keeps_state = not isinstance(self._comm_state, dist.ProcessGroup | None)
         self._under_way: list[tuple[GradientBucket, Any]] = []
 
     def send(self, bucket: GradientBucket) -> None:
