@@ -8,11 +8,15 @@ from tests.processes import run_processes
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_scenario_gives_the_gradient_of_one_process_and_identical_ranks(world_size):
+def test_every_scenario_gives_the_gradient_of_one_process_and_identical_ranks(world_size, capsys):
     verdicts = run_processes(ranks.play_matrix, world_size, timeout=120)
     cells = {(name, mode) for name, mode, _ in verdicts[0]}
     failed = {cell: verdict for by_cell in verdicts for cell, verdict in by_cell.items() if not verdict.passed}
-    print(f"{len(cells - {cell[:2] for cell in failed})} of {len(cells)} scenario cells on {world_size} ranks")
+    with capsys.disabled():
+        print(
+            f"\n{len(cells - {cell[:2] for cell in failed})} of {len(cells)} scenario cells on {world_size} ranks ",
+            end="",
+        )
     assert not failed
     assert len(cells) == len(SCENARIOS) * len(MODES) == 36
 
