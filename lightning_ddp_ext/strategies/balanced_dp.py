@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,19 +21,11 @@ from lightning_ddp_ext.arguments import check_integer
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.clusters.connecting import check_objects
 from lightning_ddp_ext.integration.replicas.batch_split import BatchSplit
+from lightning_ddp_ext.integration.replicas.combined_loss import CombinedLoss
 from lightning_ddp_ext.integration.replicas.replicated_step import BatchRecord, ReplicatedModule, ScatteredBatch
 from lightning_ddp_ext.parallel.batches.gathering import gather
 from lightning_ddp_ext.parallel.batches.weighting import WeightBy, check_weight_by
 from lightning_ddp_ext.strategies.single_process import SingleProcessStrategy
-
-
-@dataclass(slots=True)
-class _PendingBackward:
-    """The replicas' losses, waiting for the gradient of the batch's loss."""
-
-    losses: list[Tensor]
-    leaves: list[Tensor]
-    scattered: ScatteredBatch
 
 
 class BalancedDataParallelStrategy(SingleProcessStrategy):
@@ -109,7 +100,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         self._replicated: ReplicatedModule | None = None
         self._last = BatchRecord([], [])
         self._unobserved: BatchRecord | None = None
-        self._pending: _PendingBackward | None = None
+        self._pending: CombinedLoss | None = None
         self._dataloader_idx = 0
         self._warned_of_skip = False
         super().__init__(
@@ -197,11 +188,11 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         losses = [loss for loss in found if isinstance(loss, Tensor)]
         if len(losses) < len(found):
             return outputs[0]  # type: ignore[no-any-return]  # the Trainer says what is wrong with it
-        loss = self._combine(losses, scattered)
+        self._pending = CombinedLoss(losses, scattered, self.root_device)
         if not isinstance(outputs[0], Mapping):
-            return loss
+            return self._pending.value
         extras = [{name: value for name, value in output.items() if name != "loss"} for output in outputs]
-        return {"loss": loss, **gather(extras, scattered.active_sizes, self.root_device, self.batch_dim)}
+        return {"loss": self._pending.value, **gather(extras, scattered.active_sizes, self.root_device, self.batch_dim)}
 
     def _run(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], ScatteredBatch]:
         if self._replicated is None:
@@ -218,14 +209,6 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         last, self._unobserved = self._unobserved, None
         if last is not None:
             self._split.observe(last)
-
-    def _combine(self, losses: Sequence[Tensor], scattered: ScatteredBatch) -> Tensor:
-        """Combine detached losses: Lightning runs its backward (precision, accumulation, overrides) on this sum."""
-        leaves = [loss.detach().to(self.root_device).requires_grad_(loss.requires_grad) for loss in losses]
-        self._pending = _PendingBackward(list(losses), leaves, scattered)
-        # A chunk that counts nothing is left out: its loss may be a mean over nothing, and 0 * nan is nan.
-        terms = [leaf * weight for leaf, weight in zip(leaves, scattered.weights, strict=True) if weight]
-        return torch.stack(terms).sum(0)
 
     def _warn_of_skip(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> None:
         if not self._warned_of_skip and any(output is not None for output in outputs):
@@ -256,7 +239,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         if pending is None:
             raise RuntimeError("`backward` was called without a loss from `training_step`.")
         assert self._replicated is not None
-        self._replicated.backward(pending.losses, [leaf.grad for leaf in pending.leaves], pending.scattered)
+        pending.backward(self._replicated)
         self._unobserved = self._last
 
     @override
@@ -290,12 +273,6 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._split.load_state_dict(checkpoint)
         return checkpoint
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 
     @override
     def teardown(self) -> None:

@@ -20,8 +20,9 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep.mirroring import mirror_training
 from lightning_ddp_ext.integration.lockstep.ranked_loaders import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.integration.lockstep.steps import Lockstep
+from lightning_ddp_ext.integration.ranks.reductions import widened
 from lightning_ddp_ext.parallel.gradients.transport import takes_group
-from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, widened
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
 class DDPJoinStrategy(ExplicitDDPStrategy):
@@ -190,11 +191,12 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
         lockstep = self._lockstep
-        tensor = widened(tensor, reduce_op)
         if lockstep is None or group is not None:
             return super().reduce(tensor, group, reduce_op)
         reduce = functools.partial(super().reduce, group=lockstep.active_group, reduce_op=reduce_op)
-        return lockstep.logged.reduce(tensor, reduce_op, reduce) if isinstance(reduce_op, str) else reduce(tensor)
+        if not isinstance(reduce_op, str):
+            return reduce(tensor)
+        return lockstep.logged.reduce(widened(tensor, reduce_op), reduce_op, reduce)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

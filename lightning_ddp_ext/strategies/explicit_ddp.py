@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,25 +15,25 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import surround_launch, takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning import surround_launch
 from lightning_ddp_ext._compat.loops import restore_signal_handling
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
-from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.checkpoints.atomic_checkpoint_io import AtomicSaving
 from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
 from lightning_ddp_ext.integration.clusters.connecting import Connection, check_objects, check_start_method
 from lightning_ddp_ext.integration.ranks.loader_workers import shield_workers
 from lightning_ddp_ext.integration.ranks.preemption import leave_at_once
+from lightning_ddp_ext.integration.ranks.recomputing import Recomputing
+from lightning_ddp_ext.integration.ranks.reductions import widened
 from lightning_ddp_ext.integration.ranks.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
-from lightning_ddp_ext.integration.ranks.synchronized_step import SynchronizedStep
+from lightning_ddp_ext.integration.ranks.synchronized_step import SynchronizedStep, check_weighable
 from lightning_ddp_ext.parallel.batches.weighting import WeightBy, check_weight_by
 from lightning_ddp_ext.parallel.consistency.setups import (
     compare_setups,
@@ -41,17 +42,15 @@ from lightning_ddp_ext.parallel.consistency.setups import (
 )
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 from lightning_ddp_ext.parallel.gradients.transport import CommHook
-from lightning_ddp_ext.parallel.recomputation.activation_checkpointing import (
-    ActivationCheckpointing,
-    ActivationCheckpointingPolicy,
-)
+from lightning_ddp_ext.parallel.recomputation.activation_checkpointing import ActivationCheckpointingPolicy
+from lightning_ddp_ext.strategies.registered import Registered
 from lightning_ddp_ext.strategies.unknown_arguments import refuse_unknown
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
 _ONE_MINUTE = timedelta(minutes=1)
 
 
-class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
+class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy):
     """The base of the strategies with one process per device: gradients that are right after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -93,8 +92,6 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         NetworkInterfaceError: If this host has no such interface.
     """
 
-    strategy_name = ""
-
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -120,11 +117,17 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         refuse_unknown(unknown, ExplicitDDPStrategy)
         check_weight_by(weight_by)
         check_bucket_cap(bucket_cap_mb)
-        check_objects(
-            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper, model_averaging_period=model_averaging_period,
-        )  # fmt: skip
+        objects: dict[str, Any] = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+            "ddp_comm_hook": ddp_comm_hook,
+            "ddp_comm_wrapper": ddp_comm_wrapper,
+            "model_averaging_period": model_averaging_period,
+        }
+        check_objects(**objects)
         check_start_method(start_method)
         timeout = as_timeout("timeout", _THIRTY_MINUTES if timeout is None else timeout)
         self._connection = Connection(
@@ -136,15 +139,8 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         self._connection.check_arguments()
         self._watch = StallWatch(stall_timeout)
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+            **objects,
             ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -155,19 +151,10 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
             self._comm_hook = ddp_comm_wrapper(ddp_comm_hook)
         self._comm_state = ddp_comm_state
-        self._recomputing = (
-            None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
-        )
-        self._reported_recomputing = False
+        self._recomputing = Recomputing(activation_checkpointing)
         self._step: SynchronizedStep | None = None
         self._run: ResumableRun | None = None
         self._resumed: dict[str, Any] | None = None
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -196,15 +183,9 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        if callable(self.weight_by) and takes_dataloader_iter(self._module, "training_step"):
-            raise UnsupportedFeatureError(
-                "`training_step(self, dataloader_iter)` fetches batches itself, so that a callable `weight_by` has none"
-                " to weigh. Take the batch instead, or leave `weight_by` out: each batch then counts once."
-            )
+        check_weighable(self._module, self.weight_by)
         compare_setups({**describe_versions(), **describe_arguments(self._arguments())})
-        if self._recomputing is not None:
-            self._recomputing.apply(self.model)
-            self._reported_recomputing = False
+        self._recomputing.start(self.model)
         reducer = GradientReducer(
             self.model,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -238,7 +219,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         # `on_after_backward` fires here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
-        self._report_recomputing()
+        self._recomputing.report()
         return closure_loss
 
     def _run_backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
@@ -248,11 +229,6 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         """Synchronise the gradients of a backward pass, unless that is put off."""
         assert self._step is not None
         return self._step.synchronize()
-
-    def _report_recomputing(self) -> None:
-        if self._recomputing is not None and not self._reported_recomputing:
-            self._reported_recomputing = True
-            rank_zero_info(f"On each rank, {self._recomputing.report}.")
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -266,15 +242,8 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        step = self._step
-        assert step is not None
-
-        def watched() -> Any:
-            loss = step.watch(closure, optimizer)
-            # It decides from the loss how often to evaluate and how far to go, which must be the same on every rank.
-            return step.mean(loss) if isinstance(optimizer, LBFGS) and loss is not None else loss
-
-        return super().optimizer_step(optimizer, watched, model, **kwargs)
+        assert self._step is not None
+        return super().optimizer_step(optimizer, partial(self._step.watch, closure, optimizer), model, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -315,9 +284,8 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         with ExitStack() as stack:  # the last first, and the others too if one fails
             stack.callback(self._watch.stop)
             stack.callback(super().teardown)
-            if self._recomputing is not None and self.lightning_module is not None:
-                stack.callback(self._recomputing.remove, self.lightning_module)
             if self.lightning_module is not None:
+                stack.callback(self._recomputing.stop, self.lightning_module)
                 stack.callback(restore_signal_handling, self._module.trainer)
             if self._run is not None:
                 stack.callback(self._run.close)
@@ -334,7 +302,7 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
             "bucket_cap_mb": self.bucket_cap_mb,
             "weight_by": self.weight_by,
             "ddp_comm_hook": self._comm_hook,
-            "activation_checkpointing": self._recomputing is not None and self._recomputing.policy,
+            "activation_checkpointing": self._recomputing.policy,
             "stall_timeout": self._watch.limit,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -346,10 +314,3 @@ class ExplicitDDPStrategy(DataOnlyLoading, AtomicSaving, DDPStrategy):
         module = self.lightning_module
         assert module is not None
         return module
-
-
-def widened(tensor: Any, reduce_op: dist.ReduceOp | str | None) -> Any:
-    """Return whole numbers as floating-point ones if their mean is wanted, which Lightning would cut off."""
-    is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-    is_whole = isinstance(tensor, Tensor) and not tensor.is_floating_point() and not tensor.is_complex()
-    return tensor.double() if is_mean and is_whole else tensor

@@ -9,11 +9,12 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
+from lightning_ddp_ext.strategies.registered import Registered
 
 T = TypeVar("T")
 
 
-class SingleProcessStrategy(DataOnlyLoading, ParallelStrategy):
+class SingleProcessStrategy(Registered, DataOnlyLoading, ParallelStrategy):
     """Several devices, one process: there is one rank, and nothing to communicate.
 
     Raises:
@@ -79,7 +80,7 @@ class SingleProcessStrategy(DataOnlyLoading, ParallelStrategy):
 
     @property
     def _registered_name(self) -> str:
-        return str(getattr(self, "strategy_name", type(self).__name__))
+        return self.strategy_name or type(self).__name__
 
     @override
     def _configure_launcher(self) -> None:

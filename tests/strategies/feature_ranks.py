@@ -14,13 +14,14 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 
 from lightning_ddp_ext import DDPCheckpointStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency
 from tests.strategies.ddp_modules import CLASSES, FEATURES, Classifier
-from tests.strategies.ddp_ranks import batches_of, digest_of, quiet_trainer
+from tests.strategies.ddp_ranks import batches_of, digest_of, make_batch, quiet_trainer
 
 
 class Normalised(Classifier):
@@ -73,6 +74,27 @@ def fit_features(folder: str) -> dict[str, tuple[str, str]]:
         except Exception:
             found[name] = "", traceback.format_exc()
     return found
+
+
+def fit_scaled(sizes: list[int]) -> tuple[str, float]:
+    """Train with a gradient scaler on batches of which those of one sample count nothing.
+
+    Returns:
+        A digest, and the scale at the end.
+    """
+    torch.set_num_threads(1)
+    seed_everything(0, verbose=False)
+    made = [make_batch(int(os.environ["RANK"]), size, size) for size in sizes]
+    batches = [(features.float(), labels) for features, labels in made]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+    trainer = quiet_trainer(
+        strategy=DDPCheckpointStrategy(weight_by=lambda batch: len(batch[1]) - 1),
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        max_epochs=2,
+    )
+    module = Classifier(torch.optim.Adam)
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    return digest_of(module, trainer), scaler.get_scale()
 
 
 def log_ones() -> dict[str, float]:

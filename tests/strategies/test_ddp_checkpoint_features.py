@@ -30,6 +30,13 @@ def test_the_mean_over_an_odd_number_of_samples_is_right():
     assert run_processes(ranks.log_ones, 2, timeout=60) == [{"training": 1.0, "validation": 1.0}] * 2
 
 
+def test_a_batch_that_counts_nothing_on_any_rank_is_left_out_under_a_gradient_scaler():
+    """torch's scaler stops at an optimizer without any gradient."""
+    with_it, without = (run_processes(ranks.fit_scaled, 2, sizes, timeout=100) for sizes in ([3, 1, 4], [3, 4]))
+    assert with_it[0] == with_it[1] == without[0] == without[1]
+    assert without != run_processes(ranks.fit_scaled, 2, [3, 2, 4], timeout=100)
+
+
 def test_recomputed_layers_change_nothing(found):
     assert found[0]["recomputed layers"][0] == found[0]["plain"][0]
 

@@ -1,15 +1,10 @@
-"""`run_processes` returns what ranks return, or says in bounded time why not, and leaves no process behind."""
+"""`run_processes` returns what ranks return, or says in bounded time why not."""
 
 import functools
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,23 +13,13 @@ import pytest
 from lightning_ddp_ext.testing import RankError, RankTimeoutError, run_processes
 
 from . import rank_functions as ranks
-from .helpers import SCRIPT_HEADER, is_running, raises_with, read_pids, wait_until
+from .helpers import raises_with
 
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True, scope="module", params=["fresh", pytest.param("forked", marks=pytest.mark.slow)])
-def _start(request: pytest.FixtureRequest) -> Iterator[None]:
-    """All of this holds for both kinds of ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "forked":
-            patch.setitem(globals(), "run_processes", functools.partial(run_processes, preload=("json",)))
-            run_processes(ranks.rank, 1)  # now there is the process that forks others
-        yield
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("kind_of_ranks")]
 
 
 @pytest.fixture(scope="module")
-def healthy_run(_start: None) -> tuple[list[float], float]:
+def healthy_run(kind_of_ranks: None) -> tuple[list[float], float]:
     """Results of a collective that completes, and its seconds: the measure for the limit of one that does not."""
     started = time.monotonic()
     results = run_processes(ranks.all_reduce_ranks, 2, timeout=100)
@@ -254,54 +239,3 @@ def test_stopped_rank_is_reported_and_killed() -> None:
     ):
         run_processes(ranks.stop_rank_0, 2, timeout=4)
     assert set(psutil.Process().children()) <= before
-
-
-# Nothing survives
-
-
-@pytest.mark.parametrize("new_group", [False, True])
-def test_grandchildren_of_finished_ranks_are_killed(tmp_path: Path, new_group: bool) -> None:
-    run_processes(ranks.record_pids, 2, tmp_path, new_group)
-    pids = read_pids(tmp_path)
-    assert len(pids) == 4
-    assert not [pid for pid in pids if is_running(pid)]
-
-
-def test_grandchildren_of_hanging_ranks_are_killed(tmp_path: Path) -> None:
-    with pytest.raises(RankTimeoutError):
-        run_processes(ranks.record_pids_and_hang, 2, tmp_path, timeout=4)
-    pids = read_pids(tmp_path)
-    assert len(pids) == 4
-    assert not [pid for pid in pids if is_running(pid)]
-
-
-def test_keyboard_interrupt_kills_everything(tmp_path: Path) -> None:
-    alive: list[bool] = []
-
-    def interrupt() -> None:
-        wait_until(lambda: len(read_pids(tmp_path)) == 4)
-        alive.extend(is_running(pid) for pid in read_pids(tmp_path))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_processes(ranks.record_pids_and_hang, 2, tmp_path, timeout=20)
-    thread.join()
-    assert alive == [True] * 4
-    assert not [pid for pid in read_pids(tmp_path) if is_running(pid)]
-
-
-def test_ranks_end_when_the_parent_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        SCRIPT_HEADER + "import pathlib, rank_functions\n"
-        f"run_processes(rank_functions.record_pids_and_hang, 2, pathlib.Path({str(tmp_path)!r}), timeout=100)\n"
-    )
-    # What a killed parent cannot clean up goes with the folder of this test.
-    with subprocess.Popen([sys.executable, str(script)], env={**os.environ, "TMPDIR": str(tmp_path)}) as parent:
-        wait_until(lambda: len(read_pids(tmp_path)) == 4)
-        pids = read_pids(tmp_path)
-        assert all(is_running(pid) for pid in pids)
-        parent.kill()
-    wait_until(lambda: not any(is_running(pid) for pid in pids), seconds=5)

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import leaves_out_backward
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.ranks.preemption import Departure
 from lightning_ddp_ext.integration.ranks.step_guard import StepGuard
 from lightning_ddp_ext.parallel.batches.weighting import GradientWeights, WeightBy
@@ -156,6 +158,11 @@ class SynchronizedStep:
     def watch(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """Run an optimizer's closure, and see to it that gradients and buffers have been synchronised.
 
+        Returns:
+            The loss; for L-BFGS the mean over the ranks, since it decides from the loss how often to evaluate and how
+            far to go. None if a gradient scaler would find no gradient because no batch counts: Lightning's precision
+            plugins then leave the step out.
+
         Raises:
             UnsynchronizedGradientsError: If gradients of the optimizer's parameters have not, see `StepGuard`.
         """
@@ -166,9 +173,18 @@ class SynchronizedStep:
             with self.synchronize():
                 pass
         self._guard.check(optimizer)  # not every optimizer of Lightning is one of torch, whose steps are all seen
-        return loss
+        if loss is None or self._leaves_scaler_nothing(optimizer):
+            return None
+        return self._mean(loss) if isinstance(optimizer, LBFGS) else loss
 
-    def mean(self, loss: Tensor) -> Tensor:
+    def _leaves_scaler_nothing(self, optimizer: Optimizer) -> bool:
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        report = self.reducer.report
+        if scaler is None or report is None or report.total_weight or not self._module.automatic_optimization:
+            return False
+        return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
+
+    def _mean(self, loss: Tensor) -> Tensor:
         """Return the mean of the last loss over the ranks, by weight."""
         weight = torch.tensor(self._last_weight, dtype=torch.float64, device=loss.device)
         weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(weight)
@@ -179,3 +195,16 @@ class SynchronizedStep:
         """Stop watching the module and optimizers."""
         self._guard.close()
         self.reducer.close()
+
+
+def check_weighable(module: LightningModule, weight_by: WeightBy) -> None:
+    """Check that there are batches to weigh.
+
+    Raises:
+        UnsupportedFeatureError: If a callable is to weigh batches that the training step fetches itself.
+    """
+    if callable(weight_by) and takes_dataloader_iter(module, "training_step"):
+        raise UnsupportedFeatureError(
+            "`training_step(self, dataloader_iter)` fetches batches itself, so that a callable `weight_by` has none"
+            " to weigh. Take the batch instead, or leave `weight_by` out: each batch then counts once."
+        )
