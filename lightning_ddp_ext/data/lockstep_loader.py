@@ -4,7 +4,7 @@ import copy
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,6 +61,55 @@ def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> fl
     return min(lengths) if uneven_inputs == "stop" else max(lengths)
 
 
+class Votes:
+    """Votes of the ranks on whether there is another step, one at a time: each is cast, and then counted.
+
+    A vote is a message of its own that is under way while a step is computed, unless ranks tell each other something in
+    every step anyway: then it travels with that.
+
+    Args:
+        group: The ranks, over a back-end that has CPU tensors.
+        travel: Whether votes may travel with something else. Where none does, ranks wait for the message.
+
+    Attributes:
+        own: What this rank has voted last.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, travel: bool = False) -> None:
+        self.own = False
+        self._group = group
+        self._travel = travel
+        self._sent: tuple[torch.Tensor, Any] | None = None
+        self._counted: list[bool] | None = None
+
+    def cast(self, has_batch: bool) -> None:
+        """Vote on the next step.
+
+        Args:
+            has_batch: Whether this rank has a batch for it.
+        """
+        self.own = has_batch
+        self._counted = None
+        self._sent = None if self._travel else self._send()
+
+    def take(self, votes: Iterable[float]) -> None:
+        """Take what ranks have told each other: `own` of each."""
+        self._counted = [bool(vote) for vote in votes]
+
+    def count(self) -> list[bool]:
+        """Return which ranks have a batch."""
+        if self._counted is None:
+            votes, work = self._sent or self._send()
+            work.wait()
+            self._counted = votes.bool().tolist()
+        return self._counted
+
+    def _send(self) -> tuple[torch.Tensor, Any]:
+        votes = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
+        votes[dist.get_rank(self._group)] = self.own
+        return votes, dist.all_reduce(votes, group=self._group, async_op=True)
+
+
 class LockstepLoader:
     """Iterates over a source, and goes on with batches that do not count while other ranks still have some.
 
@@ -68,8 +117,8 @@ class LockstepLoader:
     hooks see something of the right form; a rank that never had any gets the first batch of another rank, as far as it
     can be sent without running code, see `packing.pack`.
 
-    Where every rank knows its length, no vote is needed. Otherwise ranks vote on whether there is another
-    step, one batch ahead, so that the vote is under way while a step is computed.
+    Where every rank knows its length, no vote is needed. Otherwise ranks vote on whether there is another step, one
+    batch ahead, see `Votes`.
 
     Args:
         source: Makes the batches of this rank, each time it is iterated over.
@@ -78,6 +127,7 @@ class LockstepLoader:
         uneven_inputs: See `number_of_steps`.
         limit: Number of steps after which to stop in any case.
         skip: Steps that have been made before, in the run that this one resumes.
+        votes: How ranks vote; by default each time with a message.
 
     Attributes:
         length: Number of steps, if it is known, before the first one.
@@ -98,12 +148,13 @@ class LockstepLoader:
         uneven_inputs: UnevenInputs = "join",
         limit: float = float("inf"),
         skip: int = 0,
+        votes: Votes | None = None,
     ) -> None:
         self._source = source
         self._lengths = lengths
         self._group = group
         self._rank = dist.get_rank(group)
-        self._world_size = dist.get_world_size(group)
+        self._votes = votes or Votes(group)
         self._uneven_inputs = uneven_inputs
         self._limit = limit
         self._skip = skip
@@ -142,8 +193,8 @@ class LockstepLoader:
         self._pass_over(batches, self._skip)
         step = self._skip
         has_batch, batch = _advance(batches)
-        count_votes = self._vote(has_batch)
-        while any(present := count_votes()) and step < self._limit:
+        self._votes.cast(has_batch)
+        while any(present := self._votes.count()) and step < self._limit:
             if self._uneven_inputs != "join" and not all(present):
                 self._end_early(present, step)
                 return
@@ -152,7 +203,7 @@ class LockstepLoader:
                 has_batch, batch = _advance(batches)
                 if not has_batch:
                     self._keep(given)
-            count_votes = self._vote(has_batch)
+            self._votes.cast(has_batch)
             yield self._take_turn(present, given)
             step += 1
 
@@ -192,17 +243,6 @@ class LockstepLoader:
     def _keep(self, batch: Any) -> None:
         """Keep a copy of the last batch, to stand in for those that are missing."""
         self._filler, self._has_filler = copy.deepcopy(batch), True
-
-    def _vote(self, has_batch: bool) -> Callable[[], list[bool]]:
-        votes = torch.zeros(self._world_size, dtype=torch.int32)
-        votes[self._rank] = has_batch
-        work = dist.all_reduce(votes, group=self._group, async_op=True)
-
-        def count() -> list[bool]:
-            work.wait()
-            return votes.bool().tolist()
-
-        return count
 
     def _end_early(self, present: Sequence[bool], step: int) -> None:
         missing = [rank for rank, has_batch in enumerate(present) if not has_batch]

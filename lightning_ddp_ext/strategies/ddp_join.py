@@ -98,6 +98,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             self._lockstep = Lockstep(
                 trainer, self._module, self.uneven_inputs, self._timeout, own, self._watch, fetches
             )
+            if self._step is not None:
+                self._step.votes = self._lockstep.votes
 
     @property
     @override

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.data.lockstep_loader import LockstepLoader
+from lightning_ddp_ext.data.lockstep_loader import LockstepLoader, Votes
 from lightning_ddp_ext.errors import DDPExtError
 
 
@@ -56,10 +56,22 @@ def iterate(cases: Sequence[tuple[Sequence[int], bool, dict[str, Any]]]) -> list
     found = []
     for lengths, sized, options in cases:
         stream = Stream(rank, options.pop("true_length", lengths)[rank])
-        loader = LockstepLoader(stream, list(lengths) if sized else None, dist.group.WORLD, **options)
+        votes = Votes(dist.group.WORLD, travel=options.pop("votes_travel", False))
+        loader = LockstepLoader(stream, list(lengths) if sized else None, dist.group.WORLD, **options, votes=votes)
         try:
-            epochs = [[(batch, turn.active, turn.is_ghost, turn.is_tail) for batch, turn in loader] for _ in range(2)]
+            epochs = [list(_make_steps(loader, votes)) for _ in range(2)]
             found.append((epochs, loader.left_out, stream.asked))
         except DDPExtError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def _make_steps(loader: LockstepLoader, votes: Votes) -> Iterator[tuple[Any, ...]]:
+    """Iterate; in every second step ranks tell each other their votes."""
+    for number, (batch, turn) in enumerate(loader):
+        if number % 2:
+            told = torch.zeros(dist.get_world_size())
+            told[dist.get_rank()] = votes.own
+            dist.all_reduce(told)
+            votes.take(told.tolist())
+        yield batch, turn.active, turn.is_ghost, turn.is_tail

@@ -3,6 +3,7 @@
 import pytest
 from torch.utils.data import DataLoader
 
+from lightning_ddp_ext.data.lockstep_loader import Votes
 from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
 from lightning_ddp_ext.data.unpadded_sampler import UnpaddedDistributedSampler
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -21,7 +22,9 @@ def test_an_epoch_that_is_shorter_than_the_one_that_was_left_is_refused():
 def make_lockstep(group, between):
     sampler = UnpaddedDistributedSampler(range(10), 1, 0, shuffle=False)
     loader = RankedLoader(DataLoader(range(10), batch_size=2, sampler=sampler), group)
-    lockstep = ResumableLockstepLoader([loader], "max_size_cycle", group, "join", RepeatableFetches(), between.append)
+    lockstep = ResumableLockstepLoader(
+        [loader], "max_size_cycle", group, "join", Votes(group), RepeatableFetches(), between.append
+    )
     lockstep.limits = [float("inf")]
     return lockstep, sampler
 

@@ -53,6 +53,10 @@ EXPECTED = {
     "a_buffer_that_is_not_dense": 0.0,
     "what_torch_is_told_to_ignore": [*[True] * 6, [], 0.0],
     "frozen_layers_stop_travelling": (2, EXACT),
+    "what_ranks_tell_travels_with_the_gradients": {
+        **{f"torch.{name}": (1, True) for name in ("float64", "float32", "float16", "bfloat16")},
+        "torch.complex64": (2, True),
+    },
     "a_stop_that_one_rank_wants_reaches_all": [False, True, False],
     "gradients_outside_a_synchronisation_are_noticed": [True, False, False],
     "allreduce_hook": FLOAT32,

@@ -202,6 +202,15 @@ def test_steps_for_averaged_weights_synchronise_what_they_log(found):
     assert [found[rank]["values_of_steps_for_averaged_weights"] for rank in RANKS] == [means] * 3
 
 
+@pytest.mark.parametrize("name", ["sized", "stream", "accumulated stream"])
+def test_a_step_is_one_message_whether_loaders_know_their_length_or_not(found, name):
+    """Of a small model; its first step takes more."""
+    for rank in RANKS:
+        later, first = found[rank]["messages"][name]
+        assert later == [1, 1, 1]
+        assert first > 1
+
+
 @pytest.mark.parametrize("steps", [1, 3, 6])
 def test_a_resumed_run_ends_as_the_whole_one(found, steps):
     for rank in RANKS:

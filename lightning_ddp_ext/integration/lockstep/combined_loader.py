@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from typing_extensions import override
 
-from lightning_ddp_ext.data.lockstep_loader import LockstepLoader, Turn, UnevenInputs, number_of_steps
+from lightning_ddp_ext.data.lockstep_loader import LockstepLoader, Turn, UnevenInputs, Votes, number_of_steps
 
 ENDLESS = float("inf")
 
@@ -24,16 +24,20 @@ class LockstepCombinedLoader(CombinedLoader):
         mode: See `CombinedLoader`.
         group: The ranks, over a back-end that has CPU tensors.
         uneven_inputs: See `number_of_steps`.
+        votes: How ranks vote on whether there is another step.
 
     Attributes:
         turns: Which ranks have data, for each batch that was fetched and not yet taken.
     """
 
-    def __init__(self, iterables: Any, mode: Any, group: dist.ProcessGroup, uneven_inputs: UnevenInputs) -> None:
+    def __init__(
+        self, iterables: Any, mode: Any, group: dist.ProcessGroup, uneven_inputs: UnevenInputs, votes: Votes
+    ) -> None:
         super().__init__(iterables, mode)
         self.turns: deque[Turn] = deque()
         self._group = group
         self._uneven_inputs = uneven_inputs
+        self._votes = votes
         self._said: set[int] = set()
         self._steps: Iterator[tuple[Any, Turn, int, int]] = iter(())
 
@@ -85,7 +89,7 @@ class LockstepCombinedLoader(CombinedLoader):
     def _make_steps(
         self, source: Iterable[Any], lengths: list[int] | None, limit: float, dataloader_idx: int, skip: int = 0
     ) -> Iterator[tuple[Any, Turn, int, int]]:
-        steps = LockstepLoader(source, lengths, self._group, self._uneven_inputs, limit, skip)
+        steps = LockstepLoader(source, lengths, self._group, self._uneven_inputs, limit, skip, self._votes)
         for number, (batch, turn) in enumerate(steps, skip):
             self._say_what_is_left_out(steps, dataloader_idx)
             yield batch, turn, number, dataloader_idx

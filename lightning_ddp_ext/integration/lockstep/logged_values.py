@@ -21,9 +21,9 @@ from lightning_ddp_ext._compat.lightning_logging import (
     unwatch_logging,
     watch_logging,
 )
-from lightning_ddp_ext.data.lockstep_loader import Turn
+from lightning_ddp_ext.data.lockstep_loader import Turn, Votes
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.parallel.messages.exchange import gather_integer, gather_objects
+from lightning_ddp_ext.parallel.messages.exchange import gather_integer, gather_integers, gather_objects
 
 _HASH_BITS = 31
 _REDUCING = -1  # noted where a value is reduced outside of a step, by Lightning or by the user
@@ -42,6 +42,7 @@ class LoggedValues:
     Args:
         trainer: The Trainer.
         module: Its module.
+        votes: What travels with the keys of a training step.
         group: The ranks, over a back-end for the module's device and for CPU tensors.
         end_batch: Called after the last hook of a batch.
         end_epoch: Called at the end of an epoch, when every rank has got there.
@@ -51,12 +52,14 @@ class LoggedValues:
         self,
         trainer: Trainer,
         module: LightningModule,
+        votes: Votes,
         group: dist.ProcessGroup,
         end_batch: Callable[[], None],
         end_epoch: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._module = module
+        self._votes = votes
         self._group = group
         self._turn: Turn | None = None
         self._in_step = False
@@ -122,7 +125,10 @@ class LoggedValues:
             LoggedKeysError: If ranks have logged different keys.
         """
         if notes is None and (self._pending or self._trainer.training or self._begins_evaluation):
-            notes = gather_integer(self.note, self._group)
+            told = gather_integers([self.note, self._votes.own], self._group)
+            notes = [note for note, _ in told]
+            if self._trainer.training:
+                self._votes.take([vote for _, vote in told])
         self._begins_evaluation = self._trainer.training
         if notes is not None:
             active = range(len(notes)) if self._turn is None else self._turn.active

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
-from lightning_ddp_ext.data.lockstep_loader import UnevenInputs
+from lightning_ddp_ext.data.lockstep_loader import UnevenInputs, Votes
 from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
 from lightning_ddp_ext.data.unpadded_sampler import UnpaddedDistributedSampler
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -34,6 +34,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         mode: See `LockstepCombinedLoader`.
         group: See `LockstepCombinedLoader`.
         uneven_inputs: See `LockstepCombinedLoader`.
+        votes: See `LockstepCombinedLoader`.
         fetches: Knows the random states of this process.
         reload_after_epoch: Called if this epoch has another length than the next one, with what to do between them.
     """
@@ -44,10 +45,11 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         mode: Any,
         group: dist.ProcessGroup,
         uneven_inputs: UnevenInputs,
+        votes: Votes,
         fetches: RepeatableFetches,
         reload_after_epoch: Callable[[Callable[[], None]], None],
     ) -> None:
-        super().__init__(iterables, mode, group, uneven_inputs)
+        super().__init__(iterables, mode, group, uneven_inputs, votes)
         self._fetches = fetches
         self._reload_after_epoch = reload_after_epoch
         self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one

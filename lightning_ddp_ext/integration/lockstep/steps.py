@@ -28,7 +28,7 @@ from lightning_ddp_ext._compat.torchmetrics import (
     unwatch_synchronization,
     watch_synchronization,
 )
-from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs
+from lightning_ddp_ext.data.lockstep_loader import Turn, UnevenInputs, Votes
 from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep.combined_loader import LockstepCombinedLoader
@@ -74,6 +74,7 @@ class Lockstep:
         self._uneven_inputs = uneven_inputs
         self._fetches = fetches
         self._tail = TailCollectives([self.group, *own], timeout)
+        self.votes = Votes(self.group, travel=True)
         self._messages = RankMessages(self.group, timeout, watch.failure)
         watch.on_failure(self._messages.wake)
         self._metrics: list[Metric] = []
@@ -82,7 +83,7 @@ class Lockstep:
         self._last_tail: Turn | None = None
         self._is_among_active = False
         self._turn_stack = ExitStack()
-        self.logged = LoggedValues(trainer, module, self.group, self._end_batch, self._messages.forget)
+        self.logged = LoggedValues(trainer, module, self.votes, self.group, self._end_batch, self._messages.forget)
         replace_loaders(trainer, self._combine)
         watch_synchronization(synchronize_lists)
 
@@ -232,6 +233,7 @@ class Lockstep:
         if is_training and self._fetches is not None:
             reload_after_epoch = partial(reload_training_data_after_epoch, self._trainer)
             return ResumableLockstepLoader(
-                given, mode, self.group, self._uneven_inputs, self._fetches, reload_after_epoch
+                given, mode, self.group, self._uneven_inputs, self.votes, self._fetches, reload_after_epoch
             )
-        return LockstepCombinedLoader(given, mode, self.group, "join")  # evaluation counts every sample in any case
+        # Evaluation counts every sample in any case.
+        return LockstepCombinedLoader(given, mode, self.group, "join", Votes(self.group))

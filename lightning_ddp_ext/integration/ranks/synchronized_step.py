@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import leaves_out_backward
+from lightning_ddp_ext.data.lockstep_loader import Votes
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.ranks.preemption import Departure
 from lightning_ddp_ext.integration.ranks.step_guard import StepGuard
@@ -32,6 +33,7 @@ class SynchronizedStep:
 
     Attributes:
         ranks_with_data: Number of ranks that have a batch now.
+        votes: What is to travel with the gradients, if there is such a thing.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SynchronizedStep:
         self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
         self.ranks_with_data = trainer.world_size
+        self.votes: Votes | None = None
 
     def begin(self, batch: Any) -> None:
         """Weigh a micro-batch.
@@ -77,9 +80,9 @@ class SynchronizedStep:
 
     @property
     def notes(self) -> Sequence[float] | None:
-        """What ranks told each other in the last synchronisation, if this backward pass was synchronised."""
+        """The `note` of each rank in the last synchronisation, if this backward pass was synchronised."""
         report = self.reducer.report
-        return None if self._blocked or report is None else report.notes
+        return None if self._blocked or report is None else [note for note, _ in report.notes]
 
     @property
     def batch_weight(self) -> float:
@@ -111,7 +114,7 @@ class SynchronizedStep:
         """Synchronise the gradients of a backward pass, unless an accumulation window goes on.
 
         Args:
-            note: See `GradientReducer.synchronize`.
+            note: A number that the other ranks are told.
         """
         if self._blocked:
             yield
@@ -126,8 +129,11 @@ class SynchronizedStep:
             scale = weight  # the user has made a mean of what has been accumulated
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         self._passes += 1
-        with self.reducer.synchronize(weight, scale, self._departure.request, position, note, divisor):
+        notes = (note, self.votes is not None and self.votes.own)
+        with self.reducer.synchronize(weight, scale, self._departure.request, position, notes, divisor):
             yield
+        if self.votes is not None and self.reducer.report is not None:
+            self.votes.take([vote for _, vote in self.reducer.report.notes])
         self._synchronized = True
         self._last_weight = weight
         self._departure.agree(self.reducer.stop_agreed)

@@ -58,6 +58,10 @@ class BufferSynchronizer:
         """A number for the names, types and shapes of the buffers of this rank."""
         return self._table.structure
 
+    def __len__(self) -> int:
+        """Number of buffers that ranks know of each other."""
+        return len(self._specs)
+
     def tensors(self) -> list[Tensor]:
         """Return the buffers."""
         return [buffer for buffer in self._table.tensors if buffer is not None]

@@ -16,13 +16,17 @@ class GradientBucket:
     """Gradients of several parameters of one type and device, next to each other in memory.
 
     The buffer exists from the first gradient that is packed until `release`; gradients that are views of it keep its
-    memory after that. The methods without a docstring are those of `torch.distributed.GradBucket`, which has no
-    constructor: what they return is what communication hooks expect.
+    memory after that. Behind the gradients there may be room for what travels with them. The methods of
+    `torch.distributed.GradBucket`, which has no constructor, have no docstring: what they return is what communication
+    hooks expect.
 
     Args:
         index: Position in the order in which buckets are reduced.
         parameters: What the bucket holds gradients of.
         members: Their numbers in the reducer.
+
+    Attributes:
+        room: Elements behind the gradients; to be set while there is no buffer.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], members: Sequence[int]) -> None:
@@ -34,6 +38,7 @@ class GradientBucket:
         self.missing = 0
         self.launched = False
         self.last = False
+        self.room = 0
         self._index = index
         self._large = sum(parameter.numel() >= LARGE for parameter in self.params)
         # Dense memory formats other than the usual one, such as channels last.
@@ -42,6 +47,7 @@ class GradientBucket:
             for position, parameter in enumerate(self.params)
             if not parameter.is_contiguous() and torch.empty_like(parameter).stride() == parameter.stride()
         }
+        self._whole: Tensor | None = None
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
 
@@ -66,6 +72,17 @@ class GradientBucket:
 
     def set_buffer(self, buffer: Tensor) -> None:  # noqa: D102
         self.buffer().copy_(buffer)
+
+    def whole(self) -> Tensor:
+        """Return all that travels: the gradients, and what is behind them."""
+        self.buffer()
+        assert self._whole is not None
+        return self._whole
+
+    def behind(self) -> Tensor:
+        """Return what travels with the gradients."""
+        whole = self.whole()
+        return whole[whole.numel() - self.room :]
 
     @property
     def nbytes(self) -> int:
@@ -119,16 +136,16 @@ class GradientBucket:
 
     def release(self) -> None:
         """Let go of the buffer and of what was packed."""
-        self._flat = None
+        self._whole = self._flat = None
         self._views = []
         self.packed = [False] * len(self.params)
         self.launched = False
 
     def _allocate(self) -> None:
         first = self.params[0]
-        self._flat = torch.empty(
-            sum(parameter.numel() for parameter in self.params), dtype=first.dtype, device=first.device
-        )
+        size = sum(parameter.numel() for parameter in self.params)
+        self._whole = torch.empty(size + self.room, dtype=first.dtype, device=first.device)
+        self._flat = self._whole[:size]
         self._views = views_of(self._flat, self.params)
         for position, strides in self._strides.items():
             view = self._views[position]

@@ -20,7 +20,8 @@ class GradientCollector:
     """Moves gradients into buckets while backward passes run, and sends each bucket when it is believed complete.
 
     Buckets leave in the order of the layout on every rank. What a rank believes may be wrong: a gradient that comes
-    after its bucket has left stays with its parameter, and the bucket is marked late.
+    after its bucket has left stays with its parameter, and the bucket is marked late. The last bucket may wait for what
+    is going to travel with it.
 
     Args:
         parameters: All parameters, the same on every rank.
@@ -41,6 +42,7 @@ class GradientCollector:
         self._active = False
         self._factor = 0.0
         self._next = 0  # first bucket that has not left
+        self._carrier: GradientBucket | None = None
         self._late: set[int] = set()
         self._unsynchronized: set[int] = set()
         self._aside: list[Tensor | None] = []
@@ -62,12 +64,14 @@ class GradientCollector:
         own = (self._parameters[number] for number in self._unsynchronized)
         return {id(parameter) for parameter in own if parameter.grad is not None}
 
-    def begin(self, factor: float) -> None:
+    def begin(self, factor: float, carrier: GradientBucket | None = None) -> None:
         """Begin to collect.
 
         Args:
             factor: What gradients are multiplied by before they are added up over ranks.
+            carrier: The bucket that leaves with `send_carrier`, if there is one.
         """
+        self._carrier = carrier
         self._factor = factor
         self._predictor.begin()
         self._next = 0
@@ -108,7 +112,23 @@ class GradientCollector:
         """Send the buckets that have not left."""
         self._active = False
         self.has_sent = True
-        self.send(self._layout.buckets[self._next :])
+        self.send([bucket for bucket in self._layout.buckets[self._next :] if bucket is not self._carrier])
+
+    def send_carrier(self, behind: Tensor) -> Tensor:
+        """Send the last bucket.
+
+        Args:
+            behind: What travels behind its gradients.
+
+        Returns:
+            The sum of that over the ranks, when all buckets have arrived.
+        """
+        carrier = self._carrier
+        assert carrier is not None
+        carrier.behind().copy_(behind)
+        self.send([carrier])
+        self._transport.wait()
+        return carrier.behind()
 
     def abandon(self) -> None:
         """Forget what was collected: the backward pass has failed."""
@@ -163,10 +183,10 @@ class GradientCollector:
         """
         used = bytearray(len(self._parameters))
         for bucket in self._layout.buckets:
-            for number, packed in zip(bucket.members, bucket.packed, strict=True):
-                used[number] = packed
-        for number in (*self._layout.loose, *apart, *self._late):
-            used[number] |= self._parameters[number].grad is not None
+            for number, parameter, packed in zip(bucket.members, bucket.params, bucket.packed, strict=True):
+                used[number] = packed or parameter.grad is not None
+        for number in (*self._layout.loose, *apart):
+            used[number] = self._parameters[number].grad is not None
         return used
 
     def _watch(self, number: int, parameter: nn.Parameter) -> Any:
@@ -202,5 +222,5 @@ class GradientCollector:
 
     def _send_complete(self) -> None:
         """Send the buckets that are believed complete, up to the first that is not."""
-        complete = itertools.takewhile(lambda bucket: not bucket.missing, self._layout.buckets[self._next :])
-        self.send(list(complete))
+        waiting = self._layout.buckets[self._next :]
+        self.send(list(itertools.takewhile(lambda bucket: not bucket.missing and bucket is not self._carrier, waiting)))

@@ -4,7 +4,7 @@ Lightning is not needed: see `GradientReducer` for a complete loop in plain torc
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
@@ -24,7 +24,7 @@ from lightning_ddp_ext.parallel.gradients.sparse_gradients import SparseGradient
 from lightning_ddp_ext.parallel.gradients.transport import BucketTransport, CommHook
 from lightning_ddp_ext.parallel.messages.exchange import group_with_cpu, own_group
 from lightning_ddp_ext.parallel.messages.flat_messages import broadcast_all
-from lightning_ddp_ext.parallel.messages.sync_control import SyncControl, SyncReport
+from lightning_ddp_ext.parallel.messages.sync_control import NOTES, RankReport, SyncControl, SyncReport
 
 
 class GradientReducer:
@@ -36,7 +36,8 @@ class GradientReducer:
     buckets, which are reduced in a fixed order, each as early as this rank believes it complete, from what the same
     kind of backward pass did before. A gradient that comes after its bucket has left is a new tensor, which is reduced
     by itself and added. At the end ranks exchange which parameters were used anywhere, which buckets had late
-    gradients, and the total weight. A wrong belief therefore costs time, never correctness.
+    gradients, and the total weight; on CPUs, the last bucket takes that along. A wrong belief therefore costs time,
+    never correctness.
 
     Every rank has to synchronise equally often, with or without a backward pass of its own. Where no rank used a
     parameter, its gradient stays None. Sparse gradients stay sparse if they are those of embedding modules with
@@ -100,7 +101,9 @@ class GradientReducer:
         # Dividing by it keeps sums small and rounds nothing: gradients do not depend on what was before.
         self._expected_total = 1.0
         self._stop = self._stop_agreed = 0
-        self._position = self._note = 0
+        self._position = 0
+        self._notes: Sequence[float] = ()
+        self._carrier: GradientBucket | None = None
         self._report: SyncReport | None = None
         broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.tensors()], self._group)
         self._buffers.remember()
@@ -141,7 +144,7 @@ class GradientReducer:
         scale: float | None = None,
         stop: int = 0,
         position: int = 0,
-        note: int = 0,
+        notes: Sequence[float] = (),
         divisor: float | None = None,
     ) -> Iterator[None]:
         """Synchronise the gradients at the end of a block, overlapped with the backward passes inside.
@@ -156,16 +159,18 @@ class GradientReducer:
                 already have another one.
             stop: Above 0 to ask all ranks to stop, see `stop_agreed`; the number may say why.
             position: Where in the training this is, such as the number of the batch; the same on all ranks.
-            note: What this rank tells the others, below 2 ** 53; see `report`.
+            notes: What this rank tells the others, up to two numbers; see `report`.
             divisor: What the sum over the ranks is divided by instead of their weights, the same on all ranks.
 
         Raises:
-            ValueError: If the weight is negative or not finite.
+            ValueError: If the weight is negative or not finite, or there are too many notes.
             RanksOutOfStepError: If ranks are at different positions, or the last synchronisation failed after this rank
                 had sent gradients.
         """
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
+        if len(notes) > NOTES:
+            raise ValueError(f"`notes` must be at most {NOTES} numbers, got {len(notes)}. Leave some out.")
         if self._collector.is_active:
             raise RuntimeError("A synchronisation has begun already. End its block before the next one begins.")
         if self._collector.has_sent:
@@ -174,12 +179,13 @@ class GradientReducer:
                 " what this rank sends next would be added to what others sent then. Restart the run, such as from its"
                 " last checkpoint; to go on after an error, let the forward pass raise it, before any backward pass."
             )
-        self._weight, self._stop, self._position, self._note = weight, stop, position, note
+        self._weight, self._stop, self._position, self._notes = weight, stop, position, notes
         self._scale = weight if scale is None else scale
         self._divisor = divisor
         if not weight:
             self._collector.set_aside()
-        self._collector.begin(self._transport.factor * self._factor)
+        self._carrier = self._make_room()
+        self._collector.begin(self._transport.factor * self._factor, self._carrier)
         try:
             yield
         except BaseException:
@@ -195,17 +201,7 @@ class GradientReducer:
             # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
             self._transport.wait()
         self._buffers.start(self._weight)
-        report = self._control.exchange(
-            self._weight,
-            self._stop,
-            self._position,
-            self._note,
-            self._buffers.structure,
-            self._collector.late_buckets(),
-            self._collector.used(self._sparse.members),
-            self._buffers.changes(),
-        )
-        self._report = report
+        self._report = report = self._exchange()
         self._stop_agreed = int(report.stop)
         self._collector.synchronized()
         self._transport.wait()
@@ -215,6 +211,35 @@ class GradientReducer:
             self._collector.restore(self._group)
         self._buffers.finish(report, self._weight)
         self._collector.finish()
+
+    def _make_room(self) -> GradientBucket | None:
+        """Let the last bucket take along what ranks tell each other, if it is on the CPU; the same on every rank."""
+        for bucket in self._layout.buckets:
+            bucket.room = 0
+        carrier = self._layout.buckets[-1] if self._layout.buckets and not self._transport.is_hook else None
+        if carrier is None or carrier.params[0].device.type != "cpu" or carrier.params[0].is_complex():
+            return None
+        carrier.room = self._control.length(len(self._layout.buckets) + len(self._parameters) + len(self._buffers))
+        return carrier
+
+    def _exchange(self) -> SyncReport:
+        """Tell the other ranks what this one has found, with the last bucket or, on the CPU, by itself."""
+        own = RankReport(
+            self._weight,
+            self._stop,
+            self._position,
+            self._notes,
+            self._buffers.structure,
+            self._collector.late_buckets(),
+            self._collector.used(self._sparse.members),
+            self._buffers.changes(),
+        )
+        message = self._control.write(own)
+        if self._carrier is not None:
+            return self._control.read(self._collector.send_carrier(message), own)
+        sums = message.float()
+        dist.all_reduce(sums, group=self._group)
+        return self._control.read(sums, own)
 
     def close(self) -> None:
         """Stop watching the module, and give the process group up if it is the reducer's own."""

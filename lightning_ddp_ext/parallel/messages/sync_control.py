@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a synchronisation: one small message."""
+"""What ranks tell each other at the end of a synchronisation: one small message, or a part of a larger one."""
 
 import itertools
 from collections.abc import Sequence
@@ -6,8 +6,38 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_ddp_ext.errors import RanksOutOfStepError
+
+NOTES = 2
+_NUMBERS = 4 + NOTES  # of each rank
+_BYTES = 8  # of a number
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank has found. The last three are equally long on every rank.
+
+    Attributes:
+        weight: What its gradient counts.
+        stop: Above 0 if it asks to stop.
+        position: Where in the training it is.
+        notes: What it tells the others, at most `NOTES` numbers.
+        structure: A number for its buffers, of up to 53 bits.
+        late: 1 for each bucket with late gradients.
+        used: 1 for each parameter that has a gradient.
+        changed: 1 for each buffer that has changed.
+    """
+
+    weight: float
+    stop: int
+    position: int
+    notes: Sequence[float]
+    structure: int
+    late: bytearray
+    used: bytearray
+    changed: bytearray
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +48,14 @@ class SyncReport:
         weights: Weight of each rank.
         notes: What each rank tells the others.
         stop: The largest number with which a rank asks to stop, 0 if none does.
-        late: For each bucket, number of ranks on which gradients came after it had left.
-        used: For each parameter, number of ranks on which it has a gradient.
-        changed: For each buffer, number of ranks on which it has changed.
+        late: For each bucket, above 0 if on any rank gradients came after it had left.
+        used: For each parameter, above 0 if it has a gradient on any rank.
+        changed: For each buffer, above 0 if it has changed on any rank.
         structures: The number for its buffers that each rank gives.
     """
 
     weights: Sequence[float]
-    notes: Sequence[float]
+    notes: Sequence[Sequence[float]]
     stop: float
     late: Sequence[float]
     used: Sequence[float]
@@ -44,62 +74,56 @@ class SyncReport:
 
 
 class SyncControl:
-    """Exchanges reports. The message is on the CPU: reading it never waits for a GPU.
+    """Writes reports as tensors that are added up over the ranks, and reads the sums.
+
+    Numbers travel as their bytes, each rank's in places of its own: sums of floating-point numbers of any type hold
+    them exactly, so that gradients can take them along.
 
     Args:
-        group: The ranks, over a back-end that has CPU tensors.
+        group: The ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
 
-    def exchange(
-        self,
-        weight: float,
-        stop: int,
-        position: int,
-        note: int,
-        structure: int,
-        late: bytearray,
-        used: bytearray,
-        changed: bytearray,
-    ) -> SyncReport:
-        """Add up what all ranks report. The last three arguments are equally long on every rank.
+    def length(self, flags: int) -> int:
+        """Return how many elements a report has, with so many ones and zeros."""
+        return _NUMBERS * _BYTES * self._world_size + flags
+
+    def write(self, report: RankReport) -> Tensor:
+        """Return the report of this rank, to be added to those of the others; small whole numbers."""
+        flags = report.late + report.used + report.changed
+        notes = [*report.notes, *[0] * (NOTES - len(report.notes))]
+        numbers = [report.weight, report.stop, report.position, report.structure, *notes]
+        written = torch.zeros(self.length(len(flags)), dtype=torch.uint8)
+        own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+        written[self._rank * own.numel() : (self._rank + 1) * own.numel()] = own
+        if flags:
+            written[-len(flags) :] = torch.frombuffer(flags, dtype=torch.uint8)
+        return written
+
+    def read(self, sums: Tensor, own: RankReport) -> SyncReport:
+        """Read what the reports of all ranks add up to.
 
         Args:
-            weight: What this rank's gradient counts.
-            stop: Above 0 if this rank asks to stop.
-            position: Where in the training this rank is.
-            note: What this rank tells the others.
-            structure: A number for the buffers of this rank, of up to 53 bits.
-            late: 1 for each bucket with late gradients on this rank.
-            used: 1 for each parameter that has a gradient on this rank.
-            changed: 1 for each buffer that has changed on this rank.
-
-        Returns:
-            The report of all ranks.
+            sums: The sum, of any type on the CPU.
+            own: The report of this rank.
 
         Raises:
             RanksOutOfStepError: If ranks are at different positions.
         """
-        bits = late + used + changed
-        message = torch.zeros(5 * self._world_size + len(bits), dtype=torch.float64)
-        own = torch.tensor([weight, stop, position, structure, note], dtype=torch.float64)
-        message[5 * self._rank : 5 * self._rank + 5] = own
-        if bits:
-            message[5 * self._world_size :] = torch.frombuffer(bits, dtype=torch.uint8)
-        dist.all_reduce(message, group=self._group)
-        numbers = message.tolist()
-        weights, stops, positions, structures, notes = (numbers[start : 5 * self._world_size : 5] for start in range(5))
+        of_ranks = self.length(0)
+        numbers = sums[:of_ranks].to(torch.uint8).view(torch.float64).reshape(self._world_size, _NUMBERS).tolist()
+        weights, stops, positions, structures, *_ = zip(*numbers, strict=True)
         if len(set(positions)) > 1:
-            others = sorted({int(other) for other in positions} - {position})
+            others = sorted({int(other) for other in positions} - {own.position})
             raise RanksOutOfStepError(
-                f"rank {self._rank} synchronises gradients at position {position}, others at"
+                f"rank {self._rank} synchronises gradients at position {own.position}, others at"
                 f" {', '.join(map(str, others))}. Run equally many batches, and in each of them equally many"
                 " synchronised backward passes, on every rank."
             )
-        sums = iter(numbers[5 * self._world_size :])
-        lates, uses, changes = (list(itertools.islice(sums, len(part))) for part in (late, used, changed))
+        flags = iter(sums[of_ranks:].tolist())
+        lates, uses, changes = (list(itertools.islice(flags, len(part))) for part in (own.late, own.used, own.changed))
+        notes = [of_rank[-NOTES:] for of_rank in numbers]
         return SyncReport(weights, notes, max(stops), lates, uses, changes, structures)

@@ -1,8 +1,11 @@
 """Checks of what ranks tell each other, and of what goes wrong."""
 
 import copy
+from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_ddp_ext.errors import RanksOutOfStepError
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
@@ -32,7 +35,7 @@ def training_goes_on_after_a_forward_pass_that_failed() -> float:
 @check
 def training_does_not_go_on_after_gradients_have_left() -> list[str]:
     module = net()
-    reducer = GradientReducer(module)
+    reducer = GradientReducer(module, bucket_cap_mb=1e-5)  # several buckets: the last one leaves at the end
     found = []
     for number in range(4):
         module.zero_grad()
@@ -43,6 +46,27 @@ def training_does_not_go_on_after_gradients_have_left() -> list[str]:
                     raise ArithmeticError
         except (ArithmeticError, RanksOutOfStepError) as error:
             found.append(str(error))
+    return found
+
+
+@check
+def what_ranks_tell_travels_with_the_gradients() -> dict[str, tuple[int, bool]]:
+    """For gradients of several types: messages of the third synchronisation, and whether what was told has arrived."""
+    found = {}
+    weights, notes = [1e-9, 2.0**40 + 1], [[2.0**52 - 1, 0.1], [0.0, -3.0]]
+    own = dist.get_rank()
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64):
+        module = nn.Linear(6, 2).to(dtype)
+        reducer = GradientReducer(module)
+        for number in range(3):
+            counted = mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+            with counted as all_reduce, reducer.synchronize(weights[own], notes=notes[own]):
+                if own == 0 and number < 2:
+                    loss = module(batch(own, dtype=torch.float64).to(dtype)).abs().sum()
+                    (loss * float("nan")).backward()
+        assert reducer.report is not None
+        arrived = list(reducer.report.weights) == weights and [list(one) for one in reducer.report.notes] == notes
+        found[str(dtype)] = all_reduce.call_count, arrived
     return found
 
 

@@ -1,6 +1,7 @@
 """Loaders, kinds of optimization, and resuming."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader
 from tests.strategies.ddp_modules import Adversaries
 from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader, trainer
 from tests.strategies.join_ranks import Classifier, Trace, digest_of, samples
+
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
 
 
 @case
@@ -49,6 +52,40 @@ def several_loaders(folder: str) -> Any:
         combined = CombinedLoader({"a": loader(8, 2, 4), "b": loader(2, 6, 4, stream=mode == "max_size")}, mode)
         _, trace = fit(module, combined, strategy={"weight_by": "ranks"})
         found[mode] = (module.seen, trace.ghosts, trace.digests)
+    return found
+
+
+class Messages(Callback):
+    """Counts the collectives of each step."""
+
+    def __init__(self) -> None:
+        self.by_step: list[int] = []
+        self.patches = [mock.patch.object(dist, name, wraps=getattr(dist, name)) for name in COLLECTIVES]
+
+    def on_train_start(self, *_: Any) -> None:
+        self.mocks = [patch.start() for patch in self.patches]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.by_step.append(sum(one.call_count for one in self.mocks))
+        for one in self.mocks:
+            one.reset_mock()
+
+    def on_train_end(self, *_: Any) -> None:
+        for patch in self.patches:
+            patch.stop()
+
+
+@case
+def messages(folder: str) -> Any:
+    class Silent(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch)
+
+    found = {}
+    for name, stream, window in (("sized", False, 1), ("stream", True, 1), ("accumulated stream", True, 2)):
+        counting = Messages()
+        fit(Silent(), loader(16, 16, 12, stream=stream), callbacks=[counting], accumulate_grad_batches=window)
+        found[name] = counting.by_step[2:5], counting.by_step[0]
     return found
 
 
