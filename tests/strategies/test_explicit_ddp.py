@@ -61,7 +61,7 @@ def test_the_watch_ends_with_the_run_even_if_something_else_fails_at_its_end(mon
     monkeypatch.setattr(StallWatch, "stop", lambda watch: stops.append(watch))
     strategy = DDPJoinStrategy(process_group_backend="gloo", checkpoint_io=Failing())
     with pytest.raises(OSError, match="cannot be written"):
-        quiet_trainer(strategy, 1).fit(BoringModel())
+        quiet_trainer(strategy, 1, fast_dev_run=True).fit(BoringModel())
     assert strategy.reducer is None
     assert not strategy.is_ghost
     assert stops.count(strategy._watch) >= 2  # before the run, and after it
