@@ -64,21 +64,22 @@ def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> fl
 class Votes:
     """Votes of the ranks on whether there is another step, one at a time: each is cast, and then counted.
 
-    A vote is a message of its own that is under way while a step is computed, unless ranks tell each other something in
-    every step anyway: then it travels with that.
+    A vote is a message of its own that is under way while a step is computed, unless something carries it that ranks
+    tell each other in every step anyway.
 
     Args:
         group: The ranks, over a back-end that has CPU tensors.
-        travel: Whether votes may travel with something else. Where none does, ranks wait for the message.
+        carried: Whether something is going to carry each vote, see `take`. Where nothing has, ranks send it when they
+            need it, and wait.
 
     Attributes:
         own: What this rank has voted last.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, travel: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, carried: bool = False) -> None:
         self.own = False
         self._group = group
-        self._travel = travel
+        self._carried = carried
         self._sent: tuple[torch.Tensor, Any] | None = None
         self._counted: list[bool] | None = None
 
@@ -90,7 +91,7 @@ class Votes:
         """
         self.own = has_batch
         self._counted = None
-        self._sent = None if self._travel else self._send()
+        self._sent = None if self._carried else self._send()
 
     def take(self, votes: Iterable[float]) -> None:
         """Take what ranks have told each other: `own` of each."""

@@ -56,7 +56,7 @@ def iterate(cases: Sequence[tuple[Sequence[int], bool, dict[str, Any]]]) -> list
     found = []
     for lengths, sized, options in cases:
         stream = Stream(rank, options.pop("true_length", lengths)[rank])
-        votes = Votes(dist.group.WORLD, travel=options.pop("votes_travel", False))
+        votes = Votes(dist.group.WORLD, carried=options.pop("votes_carried", False))
         loader = LockstepLoader(stream, list(lengths) if sized else None, dist.group.WORLD, **options, votes=votes)
         try:
             epochs = [list(_make_steps(loader, votes)) for _ in range(2)]

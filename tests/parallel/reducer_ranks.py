@@ -44,6 +44,25 @@ def uneven(rank: int) -> int:
     return 4 + 2 * rank
 
 
+def repeat_synchronisations() -> dict[int, bool]:
+    """For several sizes of a layer: whether one batch has one gradient, bit for bit, whenever it is synchronised."""
+    dist.init_process_group("gloo")
+    found = {}
+    for size in (8, 37, 300, 5000):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(size, 3)
+        reducer = GradientReducer(layer)
+        inputs = torch.randn(5, size, generator=torch.Generator().manual_seed(dist.get_rank()))
+        gradients = []
+        for _ in range(3):
+            layer.zero_grad()
+            with reducer.synchronize():
+                layer(inputs).pow(2).sum().backward()
+            gradients.append(layer.weight.grad.clone())
+        found[size] = all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    return found
+
+
 def play_matrix(connect: Callable[[Model], Reduced] = Reduced) -> dict[tuple[str, str, str], object]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

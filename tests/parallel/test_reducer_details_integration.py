@@ -3,6 +3,7 @@
 import pytest
 
 from tests.parallel.reducer_checks import CHECKS, run_checks
+from tests.parallel.reducer_ranks import repeat_synchronisations
 from tests.processes import run_processes
 
 EXACT = 1e-12
@@ -96,6 +97,19 @@ def test_ranks_that_are_out_of_step_are_told(results):
         )
 
 
+def test_ranks_of_which_one_has_failed_are_told(results):
+    for rank, found in enumerate(results):
+        assert found["an_error_on_one_rank_is_noticed"].startswith(
+            f"rank {rank} is in synchronisation {2 + rank} of its gradients, and the ranks in 2, 3."
+        )
+
+
+def test_what_a_gradient_is_does_not_depend_on_when_its_bucket_was_made():
+    """Three ranks add up in another order if a message has another length."""
+    for found in run_processes(repeat_synchronisations, 3, timeout=60):
+        assert found == dict.fromkeys(found, True) != {}
+
+
 def test_ranks_whose_buffers_differ_in_shape_are_told(results):
     for found in results:
         error = found["buffers_that_differ_in_shape"]
@@ -113,6 +127,7 @@ def test_a_synchronisation_that_failed_is_the_last(results):
 def test_every_check_is_looked_at():
     assert set(CHECKS) - set(EXPECTED) == {
         "buffers_that_differ_in_shape",
+        "an_error_on_one_rank_is_noticed",
         "equal_weights_are_wrong_for_uneven_batches",
         "ranks_out_of_step",
         "training_does_not_go_on_after_gradients_have_left",

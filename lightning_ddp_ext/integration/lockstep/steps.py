@@ -74,7 +74,7 @@ class Lockstep:
         self._uneven_inputs = uneven_inputs
         self._fetches = fetches
         self._tail = TailCollectives([self.group, *own], timeout)
-        self.votes = Votes(self.group, travel=True)
+        self.votes = Votes(self.group, carried=True)
         self._messages = RankMessages(self.group, timeout, watch.failure)
         watch.on_failure(self._messages.wake)
         self._metrics: list[Metric] = []

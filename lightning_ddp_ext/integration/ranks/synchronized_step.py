@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -33,7 +34,7 @@ class SynchronizedStep:
 
     Attributes:
         ranks_with_data: Number of ranks that have a batch now.
-        votes: What is to travel with the gradients, if there is such a thing.
+        votes: What is carried by the gradients, if there is such a thing.
     """
 
     def __init__(
@@ -184,9 +185,9 @@ class SynchronizedStep:
         return self._mean(loss) if isinstance(optimizer, LBFGS) else loss
 
     def _leaves_scaler_nothing(self, optimizer: Optimizer) -> bool:
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        report = self.reducer.report
-        if scaler is None or report is None or report.total_weight or not self._module.automatic_optimization:
+        precision, report = self._trainer.precision_plugin, self.reducer.report
+        has_scaler = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        if not has_scaler or report is None or report.total_weight or not self._module.automatic_optimization:
             return False
         return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
 

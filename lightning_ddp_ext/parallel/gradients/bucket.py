@@ -26,7 +26,7 @@ class GradientBucket:
         members: Their numbers in the reducer.
 
     Attributes:
-        room: Elements behind the gradients; to be set while there is no buffer.
+        room: Elements behind the gradients until `release`; to be set while there is no buffer.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], members: Sequence[int]) -> None:
@@ -137,6 +137,7 @@ class GradientBucket:
     def release(self) -> None:
         """Let go of the buffer and of what was packed."""
         self._whole = self._flat = None
+        self.room = 0
         self._views = []
         self.packed = [False] * len(self.params)
         self.launched = False

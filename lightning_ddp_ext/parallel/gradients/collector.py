@@ -30,6 +30,7 @@ class GradientCollector:
 
     Attributes:
         has_sent: Whether something was sent that does not belong to a finished synchronisation.
+        carrier: The bucket that waits for `send_carrier`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: GradientLayout, transport: BucketTransport) -> None:
@@ -42,7 +43,7 @@ class GradientCollector:
         self._active = False
         self._factor = 0.0
         self._next = 0  # first bucket that has not left
-        self._carrier: GradientBucket | None = None
+        self.carrier: GradientBucket | None = None
         self._late: set[int] = set()
         self._unsynchronized: set[int] = set()
         self._aside: list[Tensor | None] = []
@@ -71,7 +72,7 @@ class GradientCollector:
             factor: What gradients are multiplied by before they are added up over ranks.
             carrier: The bucket that leaves with `send_carrier`, if there is one.
         """
-        self._carrier = carrier
+        self.carrier = carrier
         self._factor = factor
         self._predictor.begin()
         self._next = 0
@@ -112,7 +113,7 @@ class GradientCollector:
         """Send the buckets that have not left."""
         self._active = False
         self.has_sent = True
-        self.send([bucket for bucket in self._layout.buckets[self._next :] if bucket is not self._carrier])
+        self.send([bucket for bucket in self._layout.buckets[self._next :] if bucket is not self.carrier])
 
     def send_carrier(self, behind: Tensor) -> Tensor:
         """Send the last bucket.
@@ -123,7 +124,7 @@ class GradientCollector:
         Returns:
             The sum of that over the ranks, when all buckets have arrived.
         """
-        carrier = self._carrier
+        carrier = self.carrier
         assert carrier is not None
         carrier.behind().copy_(behind)
         self.send([carrier])
@@ -133,6 +134,7 @@ class GradientCollector:
     def abandon(self) -> None:
         """Forget what was collected: the backward pass has failed."""
         self._active = False
+        self.carrier = None
         self._transport.forget()
         for bucket in self._layout.buckets:
             bucket.release()
@@ -145,6 +147,7 @@ class GradientCollector:
         for bucket in self._layout.buckets:
             bucket.release()
         self._aside = []
+        self.carrier = None  # it may have been dissolved
         self.has_sent = False
 
     def synchronized(self) -> None:
@@ -182,6 +185,7 @@ class GradientCollector:
             apart: Those that are never in a bucket.
         """
         used = bytearray(len(self._parameters))
+        # Of late gradients, and of those of a bucket that has not left, some are with their parameters.
         for bucket in self._layout.buckets:
             for number, parameter, packed in zip(bucket.members, bucket.params, bucket.packed, strict=True):
                 used[number] = packed or parameter.grad is not None
@@ -223,4 +227,4 @@ class GradientCollector:
     def _send_complete(self) -> None:
         """Send the buckets that are believed complete, up to the first that is not."""
         waiting = self._layout.buckets[self._next :]
-        self.send(list(itertools.takewhile(lambda bucket: not bucket.missing and bucket is not self._carrier, waiting)))
+        self.send(list(itertools.takewhile(lambda bucket: not bucket.missing and bucket is not self.carrier, waiting)))

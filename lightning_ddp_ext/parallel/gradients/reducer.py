@@ -101,9 +101,8 @@ class GradientReducer:
         # Dividing by it keeps sums small and rounds nothing: gradients do not depend on what was before.
         self._expected_total = 1.0
         self._stop = self._stop_agreed = 0
-        self._position = 0
+        self._position = self._begun = 0
         self._notes: Sequence[float] = ()
-        self._carrier: GradientBucket | None = None
         self._report: SyncReport | None = None
         broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.tensors()], self._group)
         self._buffers.remember()
@@ -159,13 +158,13 @@ class GradientReducer:
                 already have another one.
             stop: Above 0 to ask all ranks to stop, see `stop_agreed`; the number may say why.
             position: Where in the training this is, such as the number of the batch; the same on all ranks.
-            notes: What this rank tells the others, up to two numbers; see `report`.
+            notes: What this rank tells the others, up to two numbers, whole ones below 2 ** 53; see `report`.
             divisor: What the sum over the ranks is divided by instead of their weights, the same on all ranks.
 
         Raises:
             ValueError: If the weight is negative or not finite, or there are too many notes.
-            RanksOutOfStepError: If ranks are at different positions, or the last synchronisation failed after this rank
-                had sent gradients.
+            RanksOutOfStepError: If ranks are at different positions, if a synchronisation before has failed on some of
+                them, or the last one after this rank had sent gradients.
         """
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
@@ -179,13 +178,14 @@ class GradientReducer:
                 " what this rank sends next would be added to what others sent then. Restart the run, such as from its"
                 " last checkpoint; to go on after an error, let the forward pass raise it, before any backward pass."
             )
-        self._weight, self._stop, self._position, self._notes = weight, stop, position, notes
+        self._weight, self._stop, self._position = weight, stop, position
+        self._notes = [float(note) for note in notes]
+        self._begun += 1
         self._scale = weight if scale is None else scale
         self._divisor = divisor
         if not weight:
             self._collector.set_aside()
-        self._carrier = self._make_room()
-        self._collector.begin(self._transport.factor * self._factor, self._carrier)
+        self._collector.begin(self._transport.factor * self._factor, self._make_room())
         try:
             yield
         except BaseException:
@@ -214,12 +214,14 @@ class GradientReducer:
 
     def _make_room(self) -> GradientBucket | None:
         """Let the last bucket take along what ranks tell each other, if it is on the CPU; the same on every rank."""
-        for bucket in self._layout.buckets:
-            bucket.room = 0
-        carrier = self._layout.buckets[-1] if self._layout.buckets and not self._transport.is_hook else None
-        if carrier is None or carrier.params[0].device.type != "cpu" or carrier.params[0].is_complex():
+        if not self._layout.buckets or self._transport.is_hook:
             return None
-        carrier.room = self._control.length(len(self._layout.buckets) + len(self._parameters) + len(self._buffers))
+        carrier = self._layout.buckets[-1]
+        first = carrier.params[0]
+        if first.device.type != "cpu" or first.is_complex():
+            return None
+        flags = len(self._layout.buckets) + len(self._parameters) + len(self._buffers)  # as in a `RankReport`
+        carrier.room = self._control.length(flags, first.dtype)
         return carrier
 
     def _exchange(self) -> SyncReport:
@@ -227,6 +229,7 @@ class GradientReducer:
         own = RankReport(
             self._weight,
             self._stop,
+            self._begun,
             self._position,
             self._notes,
             self._buffers.structure,
@@ -234,12 +237,13 @@ class GradientReducer:
             self._collector.used(self._sparse.members),
             self._buffers.changes(),
         )
-        message = self._control.write(own)
-        if self._carrier is not None:
+        carrier = self._collector.carrier
+        if carrier is not None:
+            message = self._control.write(own, carrier.buffer().dtype)
             return self._control.read(self._collector.send_carrier(message), own)
-        sums = message.float()
-        dist.all_reduce(sums, group=self._group)
-        return self._control.read(sums, own)
+        message = self._control.write(own, torch.float64)
+        dist.all_reduce(message, group=self._group)
+        return self._control.read(message, own)
 
     def close(self) -> None:
         """Stop watching the module, and give the process group up if it is the reducer's own."""
@@ -263,6 +267,11 @@ class GradientReducer:
             if late:
                 self._add_late(bucket)
         new = self._layout.grow(report.used, self._collector.order)
+        room = self._make_room() if new else None
+        if room is not None:
+            # Nothing travels there yet. But how sums are rounded depends on the length of a message, and gradients must
+            # not depend on when their bucket was made.
+            room.behind().zero_()
         self._collector.send(new)
         self._transport.wait()
         for bucket in self._layout.buckets:

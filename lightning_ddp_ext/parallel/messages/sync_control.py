@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_ddp_ext.errors import RanksOutOfStepError
 
 NOTES = 2
-_NUMBERS = 4 + NOTES  # of each rank
+_NUMBERS = 5 + NOTES  # of each rank
 _BYTES = 8  # of a number
 
 
@@ -22,6 +22,7 @@ class RankReport:
     Attributes:
         weight: What its gradient counts.
         stop: Above 0 if it asks to stop.
+        begun: How many synchronisations it has begun.
         position: Where in the training it is.
         notes: What it tells the others, at most `NOTES` numbers.
         structure: A number for its buffers, of up to 53 bits.
@@ -32,6 +33,7 @@ class RankReport:
 
     weight: float
     stop: int
+    begun: int
     position: int
     notes: Sequence[float]
     structure: int
@@ -76,8 +78,8 @@ class SyncReport:
 class SyncControl:
     """Writes reports as tensors that are added up over the ranks, and reads the sums.
 
-    Numbers travel as their bytes, each rank's in places of its own: sums of floating-point numbers of any type hold
-    them exactly, so that gradients can take them along.
+    Numbers have places of each rank's own. Where the tensor has fewer bits, they travel as their bytes: sums of
+    floating-point numbers of any type hold these exactly, so that gradients can take them along.
 
     Args:
         group: The ranks.
@@ -87,17 +89,18 @@ class SyncControl:
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
 
-    def length(self, flags: int) -> int:
-        """Return how many elements a report has, with so many ones and zeros."""
-        return _NUMBERS * _BYTES * self._world_size + flags
+    def length(self, flags: int, dtype: torch.dtype) -> int:
+        """Return how many elements of a type a report has, with so many marks of late buckets and the like."""
+        return _NUMBERS * (1 if dtype == torch.float64 else _BYTES) * self._world_size + flags
 
-    def write(self, report: RankReport) -> Tensor:
-        """Return the report of this rank, to be added to those of the others; small whole numbers."""
+    def write(self, report: RankReport, dtype: torch.dtype) -> Tensor:
+        """Return the report of this rank in a floating-point type, to be added to those of the others."""
         flags = report.late + report.used + report.changed
         notes = [*report.notes, *[0] * (NOTES - len(report.notes))]
-        numbers = [report.weight, report.stop, report.position, report.structure, *notes]
-        written = torch.zeros(self.length(len(flags)), dtype=torch.uint8)
-        own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+        numbers = [report.weight, report.stop, report.begun, report.position, report.structure, *notes]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        own = own if dtype == torch.float64 else own.view(torch.uint8)
+        written = torch.zeros(self.length(len(flags), dtype), dtype=dtype)
         written[self._rank * own.numel() : (self._rank + 1) * own.numel()] = own
         if flags:
             written[-len(flags) :] = torch.frombuffer(flags, dtype=torch.uint8)
@@ -107,15 +110,23 @@ class SyncControl:
         """Read what the reports of all ranks add up to.
 
         Args:
-            sums: The sum, of any type on the CPU.
+            sums: The sum, on the CPU.
             own: The report of this rank.
 
         Raises:
-            RanksOutOfStepError: If ranks are at different positions.
+            RanksOutOfStepError: If ranks are at different positions, or have begun different synchronisations.
         """
-        of_ranks = self.length(0)
-        numbers = sums[:of_ranks].to(torch.uint8).view(torch.float64).reshape(self._world_size, _NUMBERS).tolist()
-        weights, stops, positions, structures, *_ = zip(*numbers, strict=True)
+        of_ranks = self.length(0, sums.dtype)
+        found = sums[:of_ranks]
+        found = found if found.dtype == torch.float64 else found.to(torch.uint8).view(torch.float64)
+        numbers = found.reshape(self._world_size, _NUMBERS).tolist()
+        weights, stops, begun, positions, structures, *_ = zip(*numbers, strict=True)
+        if len(set(begun)) > 1:
+            raise RanksOutOfStepError(
+                f"rank {self._rank} is in synchronisation {own.begun} of its gradients, and the ranks in"
+                f" {', '.join(str(int(one)) for one in begun)}. An error in a block of `synchronize` has to be raised"
+                " on every rank, or end the run."
+            )
         if len(set(positions)) > 1:
             others = sorted({int(other) for other in positions} - {own.position})
             raise RanksOutOfStepError(

@@ -50,6 +50,25 @@ def training_does_not_go_on_after_gradients_have_left() -> list[str]:
 
 
 @check
+def an_error_on_one_rank_is_noticed() -> str:
+    module = net()
+    reducer = GradientReducer(module)
+    error = ""
+    for number in range(4):
+        try:
+            with reducer.synchronize():
+                module(batch(dist.get_rank())).pow(2).mean().backward()
+                if number == 1 and dist.get_rank() == 1:
+                    raise ArithmeticError
+        except ArithmeticError:
+            continue
+        except RanksOutOfStepError as out_of_step:
+            error = str(out_of_step)
+            break
+    return error
+
+
+@check
 def what_ranks_tell_travels_with_the_gradients() -> dict[str, tuple[int, bool]]:
     """For gradients of several types: messages of the third synchronisation, and whether what was told has arrived."""
     found = {}
