@@ -74,8 +74,7 @@ def _describe(error: BaseException) -> str:
     if "Config group override must be a string" in str(error):
         # Hydra does not say which.
         return (
-            "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none` leave those"
-            " out."
+            "a group is null or a number. Leave it out for its default; callbacks and loggers have the option `none`."
         )
     return _text(error)
 

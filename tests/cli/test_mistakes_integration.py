@@ -24,7 +24,7 @@ from tests.cli.commands import OWN, command
         (["+trainer.callbacks=[]"], "trainer"),
         (
             ["logger=null"],
-            "a group is null or a number. Leave it out for its default; `callbacks=none` and `logger=none`",
+            "a group is null or a number. Leave it out for its default; callbacks and loggers have the option `none`",
         ),
         (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` does not exist"),
         (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
