@@ -53,7 +53,7 @@ class UnsynchronizedGradientsError(DDPExtError):
 
 
 class RanksOutOfStepError(DDPExtError):
-    """Ranks synchronise the gradients of different batches, or of different backward passes of a batch."""
+    """Ranks synchronise the gradients of different batches or backward passes, or might after an error."""
 
 
 class RankJoinedError(DDPExtError):

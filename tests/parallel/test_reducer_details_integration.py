@@ -97,10 +97,22 @@ def test_ranks_that_are_out_of_step_are_told(results):
         )
 
 
-def test_ranks_of_which_one_has_failed_are_told(results):
+@pytest.mark.parametrize(
+    ("name", "number"), [("an_error_on_one_rank_is_noticed", 2), ("an_error_of_arguments_on_one_rank_is_noticed", 1)]
+)
+def test_ranks_of_which_one_has_failed_are_told(results, name, number):
     for rank, found in enumerate(results):
-        assert found["an_error_on_one_rank_is_noticed"].startswith(
-            f"rank {rank} is in synchronisation {2 + rank} of its gradients, and the ranks in 2, 3."
+        assert found[name].startswith(
+            f"rank {rank} makes its synchronisation {number + rank} of gradients, others theirs of number"
+            f" {number + 1 - rank}."
+        )
+
+
+def test_a_hook_that_one_rank_has_is_told(results):
+    for found in results:
+        assert (
+            "use of a communication hook is True on rank 0 but False on rank 1"
+            in found["a_hook_that_one_rank_has_is_told"]
         )
 
 
@@ -119,18 +131,20 @@ def test_ranks_whose_buffers_differ_in_shape_are_told(results):
 
 def test_a_synchronisation_that_failed_is_the_last(results):
     for rank, found in enumerate(results):
-        failed, refused = found["training_does_not_go_on_after_gradients_have_left"]
+        failed, refused = found["training_does_not_go_on_after_a_backward_pass"]
         assert failed == ""
-        assert refused.startswith(f"rank {rank}: the last synchronisation failed after gradients had left")
+        assert refused.startswith(f"rank {rank}: the last synchronisation failed after its backward pass had begun")
 
 
 def test_every_check_is_looked_at():
     assert set(CHECKS) - set(EXPECTED) == {
         "buffers_that_differ_in_shape",
+        "a_hook_that_one_rank_has_is_told",
+        "an_error_of_arguments_on_one_rank_is_noticed",
         "an_error_on_one_rank_is_noticed",
         "equal_weights_are_wrong_for_uneven_batches",
         "ranks_out_of_step",
-        "training_does_not_go_on_after_gradients_have_left",
+        "training_does_not_go_on_after_a_backward_pass",
     }
 
 

@@ -86,7 +86,7 @@ class GradientBucket:
 
     @property
     def nbytes(self) -> int:
-        """Size of the buffer in bytes."""
+        """Size of the gradients in bytes."""
         return sum(parameter.nbytes for parameter in self.params)
 
     @torch.no_grad()

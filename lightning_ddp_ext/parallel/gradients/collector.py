@@ -29,12 +29,12 @@ class GradientCollector:
         transport: What sends a bucket.
 
     Attributes:
-        has_sent: Whether something was sent that does not belong to a finished synchronisation.
-        carrier: The bucket that waits for `send_carrier`.
+        has_begun: Whether gradients have come, or left, that do not belong to a finished synchronisation.
+        carrier: The bucket that waits for `send_carrier`, if there is one.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: GradientLayout, transport: BucketTransport) -> None:
-        self.has_sent = False
+        self.has_begun = False
         self._parameters = parameters
         self._layout = layout
         self._transport = transport
@@ -110,9 +110,9 @@ class GradientCollector:
         self._unsynchronized = unsynchronized
 
     def end(self) -> None:
-        """Send the buckets that have not left."""
+        """Send the buckets that have not left, but for the carrier."""
         self._active = False
-        self.has_sent = True
+        self.has_begun = True
         self.send([bucket for bucket in self._layout.buckets[self._next :] if bucket is not self.carrier])
 
     def send_carrier(self, behind: Tensor) -> Tensor:
@@ -132,8 +132,11 @@ class GradientCollector:
         return carrier.behind()
 
     def abandon(self) -> None:
-        """Forget what was collected: the backward pass has failed."""
+        """Forget what was collected: the forward or backward pass has failed."""
         self._active = False
+        come = [number for number, count in enumerate(self._predictor.counts) if count]
+        self.has_begun |= bool(come)
+        self._unsynchronized.update(come)
         self.carrier = None
         self._transport.forget()
         for bucket in self._layout.buckets:
@@ -148,7 +151,7 @@ class GradientCollector:
             bucket.release()
         self._aside = []
         self.carrier = None  # it may have been dissolved
-        self.has_sent = False
+        self.has_begun = False
 
     def synchronized(self) -> None:
         """Take every gradient for synchronised."""
@@ -168,7 +171,7 @@ class GradientCollector:
     def send(self, buckets: Sequence[GradientBucket]) -> None:
         """Send buckets, with the gradients that are there."""
         for bucket in buckets:
-            self.has_sent = True
+            self.has_begun = True
             bucket.pack_all(self._factor)
             bucket.launched = True
             self._next += 1

@@ -36,7 +36,7 @@ class GradientReducer:
     buckets, which are reduced in a fixed order, each as early as this rank believes it complete, from what the same
     kind of backward pass did before. A gradient that comes after its bucket has left is a new tensor, which is reduced
     by itself and added. At the end ranks exchange which parameters were used anywhere, which buckets had late
-    gradients, and the total weight; on CPUs, the last bucket takes that along. A wrong belief therefore costs time,
+    gradients, and the total weight; a last bucket on the CPU takes that along. A wrong belief therefore costs time,
     never correctness.
 
     Every rank has to synchronise equally often, with or without a backward pass of its own. Where no rank used a
@@ -89,7 +89,11 @@ class GradientReducer:
         self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._owns_group = process_group is None
         self._group = own_group(timeout) if process_group is None else group_with_cpu(process_group)
-        compare_setups(describe_module(module), self._group)
+        # Ranks with and without a hook, or on another kind of device, would send other messages.
+        kinds = {"kind of device": sorted({parameter.device.type for parameter in self._parameters})}
+        compare_setups(
+            {**describe_module(module), **kinds, "use of a communication hook": bool(comm_hook)}, self._group
+        )
         self._transport = BucketTransport(self._group, comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
         self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
@@ -164,23 +168,24 @@ class GradientReducer:
         Raises:
             ValueError: If the weight is negative or not finite, or there are too many notes.
             RanksOutOfStepError: If ranks are at different positions, if a synchronisation before has failed on some of
-                them, or the last one after this rank had sent gradients.
+                them, or the last one after its backward pass had begun.
         """
+        if self._collector.is_active:
+            raise RuntimeError("A synchronisation has begun already. End its block before the next one begins.")
+        if self._collector.has_begun:
+            raise RanksOutOfStepError(
+                f"rank {dist.get_rank(self._group)}: the last synchronisation failed after its backward pass had begun,"
+                " so that what this rank sends next might be added to what others sent then. Restart the run, such as"
+                " from its last checkpoint; to go on after an error, let the forward pass raise it, before any backward"
+                " pass."
+            )
+        self._begun += 1  # first, so that an error of this rank alone is noticed
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
         if len(notes) > NOTES:
             raise ValueError(f"`notes` must be at most {NOTES} numbers, got {len(notes)}. Leave some out.")
-        if self._collector.is_active:
-            raise RuntimeError("A synchronisation has begun already. End its block before the next one begins.")
-        if self._collector.has_sent:
-            raise RanksOutOfStepError(
-                f"rank {dist.get_rank(self._group)}: the last synchronisation failed after gradients had left, so that"
-                " what this rank sends next would be added to what others sent then. Restart the run, such as from its"
-                " last checkpoint; to go on after an error, let the forward pass raise it, before any backward pass."
-            )
         self._weight, self._stop, self._position = weight, stop, position
         self._notes = [float(note) for note in notes]
-        self._begun += 1
         self._scale = weight if scale is None else scale
         self._divisor = divisor
         if not weight:
@@ -225,7 +230,7 @@ class GradientReducer:
         return carrier
 
     def _exchange(self) -> SyncReport:
-        """Tell the other ranks what this one has found, with the last bucket or, on the CPU, by itself."""
+        """Tell the other ranks what this one has found, with the last bucket or in a message of its own on the CPU."""
         own = RankReport(
             self._weight,
             self._stop,
@@ -267,11 +272,11 @@ class GradientReducer:
             if late:
                 self._add_late(bucket)
         new = self._layout.grow(report.used, self._collector.order)
-        room = self._make_room() if new else None
-        if room is not None:
-            # Nothing travels there yet. But how sums are rounded depends on the length of a message, and gradients must
-            # not depend on when their bucket was made.
-            room.behind().zero_()
+        carrier = self._make_room() if new else None
+        if carrier is not None:
+            # Nothing travels there yet. But how sums are rounded depends on the length of a message, which is to be the
+            # same in the next synchronisation.
+            carrier.behind().zero_()
         self._collector.send(new)
         self._transport.wait()
         for bucket in self._layout.buckets:

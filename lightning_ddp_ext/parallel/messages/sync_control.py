@@ -123,18 +123,21 @@ class SyncControl:
         weights, stops, begun, positions, structures, *_ = zip(*numbers, strict=True)
         if len(set(begun)) > 1:
             raise RanksOutOfStepError(
-                f"rank {self._rank} is in synchronisation {own.begun} of its gradients, and the ranks in"
-                f" {', '.join(str(int(one)) for one in begun)}. An error in a block of `synchronize` has to be raised"
-                " on every rank, or end the run."
+                f"rank {self._rank} makes its synchronisation {own.begun} of gradients, others theirs of number"
+                f" {_others(begun, own.begun)}. An error in a block of `synchronize` has to be raised on every rank, or"
+                " end the run."
             )
         if len(set(positions)) > 1:
-            others = sorted({int(other) for other in positions} - {own.position})
             raise RanksOutOfStepError(
                 f"rank {self._rank} synchronises gradients at position {own.position}, others at"
-                f" {', '.join(map(str, others))}. Run equally many batches, and in each of them equally many"
+                f" {_others(positions, own.position)}. Run equally many batches, and in each of them equally many"
                 " synchronised backward passes, on every rank."
             )
         flags = iter(sums[of_ranks:].tolist())
         lates, uses, changes = (list(itertools.islice(flags, len(part))) for part in (own.late, own.used, own.changed))
         notes = [of_rank[-NOTES:] for of_rank in numbers]
         return SyncReport(weights, notes, max(stops), lates, uses, changes, structures)
+
+
+def _others(numbers: Sequence[float], own: int) -> str:
+    return ", ".join(map(str, sorted({int(number) for number in numbers} - {own})))

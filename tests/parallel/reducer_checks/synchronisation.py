@@ -1,13 +1,15 @@
 """Checks of what ranks tell each other, and of what goes wrong."""
 
+import contextlib
 import copy
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_ddp_ext.errors import RanksOutOfStepError
+from lightning_ddp_ext.errors import RanksOutOfStepError, ReplicaMismatchError
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 from tests.parallel.reducer_checks.checking import batch, check, combined, largest_error, net
 
@@ -33,9 +35,9 @@ def training_goes_on_after_a_forward_pass_that_failed() -> float:
 
 
 @check
-def training_does_not_go_on_after_gradients_have_left() -> list[str]:
+def training_does_not_go_on_after_a_backward_pass() -> list[str]:
     module = net()
-    reducer = GradientReducer(module, bucket_cap_mb=1e-5)  # several buckets: the last one leaves at the end
+    reducer = GradientReducer(module)
     found = []
     for number in range(4):
         module.zero_grad()
@@ -46,7 +48,31 @@ def training_does_not_go_on_after_gradients_have_left() -> list[str]:
                     raise ArithmeticError
         except (ArithmeticError, RanksOutOfStepError) as error:
             found.append(str(error))
+            assert reducer.unsynchronized(module.parameters()) == (number == 2)
     return found
+
+
+@check
+def an_error_of_arguments_on_one_rank_is_noticed() -> str:
+    reducer = GradientReducer(net())
+    if dist.get_rank():
+        with contextlib.suppress(ValueError), reducer.synchronize(-1.0):
+            pass
+    try:
+        with reducer.synchronize():
+            pass
+    except RanksOutOfStepError as error:
+        return str(error)
+    return ""
+
+
+@check
+def a_hook_that_one_rank_has_is_told() -> str:
+    try:
+        GradientReducer(net(), comm_hook=None if dist.get_rank() else default_hooks.allreduce_hook)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return ""
 
 
 @check
@@ -57,9 +83,10 @@ def an_error_on_one_rank_is_noticed() -> str:
     for number in range(4):
         try:
             with reducer.synchronize():
-                module(batch(dist.get_rank())).pow(2).mean().backward()
+                loss = module(batch(dist.get_rank())).pow(2).mean()
                 if number == 1 and dist.get_rank() == 1:
                     raise ArithmeticError
+                loss.backward()
         except ArithmeticError:
             continue
         except RanksOutOfStepError as out_of_step:
