@@ -113,7 +113,7 @@ class BufferSynchronizer:
         """
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            ahead.wait()
+            ahead.wait_for_buffers()
         if len(set(report.structures)) > 1:
             compare_setups(self._table.describe(), self._group)
         changed: Iterable[int] = [index for index, ranks in enumerate(report.changed) if ranks]

@@ -49,7 +49,7 @@ class BufferTransfer:
         self._flats = {device: torch.cat(parts) for device, parts in encoded.items()}
         self._works: list[Any] = [dist.all_reduce(flat, group=group, async_op=True) for flat in self._flats.values()]
 
-    def wait(self) -> None:
+    def wait_for_buffers(self) -> None:
         """Wait until all ranks have added theirs."""
         for work in self._works:
             work.wait()
@@ -62,7 +62,7 @@ class BufferTransfer:
             wanted: Positions of these buffers among those that were sent.
             total: Sum of the weights.
         """
-        self.wait()
+        self.wait_for_buffers()
         rest = dict(self._flats)
         for (device, dtype), members in self._members.items():
             tensors = [self._tensors[member] for member in members]

@@ -128,7 +128,7 @@ class GradientCollector:
         assert carrier is not None
         carrier.behind().copy_(behind)
         self.send([carrier])
-        self._transport.wait()
+        self._transport.wait_for_gradients()
         return carrier.behind()
 
     def abandon(self) -> None:

@@ -204,12 +204,12 @@ class GradientReducer:
         self._collector.end()
         if self._transport.is_hook:
             # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
-            self._transport.wait()
+            self._transport.wait_for_gradients()
         self._buffers.start(self._weight)
         self._report = report = self._exchange()
         self._stop_agreed = int(report.stop)
         self._collector.synchronized()
-        self._transport.wait()
+        self._transport.wait_for_gradients()
         if report.total_weight:
             self._complete(report)
         else:
@@ -278,7 +278,7 @@ class GradientReducer:
             # same in the next synchronisation.
             carrier.behind().zero_()
         self._collector.send(new)
-        self._transport.wait()
+        self._transport.wait_for_gradients()
         for bucket in self._layout.buckets:
             if total != self._expected_total:
                 bucket.buffer().mul_(self._expected_total / total)

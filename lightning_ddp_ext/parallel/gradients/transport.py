@@ -45,11 +45,11 @@ class BucketTransport:
             work: Any = dist.all_reduce(bucket.whole(), group=self._group, async_op=True)
         else:
             if bucket.buffer().device.type == "cpu":
-                self.wait()  # CPU futures run hooks' callbacks in any order: one bucket at a time
+                self.wait_for_gradients()  # CPU futures run hooks' callbacks in any order: one bucket at a time
             work = self._comm_hook(self._comm_state, bucket)
         self._under_way.append((bucket, work))
 
-    def wait(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Wait for all that was sent, on the device if it has streams."""
         for bucket, work in self._under_way:
             result = work.wait()
