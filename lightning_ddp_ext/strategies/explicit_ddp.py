@@ -194,7 +194,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             timeout=self._timeout,
         )
         trainer = self._module.trainer
-        self._run = ResumableRun(trainer, reducer.process_group, self._resumed)
+        self._run = ResumableRun(trainer, reducer, self._resumed)
         self._step = SynchronizedStep(trainer, self._module, reducer, self.weight_by, self._run.departure)
 
     @override

@@ -1,6 +1,7 @@
 """What ranks do in the tests of the reducer; kept apart because every rank imports it."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from measuring.scenarios import MODES, SCENARIOS, Model, Optimizers, play
 from torch import Tensor
 
+from lightning_ddp_ext.errors import ReplicaMismatchError
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 
 
@@ -172,3 +174,67 @@ def _gradient_difference(model: torch.nn.Module) -> float:
     largest = (flat - first).abs().amax()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)
+
+
+_SMALL = 0.01  # MiB, so that a bucket leaves before the backward pass ends
+
+
+class Staged(torch.nn.Module):
+    """Layers of which more are used from step to step, in another order than they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(37, 37) for _ in range(4))
+
+    def forward(self, inputs: Tensor, step: int) -> Tensor:
+        for layer in self.layers[: 2 + step // 2]:
+            inputs = layer(inputs).tanh()
+        return self.layers[0](inputs).square().sum()
+
+
+def go_on_with_states() -> dict[str, object]:
+    """How many parameters get another gradient from a reducer that goes on with the state of one that went before."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Staged()
+    reducer = GradientReducer(model, bucket_cap_mb=_SMALL)
+
+    def gradient(reducer: GradientReducer, model: Staged, step: int) -> list[Tensor]:
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        with reducer.synchronize(float(dist.get_rank() or step > 0)):
+            for _ in range(1 + step % 2):
+                model(torch.randn(3, 37, generator=generator), step).backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    states, wanted = [], []
+    for step in range(6):
+        states.append(json.loads(json.dumps(reducer.state_dict())))
+        wanted.append(gradient(reducer, model, step))
+
+    def differing(change: dict[str, object] | None, steps: Iterable[int] = range(1, 6)) -> int:
+        number = 0
+        for step in steps:
+            again = Staged()
+            again.load_state_dict(model.state_dict())
+            resumed = GradientReducer(again, bucket_cap_mb=_SMALL)
+            if change is not None:
+                resumed.load_state_dict({**states[step], **change})
+            pairs = zip(gradient(resumed, again, step), wanted[step], strict=True)
+            number += sum(not torch.equal(one, other) for one, other in pairs)
+        return number
+
+    errors = []
+    for load in (lambda: differing(states[dist.get_rank()], [3]), lambda: reducer.load_state_dict(states[3])):
+        try:
+            load()
+        except (ReplicaMismatchError, RuntimeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return {
+        "with its state": differing({}),
+        "without": differing(None),
+        "without what ranks believe": differing({"backward_passes": []}),
+        "of another setup": differing({"setup": "another"}),
+        "errors": errors,
+    }

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.parallel.reducer_checks import CHECKS, run_checks
-from tests.parallel.reducer_ranks import repeat_synchronisations
+from tests.parallel.reducer_ranks import go_on_with_states, repeat_synchronisations
 from tests.processes import run_processes
 
 EXACT = 1e-12
@@ -17,6 +17,7 @@ EXPECTED = {
     "gradients_of_unused_parameters_stay_none": [False, False, True, True],
     "a_rank_without_data_gets_the_gradients_of_the_others": EXACT,
     "a_loss_that_counts_nothing_may_be_nan": True,
+    "what_only_ranks_that_count_nothing_have_used_stays_none": [False, True, True] * 3,
     "no_rank_with_data_leaves_no_gradient": [True] * 4,
     "no_rank_with_data_leaves_no_gradient_of_a_backward_pass_either": [True, False, True],
     "no_rank_with_data_keeps_what_was_synchronised_before": (EXACT,) * 4,
@@ -120,6 +121,20 @@ def test_what_a_gradient_is_does_not_depend_on_when_its_bucket_was_made():
     """Three ranks add up in another order if a message has another length."""
     for found in run_processes(repeat_synchronisations, 3, timeout=60):
         assert found == dict.fromkeys(found, True) != {}
+
+
+def test_a_reducer_with_the_state_of_another_rounds_as_it_does():
+    """Without it, three ranks do not: with other buckets, or other beliefs, sums are made in another order."""
+    for found in run_processes(go_on_with_states, 3, timeout=60):
+        assert found["with its state"] == 0
+        assert found["without"] > 0
+        assert found["without what ranks believe"] > 0
+        assert found["of another setup"] == found["without"]
+        of_different_steps, too_late = found["errors"]
+        assert of_different_steps.startswith(
+            "ReplicaMismatchError: ranks are not set up alike: state of the reducer is"
+        )
+        assert too_late.startswith("RuntimeError: Gradients have been synchronised already.")
 
 
 def test_ranks_whose_buffers_differ_in_shape_are_told(results):

@@ -218,6 +218,19 @@ def test_a_resumed_run_ends_as_the_whole_one(found, steps):
         assert resumed == whole != []
 
 
+def test_a_run_that_resumes_has_the_buckets_that_had_grown(found):
+    """On three ranks sums would be rounded differently."""
+    for rank in RANKS:
+        for resumed, whole in found[rank]["resuming_with_buckets_that_have_grown"]:
+            assert resumed == whole != []
+
+
+def test_before_the_end_of_a_window_a_rank_finds_its_own_gradient_or_none(found):
+    missing, last = zip(*(found[rank]["gradients_within_a_window"] for rank in RANKS), strict=True)
+    assert missing == ([False] * 4, [False, False, True, False], [False, False, True, False])
+    assert last == (last[0],) * 3
+
+
 def test_stopping_leaves_out_what_others_have_more(found):
     for rank in RANKS:
         ghosts, seen, digests = found[rank]["stopping_at_the_shortest"]

@@ -45,7 +45,7 @@ class LoggedValues:
         votes: What travels with the keys of a training step.
         group: The ranks, over a back-end for the module's device and for CPU tensors.
         end_batch: Called after the last hook of a batch.
-        end_epoch: Called at the end of an epoch, when every rank has got there.
+        after_epoch: Called at the end of an epoch, when every rank has got there.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LoggedValues:
         votes: Votes,
         group: dist.ProcessGroup,
         end_batch: Callable[[], None],
-        end_epoch: Callable[[], None],
+        after_epoch: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -67,7 +67,7 @@ class LoggedValues:
         self._logged: dict[str, Any] = {}  # in this step, by key
         self._pending: dict[str, Any] = {}
         self._begins_evaluation = True  # ranks compare keys after the first batch, and when there are any
-        self._end_of_epoch = end_epoch
+        self._after_epoch = after_epoch
         watch_logging(trainer, self._update, end_batch, self._end_epoch, self._check_epoch)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class LoggedValues:
         return reduce(tensor)
 
     def synchronize(self, weight: float, notes: Sequence[float] | None = None) -> None:
-        """Synchronise what the step has logged so far; on every rank.
+        """Synchronise what the step has logged so far; on every rank. Votes go along if gradients have taken no notes.
 
         Args:
             weight: What the values of this rank count in a mean. On a ghost step they count nothing.
@@ -245,7 +245,7 @@ class LoggedValues:
         keys = self._synchronised_keys()
         notes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self._group)
         self._compare([note >> 32 for note in notes])
-        self._end_of_epoch()
+        self._after_epoch()
         if len(set(notes)) > 1:
             ordered = {key: results[key] for key in sorted(results)}
             results.clear()

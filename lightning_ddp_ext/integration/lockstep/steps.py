@@ -39,7 +39,7 @@ from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.parallel.batches.weighting import samples_or_one
 from lightning_ddp_ext.parallel.messages.exchange import own_group
 from lightning_ddp_ext.parallel.messages.rank_messages import RankMessages
-from lightning_ddp_ext.parallel.messages.tail import TailCollectives
+from lightning_ddp_ext.parallel.messages.tail_collectives import TailCollectives
 
 _BACKWARD = "backward"
 

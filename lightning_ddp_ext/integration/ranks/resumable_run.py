@@ -24,6 +24,8 @@ from lightning_ddp_ext._compat.loops import (
 from lightning_ddp_ext.data.repeatable_fetches import FetchRecord, RepeatableFetches
 from lightning_ddp_ext.integration.ranks.preemption import Departure
 from lightning_ddp_ext.integration.ranks.resumable_data import make_resumable
+from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+from lightning_ddp_ext.parallel.messages.exchange import gather_different
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 
@@ -31,13 +33,14 @@ RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 class ResumableRun:
     """Saves and loads what differs between ranks, of which Lightning saves nothing, or that of rank 0.
 
-    These are the random states of Python, NumPy and torch, now and when the batches were fetched that are under way.
+    These are the random states of Python, NumPy and torch, now and when the batches were fetched that are under way,
+    and what the reducer has learned, on which it depends how sums are rounded.
     The values that were logged last, of rank 0, are saved too: callbacks and schedulers may look at them.
     How many batches have been used is part of the state of the training loop's loader, which is the same on all ranks.
 
     Args:
         trainer: The Trainer, while it fits.
-        group: The ranks, over a back-end that has CPU tensors.
+        reducer: What synchronises the gradients.
         resumed: What `save` has added to the checkpoint that is resumed; None for nothing.
 
     Attributes:
@@ -45,21 +48,24 @@ class ResumableRun:
         fetches: Knows the random states of this rank.
     """
 
-    def __init__(self, trainer: Trainer, group: dist.ProcessGroup, resumed: dict[str, Any] | None) -> None:
+    def __init__(self, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None) -> None:
         self.departure = Departure(trainer)
         self.fetches = RepeatableFetches(trainer.strategy.root_device)
         self._trainer = trainer
-        self._group = group
+        self._reducer = reducer
+        self._group = reducer.process_group
         self._resumed = resumed
         if resumed is not None:
             restore_callback_metrics(trainer, resumed["metrics"])
             self._load(resumed["fetches"])
+            states = resumed["reducer"]
+            reducer.load_state_dict(states[trainer.global_rank if len(states) == trainer.world_size else 0])
         replace_loaders(trainer, self._combine)
         resume_training_data(trainer)
         before_each_batch(trainer, self._between_batches)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the records of all ranks to a checkpoint. One collective."""
+        """Add the records of all ranks to a checkpoint. Two collectives, or four if what reducers know differs."""
         if "optimizer_states" not in checkpoint:
             return  # weights only
         used = getattr(training_loader(self._trainer), "used", None)
@@ -70,6 +76,7 @@ class ResumableRun:
         checkpoint[RANKS] = {
             "fetches": torch.stack(gathered),
             "metrics": {name: metrics[name].cpu() for name in metrics},
+            "reducer": gather_different(self._reducer.state_dict(), self._group),
             "between_batches": self.departure.is_leaving,
         }
 

@@ -133,7 +133,8 @@ class SynchronizedStep:
         notes = (note, self.votes is not None and self.votes.own)
         with self.reducer.synchronize(weight, scale, self._departure.request, position, notes, divisor):
             yield
-        if self.votes is not None and self.reducer.report is not None:
+        assert self.reducer.report is not None
+        if self.votes is not None:
             self.votes.take([vote for _, vote in self.reducer.report.notes])
         self._synchronized = True
         self._last_weight = weight

@@ -150,8 +150,8 @@ def _count_samples(batch: Any) -> int:
     except BatchSplitError as error:
         raise BatchSplitError(
             error.problem,
-            'Pass a callable `weight_by`, which returns what a batch counts, or `weight_by="ranks"` if batches are'
-            " equally large on all ranks.",
+            "Pass a callable `weight_by`, which returns what a batch counts, such as `len` for a list of samples, or"
+            ' `weight_by="ranks"` if batches are equally large on all ranks.',
         ) from error
 
 

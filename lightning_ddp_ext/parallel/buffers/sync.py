@@ -1,7 +1,8 @@
 """Making the buffers of ranks equal after a step."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,15 @@ class BufferSynchronizer:
         for index in self._silent:
             changed[index] |= self._table.places[index][0].training
         return changed
+
+    def state(self) -> dict[str, Any]:
+        """Return which buffers are sent ahead, for `load`; numbers and lists, the same on every rank."""
+        return {"structure": self._structure, "expected": [list(pair) for pair in self._expected.items()]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Send those buffers ahead that another synchroniser did, if there are the same now."""
+        if state["structure"] == self._structure:
+            self._expected = dict(state["expected"])
 
     def finish(self, report: SyncReport, weight: float) -> None:
         """Set what has changed on any rank to the value of all ranks; if no rank had data, buffers stay as they are.

@@ -1,7 +1,6 @@
 """Whether every rank was set up alike: versions, arguments and the structure of the module."""
 
 import functools
-import hashlib
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence, Set
@@ -17,7 +16,7 @@ from lightning_ddp_ext.errors import ReplicaMismatchError
 from lightning_ddp_ext.parallel.consistency.fingerprints import describe
 from lightning_ddp_ext.parallel.consistency.replica_differences import union_of_keys
 from lightning_ddp_ext.parallel.consistency.sharing import find_ignored
-from lightning_ddp_ext.parallel.messages.exchange import gather_integer, gather_objects, list_ranks
+from lightning_ddp_ext.parallel.messages.exchange import gather_different, list_ranks
 
 _NAMED = 3  # keys in a message
 _PACKAGES = ("torch", "lightning", "lightning-ddp-ext")
@@ -48,10 +47,9 @@ def compare_setups(description: Mapping[str, object], group: dist.ProcessGroup |
     own = {key: _to_text(value) for key, value in description.items()}
     if dist.get_world_size(group) == 1:
         return
-    digest = hashlib.blake2b(repr(list(own.items())).encode(), digest_size=8).digest()
-    if len(set(gather_integer(int.from_bytes(digest, "little", signed=True), group))) == 1:
+    records = gather_different(own, group)
+    if len(records) == 1:
         return
-    records = gather_objects(own, group)
     differences = _compare_records(records, dist.get_process_group_ranks(group))
     more = f"; and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
     remedy = _REMEDIES.get(differences[0].split(" ")[0], "Make it equal on every rank.")

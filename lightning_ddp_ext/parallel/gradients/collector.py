@@ -31,6 +31,7 @@ class GradientCollector:
     Attributes:
         has_begun: Whether gradients have come, or left, that do not belong to a finished synchronisation.
         carrier: The bucket that waits for `send_carrier`, if there is one.
+        predictor: What this rank believes.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: GradientLayout, transport: BucketTransport) -> None:
@@ -38,7 +39,7 @@ class GradientCollector:
         self._parameters = parameters
         self._layout = layout
         self._transport = transport
-        self._predictor = BackwardPredictor(len(parameters))
+        self.predictor = BackwardPredictor(len(parameters))
         self._lock = RLock()  # a module that spans several devices has a backward thread for each
         self._active = False
         self._factor = 0.0
@@ -58,7 +59,7 @@ class GradientCollector:
     @property
     def order(self) -> Sequence[int]:
         """Parameters that are in no bucket yet, in the order of their gradients."""
-        return self._predictor.order
+        return self.predictor.order
 
     def waiting(self) -> set[int]:
         """Return the identities of parameters whose gradient came since it was last synchronised."""
@@ -74,7 +75,7 @@ class GradientCollector:
         """
         self.carrier = carrier
         self._factor = factor
-        self._predictor.begin()
+        self.predictor.begin()
         self._next = 0
         self._late.clear()
         self._active = True
@@ -109,6 +110,15 @@ class GradientCollector:
         yield
         self._unsynchronized = unsynchronized
 
+    def drop(self, apart: Iterable[int]) -> None:
+        """Forget the gradients that are in no bucket: on this rank they count nothing.
+
+        Args:
+            apart: Those that are never in one.
+        """
+        for number in (*self._layout.loose, *apart):
+            self._parameters[number].grad = None
+
     def end(self) -> None:
         """Send the buckets that have not left, but for the carrier."""
         self._active = False
@@ -134,7 +144,7 @@ class GradientCollector:
     def abandon(self) -> None:
         """Forget what was collected: the forward or backward pass has failed."""
         self._active = False
-        come = [number for number, count in enumerate(self._predictor.counts) if count]
+        come = [number for number, count in enumerate(self.predictor.counts) if count]
         self.has_begun |= bool(come)
         self._unsynchronized.update(come)
         self.carrier = None
@@ -160,8 +170,8 @@ class GradientCollector:
     def learn(self, layout_has_changed: bool) -> None:
         """Learn from these backward passes for the next ones of their kind."""
         if layout_has_changed:
-            self._predictor.forget()
-        self._predictor.learn(self._layout.buckets)
+            self.predictor.forget()
+        self.predictor.learn(self._layout.buckets)
 
     def close(self) -> None:
         """Stop watching the parameters."""
@@ -198,7 +208,7 @@ class GradientCollector:
 
     def _watch(self, number: int, parameter: nn.Parameter) -> Any:
         """Follow a parameter's gradients, even if it is frozen: a hook can only begin while it is not."""
-        predictor, layout, large = self._predictor, self._layout, parameter.numel() >= LARGE
+        predictor, layout, large = self.predictor, self._layout, parameter.numel() >= LARGE
 
         def gradient_is_there(parameter: Tensor) -> None:
             if not self._active:

@@ -1,6 +1,7 @@
 """Which gradients travel together."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,12 @@ class GradientLayout:
         apart: Numbers of those that are never in a bucket.
         bucket_cap_mb: Largest size of a bucket in MiB.
         group: The ranks.
+
+    Attributes:
+        buckets: In the order in which they are sent.
+        bucket_of: The bucket of each parameter.
+        loose: Numbers of parameters that are in no bucket and may get one.
+        cap: Largest size of a bucket in bytes.
     """
 
     def __init__(
@@ -33,17 +40,18 @@ class GradientLayout:
         self.bucket_of: list[GradientBucket | None] = [None] * len(parameters)
         self.loose = {member for member in range(len(parameters)) if member not in apart}
         self._parameters = parameters
-        self._cap = int(bucket_cap_mb * 2**20)
+        self.cap = int(bucket_cap_mb * 2**20)
         self._group = group
         self._recently_used = [0.0] * len(parameters)
         self._synchronizations = 0
 
-    def grow(self, used: Sequence[float], order: Sequence[int]) -> list[GradientBucket]:
+    def grow(self, used: Sequence[float], order: Sequence[int], source: int) -> list[GradientBucket]:
         """Make buckets for parameters that were used for the first time.
 
         Args:
             used: Above 0 for what any rank has used; the same on every rank.
-            order: In which this rank's gradients became ready. The first rank's order counts.
+            order: In which this rank's gradients became ready.
+            source: The rank whose order counts.
 
         Returns:
             The new buckets.
@@ -52,13 +60,7 @@ class GradientLayout:
         if not new:
             return []
         begin = len(self.buckets)
-        for members in self._divide(self._agree_on_order(new, order)):
-            bucket = GradientBucket(len(self.buckets), [self._parameters[member] for member in members], members)
-            self.buckets.append(bucket)
-            for member in members:
-                self.bucket_of[member] = bucket
-        self.loose.difference_update(new)
-        self._mark_last()
+        self._append(self._divide(self._agree_on_order(new, order, source)))
         return self.buckets[begin:]
 
     def dissolve_idle(self, used: Sequence[float]) -> None:
@@ -82,6 +84,30 @@ class GradientLayout:
             bucket.renumber(index)
         self._mark_last()
 
+    def state(self) -> dict[str, Any]:
+        """Return what is in which bucket, and what else `load` needs; numbers and lists, the same on every rank."""
+        return {
+            "buckets": [bucket.members for bucket in self.buckets],
+            "recently_used": [member for member, used in enumerate(self._recently_used) if used],
+            "synchronizations": self._synchronizations,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Have the buckets of a layout with the same parameters; while there are none."""
+        self._append(state["buckets"])
+        for member in state["recently_used"]:
+            self._recently_used[member] = 1.0
+        self._synchronizations = state["synchronizations"]
+
+    def _append(self, divided: Iterable[Sequence[int]]) -> None:
+        for members in divided:
+            bucket = GradientBucket(len(self.buckets), [self._parameters[member] for member in members], members)
+            self.buckets.append(bucket)
+            for member in members:
+                self.bucket_of[member] = bucket
+            self.loose.difference_update(members)
+        self._mark_last()
+
     def _used_bytes(self, bucket: GradientBucket) -> int:
         return sum(
             parameter.nbytes
@@ -89,11 +115,11 @@ class GradientLayout:
             if self._recently_used[member]
         )
 
-    def _agree_on_order(self, new: list[int], order: Sequence[int]) -> list[int]:
-        # A parameter is complete when its last gradient has come; one that the first rank did not use goes last.
+    def _agree_on_order(self, new: list[int], order: Sequence[int], source: int) -> list[int]:
+        # A parameter is complete when its last gradient has come; one that the source did not use goes last.
         last = {member: position for position, member in enumerate(order)}
         positions = torch.tensor([last.get(member, len(order)) for member in new])
-        dist.broadcast(positions, group=self._group, group_src=0)
+        dist.broadcast(positions, group=self._group, group_src=source)
         return [member for _, member in sorted(zip(positions.tolist(), new, strict=True), key=lambda pair: pair[0])]
 
     def _divide(self, members: Sequence[int]) -> list[list[int]]:
@@ -105,7 +131,7 @@ class GradientLayout:
             kind = (parameter.dtype, parameter.device)
             current = unfinished.setdefault(kind, [])
             current.append(member)
-            cap = min(self._cap, _FIRST_BYTES) if not self.buckets and not divided else self._cap
+            cap = min(self.cap, _FIRST_BYTES) if not self.buckets and not divided else self.cap
             if sum(self._parameters[other].nbytes for other in current) >= cap:
                 divided.append(unfinished.pop(kind))
         return divided + list(unfinished.values())

@@ -1,6 +1,7 @@
 """What the last backward pass of the same kind did: when a bucket of gradients is probably complete."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lightning_ddp_ext.parallel.gradients.bucket import GradientBucket
 
@@ -64,6 +65,14 @@ class BackwardPredictor:
             del self._remembered[next(iter(self._remembered))]
         missing = [sum(self.counts[member] > 0 for member in bucket.members) for bucket in buckets]
         self._remembered[self.kind] = list(self.counts), missing
+
+    def state(self) -> list[list[Any]]:
+        """Return what is remembered, as numbers and lists."""
+        return [[kind, *remembered] for kind, remembered in self._remembered.items()]
+
+    def load(self, state: Iterable[Sequence[Any]]) -> None:
+        """Remember what another predictor did, for the same buckets."""
+        self._remembered = {kind: (list(counts), list(missing)) for kind, counts, missing in state}
 
     def forget(self) -> None:
         """Forget every kind: the buckets are others now."""

@@ -4,9 +4,10 @@ Lightning is not needed: see `GradientReducer` for a complete loop in plain torc
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from lightning_ddp_ext.parallel.gradients.collector import GradientCollector
 from lightning_ddp_ext.parallel.gradients.layout import GradientLayout
 from lightning_ddp_ext.parallel.gradients.sparse_gradients import SparseGradients
 from lightning_ddp_ext.parallel.gradients.transport import BucketTransport, CommHook
-from lightning_ddp_ext.parallel.messages.exchange import group_with_cpu, own_group
+from lightning_ddp_ext.parallel.messages.exchange import digest, group_with_cpu, own_group
 from lightning_ddp_ext.parallel.messages.flat_messages import broadcast_all
 from lightning_ddp_ext.parallel.messages.sync_control import NOTES, RankReport, SyncControl, SyncReport
 
@@ -72,6 +73,8 @@ class GradientReducer:
             with reducer.synchronize(weight=len(x)):
                 nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
+        reducer.close()
+        dist.destroy_process_group()
         ```
     """
 
@@ -156,8 +159,9 @@ class GradientReducer:
 
         Args:
             weight: What this rank's gradient counts, such as the number of its samples if the loss is their mean; 0
-                if it has none. The result is the sum of `scale * gradient` over the ranks, divided by the sum of their
-                weights. If the weights add up to 0, what has been synchronised before stays, and nothing is added.
+                if it has none: its gradients then count as not there. The result is the sum of `scale * gradient` over
+                the ranks, divided by the sum of their weights. If the weights add up to 0, what has been synchronised
+                before stays, and nothing is added.
             scale: What the gradient is multiplied by; by default the weight. Accumulated gradients that are weighted
                 already have another one.
             stop: Above 0 to ask all ranks to stop, see `stop_agreed`; the number may say why.
@@ -190,7 +194,7 @@ class GradientReducer:
         self._divisor = divisor
         if not weight:
             self._collector.set_aside()
-        self._collector.begin(self._transport.factor * self._factor, self._make_room())
+        self._collector.begin(self._transport.factor * self._factor, self._prepare_carrier())
         try:
             yield
         except BaseException:
@@ -202,6 +206,8 @@ class GradientReducer:
     def _finish(self) -> None:
         """Wait until the gradients of all ranks have been added up, and give them to the parameters."""
         self._collector.end()
+        if not self._weight:
+            self._collector.drop(self._sparse.members)
         if self._transport.is_hook:
             # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
             self._transport.wait_for_gradients()
@@ -217,13 +223,16 @@ class GradientReducer:
         self._buffers.finish(report, self._weight)
         self._collector.finish()
 
-    def _make_room(self) -> GradientBucket | None:
-        """Let the last bucket take along what ranks tell each other, if it is on the CPU; the same on every rank."""
+    def _prepare_carrier(self) -> GradientBucket | None:
+        """Return the bucket that takes along what ranks tell each other, with room for it; the same on every rank.
+
+        It is the last one, if it is on the CPU.
+        """
         if not self._layout.buckets or self._transport.is_hook:
             return None
         carrier = self._layout.buckets[-1]
         first = carrier.params[0]
-        if first.device.type != "cpu" or first.is_complex():
+        if first.device.type != "cpu" or not self._control.can_travel_as(first.dtype):
             return None
         flags = len(self._layout.buckets) + len(self._parameters) + len(self._buffers)  # as in a `RankReport`
         carrier.room = self._control.length(flags, first.dtype)
@@ -239,7 +248,7 @@ class GradientReducer:
             self._notes,
             self._buffers.structure,
             self._collector.late_buckets(),
-            self._collector.used(self._sparse.members),
+            self._collector.used(self._sparse.members) if self._weight else bytearray(len(self._parameters)),
             self._buffers.changes(),
         )
         carrier = self._collector.carrier
@@ -249,6 +258,53 @@ class GradientReducer:
         message = self._control.write(own, torch.float64)
         dist.all_reduce(message, group=self._group)
         return self._control.read(message, own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides how sums over ranks are rounded; numbers, text and lists, different on every rank.
+
+        More than two ranks add gradients in an order that depends on their place in a message, and what comes after
+        a bucket has left is added last. So it depends on which gradients travel together, and on what each rank
+        believes of its backward passes. Both come from earlier steps.
+        """
+        return {
+            "setup": self._setup(),
+            "layout": self._layout.state(),
+            "expected_total": self._expected_total,
+            "backward_passes": self._collector.predictor.state(),
+            "buffers": self._buffers.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the reducer whose state this is, to the last bit; before the first synchronisation, on every rank.
+
+        The state of a reducer with other parameters, ranks or sizes of buckets is left alone: it would be of no use.
+
+        Args:
+            state: What `state_dict` returned on this rank.
+
+        Raises:
+            RuntimeError: If gradients have been synchronised already.
+            ReplicaMismatchError: If ranks have the states of different steps.
+        """
+        if self._begun:
+            raise RuntimeError("Gradients have been synchronised already. Load the state right after the constructor.")
+        agreed = [state["setup"], state["layout"], state["expected_total"], state["buffers"]]
+        compare_setups({"state of the reducer": digest(agreed)}, self._group)
+        if state["setup"] != self._setup():
+            return
+        self._layout.load(state["layout"])
+        self._expected_total = state["expected_total"]
+        self._collector.predictor.load(state["backward_passes"])
+        self._buffers.load(state["buffers"])
+
+    def _setup(self) -> str:
+        """Return a text for all that has to be the same where a layout is to fit."""
+        devices = list(dict.fromkeys(parameter.device for parameter in self._parameters))
+        kinds = [
+            (parameter.numel(), str(parameter.dtype), parameter.device.type, devices.index(parameter.device))
+            for parameter in self._parameters
+        ]
+        return digest([dist.get_world_size(self._group), self._layout.cap, self._transport.is_hook, kinds])
 
     def close(self) -> None:
         """Stop watching the module, and give the process group up if it is the reducer's own."""
@@ -271,8 +327,8 @@ class GradientReducer:
         for bucket, late in zip(self._layout.buckets, report.late, strict=True):
             if late:
                 self._add_late(bucket)
-        new = self._layout.grow(report.used, self._collector.order)
-        carrier = self._make_room() if new else None
+        new = self._layout.grow(report.used, self._collector.order, report.source)
+        carrier = self._prepare_carrier() if new else None
         if carrier is not None:
             # Nothing travels there yet. But how sums are rounded depends on the length of a message, which is to be the
             # same in the next synchronisation.

@@ -1,5 +1,6 @@
 """Exchanging small things between the ranks of a process group."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from datetime import timedelta
@@ -64,6 +65,20 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
     return [_from_bytes(row[:length]) if length else None for row, length in zip(gathered, lengths, strict=True)]
+
+
+def gather_different(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the value that each rank gives as `gather_objects` does, or the only one if all give the same.
+
+    While all are the same, it costs one collective of 8 bytes per rank.
+    """
+    own = int.from_bytes(bytes.fromhex(digest(value)), "little", signed=True)
+    return [value] if len(set(gather_integer(own, group))) == 1 else gather_objects(value, group)
+
+
+def digest(value: object) -> str:
+    """Return 16 characters for a value of numbers, text, lists and dictionaries, in which the order of keys counts."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
 def broadcast_object(value: object, group: dist.ProcessGroup | None, source: int) -> Any:

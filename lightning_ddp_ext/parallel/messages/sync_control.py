@@ -78,8 +78,8 @@ class SyncReport:
 class SyncControl:
     """Writes reports as tensors that are added up over the ranks, and reads the sums.
 
-    Numbers have places of each rank's own. Where the tensor has fewer bits, they travel as their bytes: sums of
-    floating-point numbers of any type hold these exactly, so that gradients can take them along.
+    Numbers have places of each rank's own. Where the tensor has fewer bits, they travel as their bytes, which are whole
+    numbers up to 255: a type that holds these exactly, such as bfloat16, can take them along.
 
     Args:
         group: The ranks.
@@ -92,6 +92,11 @@ class SyncControl:
     def length(self, flags: int, dtype: torch.dtype) -> int:
         """Return how many elements of a type a report has, with so many marks of late buckets and the like."""
         return _NUMBERS * (1 if dtype == torch.float64 else _BYTES) * self._world_size + flags
+
+    @staticmethod
+    def can_travel_as(dtype: torch.dtype) -> bool:
+        """Tell whether a type of numbers holds a report exactly."""
+        return dtype.is_floating_point and torch.finfo(dtype).eps <= 2**-7  # 8 bits
 
     def write(self, report: RankReport, dtype: torch.dtype) -> Tensor:
         """Return the report of this rank in a floating-point type, to be added to those of the others."""

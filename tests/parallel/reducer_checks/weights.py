@@ -2,7 +2,9 @@
 
 import copy
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 from tests.parallel.reducer_checks.checking import batch, check, combined, gradients, largest_error, net
@@ -65,6 +67,29 @@ def a_loss_that_counts_nothing_may_be_nan() -> bool:
         with reducer.synchronize(0 if rank == 0 else 1):
             (together(batch(rank)).mean() * (float("nan") if rank == 0 else 1.0)).backward()
     return all(bool(gradient.isfinite().all()) for gradient in gradients(together))
+
+
+@check
+def what_only_ranks_that_count_nothing_have_used_stays_none() -> list[bool]:
+    """In a bucket, in none yet, and sparse."""
+    module = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2), nn.Embedding(3, 2, sparse=True)]).double()
+    reducer = GradientReducer(module)
+    rank = dist.get_rank()
+    found = []
+    for late in (False, True):
+        module.zero_grad()
+        with reducer.synchronize(rank):
+            loss = module[0](batch(rank)).sum()
+            if late and rank == 0:
+                loss = loss + module[1](batch(rank)).sum() + module[2](torch.tensor([0])).sum()
+            loss.backward()
+        found += [part.weight.grad is None for part in module]
+    with reducer.synchronize(1.0):
+        module[1](batch(rank)).sum().backward()
+    module.zero_grad()
+    with reducer.synchronize(rank):
+        module[1 - rank](batch(rank)).sum().backward()
+    return [*found, *[part.weight.grad is None for part in module]]
 
 
 @check

@@ -229,6 +229,49 @@ def resuming(folder: str) -> Any:
     return found
 
 
+@case
+def resuming_with_buckets_that_have_grown(folder: str) -> Any:
+    """Layers are thawed one after another, the first rank joins first, and the order of use is not that of creation."""
+
+    class Thawing(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top, self.middle, self.bottom = nn.Linear(50, 1), nn.Linear(40, 50), nn.Linear(6, 40)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.bottom.requires_grad_(self.global_step > 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.top(self.middle(self.bottom(batch[1].double()).tanh()).tanh()).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    counts = (2, 6, 8)
+    saving = ModelCheckpoint(f"{folder}/grown", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    whole = fit(Thawing(), loader(*counts), max_epochs=2, callbacks=[saving], enable_checkpointing=True)[1].digests
+    found = []
+    for steps in (1, 3, 6):
+        trace = Trace()
+        path = _broadcast(f"{folder}/grown/step={steps}.ckpt")
+        trainer(trace, max_epochs=2).fit(Thawing().double(), loader(*counts), ckpt_path=path)
+        found.append((trace.digests, whole[steps:]))
+    return found
+
+
+@case
+def gradients_within_a_window(folder: str) -> Any:
+    """Whether there is one after each backward pass, and the last of the window."""
+
+    class Looking(Classifier):
+        def on_after_backward(self) -> None:
+            found.append(self.network[0].weight.grad)
+
+    found: list[Any] = []
+    fit(Looking(), accumulate_grad_batches=2)
+    return [gradient is None for gradient in found], found[-1].tolist()
+
+
 def _broadcast(path: str) -> str:
     paths = [path]
     dist.broadcast_object_list(paths, 0)
