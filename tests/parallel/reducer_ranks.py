@@ -234,7 +234,7 @@ def go_on_with_states() -> dict[str, object]:
     return {
         "with its state": differing({}),
         "without": differing(None),
-        "without what ranks believe": differing({"backward_passes": []}),
+        "without what ranks believe": differing({"of_rank": {"backward_passes": [], "silent_buffers": []}}),
         "of another setup": differing({"setup": "another"}),
         "errors": errors,
     }

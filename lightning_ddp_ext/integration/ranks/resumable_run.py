@@ -58,25 +58,27 @@ class ResumableRun:
         if resumed is not None:
             restore_callback_metrics(trainer, resumed["metrics"])
             self._load(resumed["fetches"])
-            states = resumed["reducer"]
-            reducer.load_state_dict(states[trainer.global_rank if len(states) == trainer.world_size else 0])
+            of_ranks = resumed["reducer"]["of_rank"]
+            own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
+            reducer.load_state_dict({**resumed["reducer"], "of_rank": own})
         replace_loaders(trainer, self._combine)
         resume_training_data(trainer)
         before_each_batch(trainer, self._between_batches)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the records of all ranks to a checkpoint. Two collectives, or four if what reducers know differs."""
+        """Add the records of all ranks to a checkpoint. Two collectives, or four if ranks have learned other things."""
         if "optimizer_states" not in checkpoint:
             return  # weights only
         used = getattr(training_loader(self._trainer), "used", None)
         own = self.fetches.record(used).pack()
         gathered = [torch.empty_like(own) for _ in range(self._trainer.world_size)]
         dist.all_gather(gathered, own, group=self._group)
+        reducer = self._reducer.state_dict()
         metrics = self._trainer.callback_metrics
         checkpoint[RANKS] = {
             "fetches": torch.stack(gathered),
             "metrics": {name: metrics[name].cpu() for name in metrics},
-            "reducer": gather_different(self._reducer.state_dict(), self._group),
+            "reducer": {**reducer, "of_rank": gather_different(reducer["of_rank"], self._group)},
             "between_batches": self.departure.is_leaving,
         }
 

@@ -103,13 +103,31 @@ class BufferSynchronizer:
         return changed
 
     def state(self) -> dict[str, Any]:
-        """Return which buffers are sent ahead, for `load`; numbers and lists, the same on every rank."""
-        return {"structure": self._structure, "expected": [list(pair) for pair in self._expected.items()]}
+        """Return what `load` needs; numbers and lists, the same on every rank."""
+        return {
+            "structure": self._structure,
+            "expected": [list(pair) for pair in self._expected.items()],
+            "source": self._source,
+            "comparisons": self._comparisons,
+        }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Send those buffers ahead that another synchroniser did, if there are the same now."""
+    @property
+    def silent(self) -> list[int]:
+        """The buffers that change silently on this rank."""
+        return sorted(self._silent)
+
+    def load(self, state: Mapping[str, Any], silent: Iterable[int]) -> None:
+        """Know what another synchroniser knew of its buffers, if there are the same now.
+
+        Args:
+            state: Its `state`.
+            silent: Its `silent`, on this rank.
+        """
         if state["structure"] == self._structure:
             self._expected = dict(state["expected"])
+            self._source, self._comparisons = state["source"], state["comparisons"]
+            self._silent.update(silent)
+            self.remember()
 
     def finish(self, report: SyncReport, weight: float) -> None:
         """Set what has changed on any rank to the value of all ranks; if no rank had data, buffers stay as they are.

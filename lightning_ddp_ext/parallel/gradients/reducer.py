@@ -260,51 +260,57 @@ class GradientReducer:
         return self._control.read(message, own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides how sums over ranks are rounded; numbers, text and lists, different on every rank.
+        """Return what the reducer has learned; numbers, text and lists. Only `"of_rank"` may differ between ranks.
 
-        More than two ranks add gradients in an order that depends on their place in a message, and what comes after
-        a bucket has left is added last. So it depends on which gradients travel together, and on what each rank
-        believes of its backward passes. Both come from earlier steps.
+        It decides how sums are rounded: more than two ranks add gradients in an order that depends on their place in a
+        message, and what comes after a bucket has left is added last. So it depends on which gradients travel
+        together, and on what each rank believes of its backward passes.
         """
         return {
             "setup": self._setup(),
             "layout": self._layout.state(),
             "expected_total": self._expected_total,
-            "backward_passes": self._collector.predictor.state(),
             "buffers": self._buffers.state(),
+            "of_rank": {
+                "backward_passes": self._collector.predictor.state(),
+                "silent_buffers": self._buffers.silent,
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the reducer whose state this is, to the last bit; before the first synchronisation, on every rank.
+        """Go on as the reducer whose state this is, bit for bit; before the first synchronisation, on every rank.
 
-        The state of a reducer with other parameters, ranks or sizes of buckets is left alone: it would be of no use.
+        Communication hooks that keep a state begin anew. The state of a reducer with other parameters, ranks or sizes
+        of buckets is left alone: it would be of no use.
 
         Args:
             state: What `state_dict` returned on this rank.
 
         Raises:
-            RuntimeError: If gradients have been synchronised already.
+            RuntimeError: If gradients have been synchronised, or a state was loaded already.
             ReplicaMismatchError: If ranks have the states of different steps.
         """
-        if self._begun:
-            raise RuntimeError("Gradients have been synchronised already. Load the state right after the constructor.")
-        agreed = [state["setup"], state["layout"], state["expected_total"], state["buffers"]]
+        if self._begun or self._layout.buckets:
+            raise RuntimeError("The reducer has learned something already. Load the state right after the constructor.")
+        fits = state["setup"] == self._setup()
+        agreed = [fits, *(part for name, part in state.items() if name != "of_rank")]
         compare_setups({"state of the reducer": digest(agreed)}, self._group)
-        if state["setup"] != self._setup():
+        if not fits:
             return
         self._layout.load(state["layout"])
         self._expected_total = state["expected_total"]
-        self._collector.predictor.load(state["backward_passes"])
-        self._buffers.load(state["buffers"])
+        self._collector.predictor.load(state["of_rank"]["backward_passes"])
+        self._buffers.load(state["buffers"], state["of_rank"]["silent_buffers"])
 
     def _setup(self) -> str:
         """Return a text for all that has to be the same where a layout is to fit."""
         devices = list(dict.fromkeys(parameter.device for parameter in self._parameters))
-        kinds = [
+        parameters = [
             (parameter.numel(), str(parameter.dtype), parameter.device.type, devices.index(parameter.device))
             for parameter in self._parameters
         ]
-        return digest([dist.get_world_size(self._group), self._layout.cap, self._transport.is_hook, kinds])
+        apart = sorted(self._sparse.members)
+        return digest([dist.get_world_size(self._group), self._layout.cap, self._transport.is_hook, parameters, apart])
 
     def close(self) -> None:
         """Stop watching the module, and give the process group up if it is the reducer's own."""

@@ -76,6 +76,30 @@ def buffers_that_change_silently() -> float:
 
 
 @check
+def a_state_tells_which_buffers_change_silently() -> list[bool]:
+    """It was noticed in the first steps, and happens again after those in which a resumed reducer would notice it."""
+
+    def run(module: nn.Module, reducer: GradientReducer, steps: range) -> bool:
+        for number in steps:
+            if number % 8 == 0:
+                module.seen.data.add_(1.0 + dist.get_rank())
+            step(reducer, module)
+        return spread(module.seen) == 0.0
+
+    module = net()
+    module.register_buffer("seen", torch.zeros(()))
+    reducer = GradientReducer(module)
+    found = [run(module, reducer, range(4))]
+    for states in ([reducer.state_dict()], []):
+        again = copy.deepcopy(module)
+        resumed = GradientReducer(again)
+        for state in states:
+            resumed.load_state_dict(state)
+        found.append(run(again, resumed, range(4, 9)))
+    return [*found, run(module, reducer, range(4, 9))]
+
+
+@check
 def buffers_without_changes_cost_nothing() -> list[int]:
     module = net()
     module.register_buffer("table", torch.randn(10))

@@ -58,6 +58,24 @@ def a_sparse_embedding_tied_to_a_dense_layer() -> float:
 
 
 @check
+def the_state_of_a_module_with_dense_gradients_is_left_alone() -> float:
+    def make(sparse: bool) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 1)).double()
+
+    words = torch.tensor([[0, 1], [1, 2]])
+    dense, sparse, alone = make(False), make(True), make(False)
+    before, reducer = GradientReducer(dense), GradientReducer(sparse)
+    with before.synchronize():
+        dense(words[dist.get_rank()]).mean().backward()
+    reducer.load_state_dict(before.state_dict())
+    with reducer.synchronize():
+        sparse(words[dist.get_rank()]).mean().backward()
+    alone(words).mean().backward()
+    return largest_error(sparse, alone)
+
+
+@check
 def sparse_gradients_of_functions() -> float:
     class Table(nn.Module):
         def __init__(self) -> None:
