@@ -130,7 +130,7 @@ class BufferSynchronizer:
             self.remember()
 
     def finish(self, report: SyncReport, weight: float) -> None:
-        """Set what has changed on any rank to the value of all ranks; if no rank had data, buffers stay as they are.
+        """Set what has changed on any rank to the value of all ranks; where all weigh 0, all count the same.
 
         Args:
             report: What ranks have agreed on.
@@ -148,16 +148,16 @@ class BufferSynchronizer:
         if report.structures[0] != self._structure:
             self._accept()
             changed = [index for index, spec in enumerate(self._specs) if spec is not None]
-        if not report.total_weight:
-            return
-        arrived = set(self._expected)
-        if report.source != self._source:
+        total, arrived = report.total_weight, set(self._expected)
+        if not total:
+            weight, total, arrived = 1.0, float(len(report.weights)), set()
+        elif report.source != self._source:
             arrived = {index for index in arrived if self._is_mean(index)}
-        self._source = report.source
+            self._source = report.source
         if ahead is not None and arrived:
             wanted = arrived.intersection(changed)
-            ahead.write([at for at, index in enumerate(self._expected) if index in wanted], report.total_weight)
-        self._send([index for index in changed if index not in arrived], weight, report.total_weight)
+            ahead.write([at for at, index in enumerate(self._expected) if index in wanted], total)
+        self._send([index for index in changed if index not in arrived], weight, total)
         since = {index: number + 1 for index, number in self._expected.items()}
         since |= {index: 0 for index in changed if index not in self._large}
         self._expected = {index: number for index, number in since.items() if number < _FORGETTING}

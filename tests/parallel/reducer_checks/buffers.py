@@ -30,6 +30,25 @@ def buffers_become_equal_after_every_step() -> tuple[float, float, int]:
 
 
 @check
+def buffers_become_equal_where_no_rank_counts() -> tuple[float, float]:
+    """Before and after ranks have learned what to send ahead; in the mean all count the same."""
+    module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
+    reducer = GradientReducer(module)
+    norm = module[1]
+    error = difference = 0.0
+    for weight in (0, 1 + dist.get_rank(), 0):
+        module(batch(dist.get_rank()))
+        mean = norm.running_mean.clone()
+        dist.all_reduce(mean)
+        with reducer.synchronize(weight):
+            pass
+        if not weight:
+            error = max(error, float((norm.running_mean - mean / dist.get_world_size()).abs().max()))
+        difference = max(difference, *(spread(buffer.double()) for buffer in module.buffers()))
+    return error, difference
+
+
+@check
 def whole_numbers_come_from_the_first_rank_with_data() -> list[int]:
     module = net()
     module.register_buffer("steps", torch.tensor(0))
