@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 
 def is_list_of_batches(trainer: Trainer, batch: Any) -> bool:
@@ -200,6 +201,28 @@ def combination_mode(combined: CombinedLoader) -> str:
 def is_sampler_wrapper(sampler: object) -> bool:
     """Tell whether Lightning has wrapped a user's sampler, to deal out what that one draws."""
     return isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper)
+
+
+def replace_preparation(trainer: Trainer, show: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:
+    """Replace the loaders that Lightning looks at when it injects samplers; there is no hook before that.
+
+    Args:
+        trainer: The Trainer.
+        show: Returns the loader that is looked at; one that gets no sampler stays the user's.
+    """
+    connector = trainer._data_connector
+
+    def prepare(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        shown = show(loader) if isinstance(loader, DataLoader) else loader
+        prepared = type(connector)._prepare_dataloader(connector, shown, *args, **kwargs)
+        return loader if prepared is shown else prepared
+
+    vars(connector)["_prepare_dataloader"] = prepare
+
+
+def restore_preparation(trainer: Trainer) -> None:
+    """Undo `replace_preparation`."""
+    vars(trainer._data_connector).pop("_prepare_dataloader", None)
 
 
 def replace_loaders(trainer: Trainer, replace: Callable[[Any, bool], Any]) -> None:

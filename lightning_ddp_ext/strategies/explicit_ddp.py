@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import surround_launch
-from lightning_ddp_ext._compat.loops import restore_signal_handling
+from lightning_ddp_ext._compat.loops import restore_preparation, restore_signal_handling
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
 from lightning_ddp_ext.integration.checkpoints.atomic_checkpoint_io import AtomicSaving
 from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
 from lightning_ddp_ext.integration.clusters.connecting import Connection, check_objects, check_start_method
+from lightning_ddp_ext.integration.ranks.batch_samplers import keep_batch_samplers
 from lightning_ddp_ext.integration.ranks.loader_workers import shield_workers
 from lightning_ddp_ext.integration.ranks.preemption import leave_at_once
 from lightning_ddp_ext.integration.ranks.recomputing import Recomputing
@@ -178,6 +179,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             leave_at_once(trainer)
+        keep_batch_samplers(trainer)
         super().setup(trainer)
 
     @override
@@ -287,6 +289,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             if self.lightning_module is not None:
                 stack.callback(self._recomputing.stop, self.lightning_module)
                 stack.callback(restore_signal_handling, self._module.trainer)
+                stack.callback(restore_preparation, self._module.trainer)
             if self._run is not None:
                 stack.callback(self._run.close)
             if self._step is not None:

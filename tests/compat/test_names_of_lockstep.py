@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics import CatMetric
 
 from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, loops, torchmetrics
@@ -62,6 +62,23 @@ def test_loops_ask_a_source_for_their_loaders():
     loops.restore_loaders(trainer)
     trainer.test(BoringModel(), verbose=False)
     assert len(asked) == 2
+
+
+def test_loaders_are_shown_to_lightning_before_it_injects_samplers():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, fast_dev_run=1, enable_progress_bar=False)
+    shown = []
+
+    def show(loader):
+        shown.append(loader)
+        return DataLoader(loader.dataset, batch_size=5)
+
+    loops.replace_preparation(trainer, show)
+    loader = DataLoader(range(4))
+    assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (5, 2)
+    assert trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=None) is loader
+    assert len(shown) == 2
+    loops.restore_preparation(trainer)
+    assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (1, 2)
 
 
 def test_the_loader_of_the_loop_and_its_mode_are_found():

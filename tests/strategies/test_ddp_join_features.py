@@ -1,12 +1,14 @@
 """Evaluation, logging, collectives, loaders and failures under `ddp_join`. One launch for all."""
 
+from itertools import chain
+
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from lightning_ddp_ext import DDPJoinStrategy
 from tests.processes import run_processes
-from tests.strategies.join_cases import evaluation, run_cases
+from tests.strategies.join_cases import batch_samplers, evaluation, run_cases
 from tests.strategies.join_ranks import samples
 
 RANKS = range(3)
@@ -148,6 +150,33 @@ def test_several_loaders_end_on_each_rank_as_they_would_there(found):
         for rank, (_, ghosts, digests) in enumerate(outcomes):
             assert ghosts == [step >= steps[rank] for step in range(max(steps))]
             assert digests == outcomes[0][2]
+
+
+@pytest.mark.parametrize("in_hook", [False, True], ids=["given", "of a hook"])
+@pytest.mark.parametrize("name", batch_samplers.SAMPLERS)
+@pytest.mark.parametrize("strategy", ["ddp_join", "ddp_checkpoint"])
+def test_batch_samplers_keep_the_size_of_batches_and_their_samplers(found, strategy, in_hook, name):
+    of_ranks = [found[rank]["batch_samplers"][0][strategy, in_hook, name] for rank in RANKS]
+    pads = strategy == "ddp_checkpoint" or "DistributedSampler" in name
+    for rank, batches in enumerate(of_ranks):
+        sizes = [3, 3] if pads or rank < 2 else [3, 2]
+        assert [len(batch) for batch in batches] == ([3] if "drops" in name and sizes[-1] < 3 else sizes) * 2
+    seen = {index for batches in of_ranks for batch in batches for index in batch}
+    if "weighted" in name:
+        assert seen <= set(range(batch_samplers.FIRST))
+    elif "drops" not in name:
+        assert seen == set(range(batch_samplers.SAMPLES))
+
+
+def test_lightning_loses_the_size_of_a_batch_samplers_batches(found):
+    for rank in RANKS:
+        assert {len(batch) for batch in found[rank]["batch_samplers"][1]} == {1}
+
+
+def test_a_batch_sampler_predicts_every_sample_once(found):
+    batches = [batch for rank in RANKS for batch in found[rank]["prediction_with_a_batch_sampler"]]
+    assert sorted(chain.from_iterable(batches)) == list(range(batch_samplers.SAMPLES))
+    assert max(map(len, batches)) == 3
 
 
 @pytest.mark.parametrize(
