@@ -134,6 +134,12 @@ def test_ranks_that_wait_say_which_rank_has_failed(found):
         assert found[rank]["a_failure_in_the_tail"].startswith(told)
 
 
+def test_ranks_that_wait_are_told_that_a_rank_has_left_by_itself(found):
+    assert found[0]["an_exit_in_the_tail"] == "left"
+    for rank in (1, 2):
+        assert found[rank]["an_exit_in_the_tail"].startswith("OtherRankError: rank 0 ended the run while others still")
+
+
 def test_the_order_in_which_keys_are_logged_does_not_matter(found):
     assert [found[rank]["keys_in_another_order"] for rank in RANKS] == [(1.0, 2.0)] * 3
 
@@ -238,6 +244,14 @@ def test_a_step_is_one_message_whether_loaders_know_their_length_or_not(found, n
         later, first = found[rank]["messages"][name]
         assert later == [1, 1, 1]
         assert first > 1
+
+
+def test_process_groups_are_gone_when_a_run_is_over(found):
+    """With their threads, which forked workers of the next run would wait for."""
+    for rank in RANKS:
+        threads = found[rank]["repeated_runs"]
+        assert len(threads) == 4
+        assert threads == [threads[0]] * 4
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6])

@@ -36,6 +36,7 @@ class LockstepCombinedLoader(CombinedLoader):
         super().__init__(iterables, mode)
         self.turns: deque[Turn] = deque()
         self._group = group
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._uneven_inputs = uneven_inputs
         self._votes = votes
         self._said: set[int] = set()
@@ -66,6 +67,11 @@ class LockstepCombinedLoader(CombinedLoader):
         self._steps = iter(())
         self.turns.clear()
 
+    def close(self) -> None:
+        """Let go of the process group; Lightning keeps loaders."""
+        self.reset()
+        del self._group, self._votes
+
     def _together(self, skip: int) -> Iterator[tuple[Any, Turn, int, int]]:
         combined = CombinedLoader(self.iterables, self._mode)
         combined.limits = self.limits
@@ -73,7 +79,7 @@ class LockstepCombinedLoader(CombinedLoader):
         lengths = [int(length) for length in self._lengths_of_ranks()[0]] if known else None
         limit = combine_lengths(self._mode, self.limits or [ENDLESS])
         # A rank that has run out of data passes over no more than it has.
-        own = skip if lengths is None else min(skip, lengths[dist.get_rank(self._group)])
+        own = skip if lengths is None else min(skip, lengths[self._rank])
         batches = _Batches(self._fetched(combined, own, looks_ahead=not known))
         yield from self._make_steps(batches, lengths, limit, 0, skip)
 
@@ -98,9 +104,8 @@ class LockstepCombinedLoader(CombinedLoader):
     def _lengths_of_ranks(self) -> list[list[float]]:
         """Return the number of batches of each rank, for each loader or for all together; infinite if not known."""
         limits = self.limits or [ENDLESS] * len(self.flattened)
-        world_size = dist.get_world_size(self._group)
         lengths = [
-            [min(length, limit) for length in loader.lengths or [ENDLESS] * world_size]
+            [min(length, limit) for length in loader.lengths or [ENDLESS] * self._world_size]
             for loader, limit in zip(self.flattened, limits, strict=True)
         ]
         if self._mode == "sequential":

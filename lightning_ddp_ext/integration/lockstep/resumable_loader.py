@@ -99,7 +99,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         steps = self._steps_made
-        state: dict[str, Any] = {POSITION: steps or 0, WORLD_SIZE: dist.get_world_size(self._group)}
+        state: dict[str, Any] = {POSITION: steps or 0, WORLD_SIZE: self._world_size}
         if steps:
             taken = self._taken(steps - self._before)
             state.update({_BEFORE: self._before, _DEALT: self._dealt, _TAKEN: taken})
@@ -112,7 +112,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
             return
         # A checkpoint of `ddp_checkpoint` has no more than the position.
         ranks, dealt, before = state[WORLD_SIZE], state.get(_DEALT, []), state.get(_BEFORE, 0)
-        if ranks != dist.get_world_size(self._group):
+        if ranks != self._world_size:
             taken = state.get(_TAKEN)
             if taken is None:
                 self._refuse(ranks)
@@ -143,7 +143,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
     def _refuse(self, ranks: int) -> None:
         raise UnsupportedFeatureError(
             f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and"
-            f" {dist.get_world_size(self._group)} resume it. What is left can be dealt out anew only for a single"
+            f" {self._world_size} resume it. What is left can be dealt out anew only for a single"
             " loader with a dataset that has a length and the sampler of `ddp_join`; streams, several loaders and"
             " samplers or batch samplers of your own, and checkpoints of other strategies, need the same number of"
             f" ranks. Resume on {ranks} ranks, or from a checkpoint of the end of an epoch."

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,7 @@ class Lockstep:
         self._module = module
         self._uneven_inputs = uneven_inputs
         self._fetches = fetches
+        self._watch = watch
         self._tail = TailCollectives([self.group, *own], timeout)
         self.votes = Votes(self.group, carried=True)
         self._messages = RankMessages(self.group, timeout, watch.failure)
@@ -84,15 +86,20 @@ class Lockstep:
         self._is_among_active = False
         self._turn_stack = ExitStack()
         self.logged = LoggedValues(trainer, module, self.votes, self.group, self._end_batch, self._messages.forget)
+        self._loaders: WeakSet[LockstepCombinedLoader] = WeakSet()
         replace_loaders(trainer, self._combine)
         watch_synchronization(synchronize_lists)
 
     def close(self) -> None:
         """Give loops, logging and process groups back."""
+        if self._trainer.interrupted and self._watch.failure() is None:
+            self._messages.leave()  # by `sys.exit()`, which is no failure, but may be one of this rank alone
         self._turn_stack.close()
         self._tail.close()
         self.logged.close()
         restore_loaders(self._trainer)
+        for loader in self._loaders:
+            loader.close()
         unwatch_synchronization()
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
@@ -227,6 +234,11 @@ class Lockstep:
         return loss if self._output is None else {**self._output, "loss": loss}
 
     def _combine(self, given: Any, is_training: bool) -> LockstepCombinedLoader:
+        loader = self._make_loader(given, is_training)
+        self._loaders.add(loader)
+        return loader
+
+    def _make_loader(self, given: Any, is_training: bool) -> LockstepCombinedLoader:
         mode = "max_size_cycle" if is_training else "sequential"  # as in Lightning
         if isinstance(given, CombinedLoader):
             given, mode = given.iterables, combination_mode(given)

@@ -93,8 +93,6 @@ class Heartbeats:
         self.failure: Failure | None = None
         self.exchanges = 0
         self.lost_store: str | None = None
-        self._store = store
-        self._describe = describe
         self._read_ranks = range(world_size) if rank == 0 or world_size <= MOST_READERS else range(1)
         self._number = 0
         self._told: Failure | None = None
@@ -102,7 +100,8 @@ class Heartbeats:
         self._leaves_at = math.inf
         self._wake = threading.Event()
         self._last = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+        # The thread alone holds the store, so that it is gone when the thread ends.
+        self._thread = threading.Thread(target=self._run, args=(store, describe), name="heartbeats", daemon=True)
 
     def start(self) -> None:
         """Begin."""
@@ -147,11 +146,11 @@ class Heartbeats:
             if rank != self.rank and not peer.has_ended and peer.silence >= limit
         ]
 
-    def _run(self) -> None:
+    def _run(self, store: dist.Store, describe: Callable[[], Mapping[str, Any]]) -> None:
         while True:
             is_last, knew = self._has_ended, self.failure is not None
             try:
-                self._exchange(is_last)
+                self._exchange(store, describe(), is_last)
             except Exception as error:  # whatever it is, it must not be taken for a rank that has stalled
                 self.lost_store = str(error).partition("\n")[0] or type(error).__name__
                 return
@@ -172,24 +171,24 @@ class Heartbeats:
         ]
         return self.rank == 0 and bool(waiting) and time.monotonic() < self._leaves_at
 
-    def _exchange(self, is_last: bool) -> None:
+    def _exchange(self, store: dist.Store, state: Mapping[str, Any], is_last: bool) -> None:
         self._number += 1
         beat = {"number": self._number, "has_ended": is_last, "knows": self.failure is not None}
-        self._store.set(_key(self.rank), json.dumps({**beat, "state": dict(self._describe())}))
+        store.set(_key(self.rank), json.dumps({**beat, "state": dict(state)}))
         told, self._told = self._told, None
         if told is not None:
-            self._store.compare_set(_FAILURE, "", json.dumps(asdict(told)))  # unless another rank was first
-        if self.failure is None and self._store.check([_FAILURE]):
-            self.failure = Failure(**json.loads(self._store.get(_FAILURE)))
-        self._read_others()
+            store.compare_set(_FAILURE, "", json.dumps(asdict(told)))  # unless another rank was first
+        if self.failure is None and store.check([_FAILURE]):
+            self.failure = Failure(**json.loads(store.get(_FAILURE)))
+        self._read_others(store)
 
-    def _read_others(self) -> None:
+    def _read_others(self, store: dist.Store) -> None:
         missing = [rank for rank in self._read_ranks if rank not in self.peers]
-        found = missing if missing and self._store.check(list(map(_key, missing))) else []
+        found = missing if missing and store.check(list(map(_key, missing))) else []
         if missing and not found:
-            found = [rank for rank in missing if self._store.check([_key(rank)])]
+            found = [rank for rank in missing if store.check([_key(rank)])]
         ranks = [*self.peers, *found]
-        values = self._store.multi_get(list(map(_key, ranks))) if ranks else []
+        values = store.multi_get(list(map(_key, ranks))) if ranks else []
         now = time.monotonic()
         # A process that was stopped itself must not blame the others for the time that it has missed.
         passed, self._last = min(now - self._last, 2 * self.interval), now

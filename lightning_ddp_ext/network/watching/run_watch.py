@@ -101,6 +101,7 @@ class RunWatch:
         self._is_leaving.set()
         self._beats.stop()
         self._thread.join()
+        self.wakers.clear()  # they may hold connections
 
     @property
     def failure(self) -> str | None:

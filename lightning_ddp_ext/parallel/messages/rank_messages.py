@@ -36,6 +36,7 @@ class RankMessages:
             # Connections of its own: who waits holds one, and other threads use the group's.
             self._store = dist.PrefixStore("messages", cloned_store(group))
             self._other_store = dist.PrefixStore("messages", cloned_store(group))
+        self._rank = dist.get_rank(group)
         self._timeout = _TIMEOUT if timeout is None else timeout
         self._failure = failure
         self._number = 0
@@ -74,6 +75,11 @@ class RankMessages:
         if failure is not None:
             # Who begins to wait later sees the failure itself: it looks after it has counted.
             self._other_store.set(f"{self._number}", f"-{failure}")
+
+    def leave(self) -> None:
+        """Tell those who wait for this rank that it is gone, without an error."""
+        gone = f"rank {self._rank} ended the run while others still waited. Run equally many steps on every rank."
+        self._store.set(f"{self._number + 1}", f"-{gone}")
 
     def forget(self) -> None:
         """Delete the messages of this rank; when every rank is known to have read them."""

@@ -1,5 +1,6 @@
 """What cannot be made right, and failures."""
 
+import sys
 from typing import Any
 
 import torch
@@ -103,6 +104,22 @@ def refusing_uneven_data(folder: str) -> Any:
 @case
 def refusing_uneven_streams(folder: str) -> Any:
     fit(Classifier(), loader(*COUNTS, stream=True), strategy={"uneven_inputs": "error"})
+
+
+@case
+def an_exit_in_the_tail(folder: str) -> Any:
+    """Of the only rank that has data, which the others wait for."""
+
+    class Leaving(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 3:
+                sys.exit()
+            return super().training_step(batch, batch_idx)
+
+    try:
+        fit(Leaving())
+    except SystemExit:
+        return "left"
 
 
 @case

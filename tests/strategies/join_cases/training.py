@@ -1,5 +1,7 @@
 """Loaders, kinds of optimization, and resuming."""
 
+import gc
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -86,6 +88,21 @@ def messages(folder: str) -> Any:
         counting = Messages()
         fit(Silent(), loader(16, 16, 12, stream=stream), callbacks=[counting], accumulate_grad_batches=window)
         found[name] = counting.by_step[2:5], counting.by_step[0]
+    return found
+
+
+@case
+def repeated_runs(folder: str) -> Any:
+    """Threads of this process after each run, of which nothing is left to the garbage collector."""
+    module, found = Classifier(), []
+    gc.collect()
+    gc.disable()
+    for _ in range(4):
+        made = trainer()
+        made.fit(module, loader(*COUNTS), loader(2, 2, 2, stream=True))
+        made.validate(module, loader(*COUNTS), verbose=False)
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+    gc.enable()
     return found
 
 
