@@ -107,8 +107,9 @@ def describe_logged(key: str, metric: _ResultMetric) -> dict[str, Any]:
         "reduce_fx": metric.meta.reduce_fx.__name__,
         "sync": [metric.meta.sync.should, metric.meta.sync.rank_zero_only],
         "is_tensor": metric.is_tensor,
-        "dtype": str(metric.value.dtype).removeprefix("torch.") if metric.is_tensor else None,
-        "latest": cache.item() if isinstance(cache, Tensor) and cache.numel() == 1 else None,
+        "dtype": _name(metric.value.dtype) if metric.is_tensor else None,
+        "latest": (cache.item(), _name(cache.dtype)) if isinstance(cache, Tensor) and cache.numel() == 1 else None,
+        "is_shared": not metric.is_tensor and metric.value.dist_sync_on_step,
     }
 
 
@@ -136,9 +137,14 @@ def adopt_logged(
     elif metric.meta.metric_attribute is not None:
         metric.value = module.get_submodule(metric.meta.metric_attribute)
     metric._computed = None  # only an update forgets it, and who remembers it takes no part in reducing it
-    if metric._forward_cache is None and described["latest"] is not None:
-        metric._forward_cache = torch.tensor(described["latest"], device=module.device)
+    if described["latest"] is not None and (metric._forward_cache is None or described["is_shared"]):
+        value, dtype = described["latest"]
+        metric._forward_cache = torch.tensor(value, dtype=getattr(torch, dtype), device=module.device)
     metric.has_reset = False
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _result_collections(trainer: Trainer) -> Iterator[_ResultCollection]:

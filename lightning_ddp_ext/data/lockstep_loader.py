@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
+from lightning_ddp_ext.errors import BatchSplitError, UnevenInputsError, UnsupportedFeatureError
+from lightning_ddp_ext.parallel.batches.scattering import count_samples
 from lightning_ddp_ext.parallel.messages.exchange import gather_integer, list_ranks
 from lightning_ddp_ext.parallel.messages.packing import broadcast_packed, pack, unpack
 
@@ -134,6 +135,7 @@ class LockstepLoader:
         length: Number of steps, if it is known, before the first one.
         left_out: How many batches of each rank `uneven_inputs="stop"` leaves out. Where lengths are not known, it is
             known after the end, and at least that many.
+        left_out_samples: How many samples these are, where lengths are not known and samples can be counted.
 
     Raises:
         UnevenInputsError: While iterating, if ranks run out of data at different times and that is refused, or if the
@@ -165,6 +167,7 @@ class LockstepLoader:
         self._has_filler = False
         self.length: int | None = None
         self.left_out: list[int] = []
+        self.left_out_samples: int | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, Turn]]:
         self.left_out = []
@@ -197,7 +200,7 @@ class LockstepLoader:
         self._votes.cast(has_batch)
         while any(present := self._votes.count()) and step < self._limit:
             if self._uneven_inputs != "join" and not all(present):
-                self._end_early(present, step)
+                self._end_early(present, step, batch)
                 return
             given = batch
             if has_batch:
@@ -245,7 +248,7 @@ class LockstepLoader:
         """Keep a copy of the last batch, to stand in for those that are missing."""
         self._filler, self._has_filler = copy.deepcopy(batch), True
 
-    def _end_early(self, present: Sequence[bool], step: int) -> None:
+    def _end_early(self, present: Sequence[bool], step: int, batch: Any) -> None:
         missing = [rank for rank, has_batch in enumerate(present) if not has_batch]
         if self._uneven_inputs == "error":
             raise UnevenInputsError(
@@ -253,6 +256,8 @@ class LockstepLoader:
                 ' equally many batches, or use `uneven_inputs="join"`.'
             )
         self.left_out = [int(has_batch) for has_batch in present]
+        samples = gather_lengths(_count_samples(batch) if present[self._rank] else 0, self._group)
+        self.left_out_samples = None if samples is None else sum(samples)
 
     def _fetch(self, batches: Iterator[Any], length: int, step: int) -> Any:
         has_batch, batch = _advance(batches)
@@ -275,3 +280,10 @@ def _advance(batches: Iterator[Any]) -> tuple[bool, Any]:
         return True, next(batches)
     except StopIteration:
         return False, None
+
+
+def _count_samples(batch: Any) -> int | None:
+    try:
+        return count_samples(batch)
+    except BatchSplitError:
+        return None

@@ -67,6 +67,7 @@ def test_synchronised_values_are_those_of_the_ranks_that_have_data(found):
             expected = {"mean": sum(values) / len(values), "sum": sum(values), "max": max(values), "min": min(values)}
             assert {name: metrics[number][name] for name in expected} == expected
             assert metrics[number]["start_step"] == metrics[number]["end"] == expected["mean"]
+            assert metrics[number]["shared"] == expected["mean"]
             assert metrics[number]["own"] == rank + 1
 
 
@@ -101,6 +102,10 @@ def test_a_metric_is_that_of_all_ranks_in_every_epoch(found):
     [
         ("a_broadcast_from_a_joined_rank", "sends what rank 2 has, but rank 2 has run out of data"),
         ("keys_that_differ_in_training", "rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 0 does not"),
+        (
+            "keys_that_differ_in_the_tail",
+            "rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 2 does not",
+        ),
         (
             "keys_that_differ_after_a_manual_backward",
             "rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 0 does not",
@@ -244,6 +249,21 @@ def test_a_step_is_one_message_whether_loaders_know_their_length_or_not(found, n
         later, first = found[rank]["messages"][name]
         assert later == [1, 1, 1]
         assert first > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sized", "leaves out batches 3, 2, 0 of ranks 0 to 2, 9 samples in all, in every epoch."),
+        ("limited", "leaves out batches 1, 1, 0 of ranks 0 to 2, 4 samples in all, in every epoch."),
+        ("without last batches", "leaves out batches 3, 1, 0 of ranks 0 to 2, 8 samples in all, in every epoch."),
+        ("streams", "leaves out at least batches 1, 1, 0 of ranks 0 to 2, 3 samples."),
+        ("with short last batches", "leaves out batches 1, 1, 0 of ranks 0 to 2, 3 samples in all, in every epoch."),
+    ],
+)
+def test_what_stopping_leaves_out_is_said_once(found, name, expected):
+    for rank in RANKS:
+        assert found[rank]["what_stopping_leaves_out"][name] == [f'`uneven_inputs="stop"` {expected}']
 
 
 def test_process_groups_are_gone_when_a_run_is_over(found):

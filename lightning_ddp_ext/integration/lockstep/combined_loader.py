@@ -116,15 +116,24 @@ class LockstepCombinedLoader(CombinedLoader):
         if dataloader_idx in self._said or not any(steps.left_out):
             return
         self._said.add(dataloader_idx)
-        loader = self.flattened[dataloader_idx]
-        kept = None if len(self.flattened) > 1 or steps.length is None else loader.samples_in(steps.length)
-        samples = None if kept is None else sum(loader.samples) - sum(kept)
         batches = f"batches {', '.join(map(str, steps.left_out))} of ranks 0 to {len(steps.left_out) - 1}"
-        at_least = "" if steps.length is not None else "at least "
-        rank_zero_info(
-            f'`uneven_inputs="stop"` leaves out {at_least}{batches}'
-            + (f", {samples} samples in all, in every epoch." if samples is not None else ".")
+        samples = self._count_samples_left_out(steps)
+        counted = "" if samples is None else f", {samples} sample{'s' if samples > 1 else ''}"
+        at_least, each = (
+            ("at least ", "") if steps.length is None else ("", " in all, in every epoch" if counted else "")
         )
+        rank_zero_info(f'`uneven_inputs="stop"` leaves out {at_least}{batches}{counted}{each}.')
+
+    def _count_samples_left_out(self, steps: LockstepLoader) -> int | None:
+        if steps.length is None:
+            return steps.left_out_samples
+        if len(self.flattened) > 1:
+            return None
+        loader = self.flattened[0]
+        kept, given = (
+            loader.samples_in([steps.length + more * number for number in steps.left_out]) for more in (0, 1)
+        )
+        return None if kept is None else sum(given) - sum(kept)
 
 
 def combine_lengths(mode: str, lengths: Sequence[float]) -> float:

@@ -66,6 +66,7 @@ class LoggedValues:
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # in this step, by key
         self._pending: dict[str, Any] = {}
+        self._adopted: set[str] = set()  # of this epoch, and not logged by this rank itself
         self._begins_evaluation = True  # ranks compare keys after the first batch, and when there are any
         self._after_epoch = after_epoch
         watch_logging(trainer, self._update, end_batch, self._end_epoch, self._check_epoch)
@@ -158,6 +159,9 @@ class LoggedValues:
         results = current_results(self._trainer)
         assert results is not None
         for logged in message["logged"]:
+            metric = results.get(logged["key"])
+            if metric is None or metric.has_reset:
+                self._adopted.add(logged["key"])
             adopt_logged(results, logged, self._module, self._trainer.strategy.reduce)
         self._pending = {key: results[key] for key in message["pending"]}
 
@@ -176,6 +180,7 @@ class LoggedValues:
         finally:
             self._is_logging = False
         self._logged[key] = metric
+        self._adopted.discard(key)
         if self._in_step and is_synchronised(metric, on_step=True):
             self._pending[key] = metric
 
@@ -218,7 +223,9 @@ class LoggedValues:
     def _compare(self, notes: Sequence[float]) -> None:
         """Refuse to go on if ranks have noted different things: they are about to reduce different values."""
         if len(set(notes)) > 1:
-            _raise_difference(gather_objects(self._synchronised_keys(), self._group))
+            keys = self._synchronised_keys()
+            own = [key for key in keys if key not in self._adopted]
+            _raise_difference(gather_objects((keys, own), self._group))
 
     def _agree(self, note: int) -> None:
         self._compare(gather_integer(note, self._group))
@@ -245,6 +252,7 @@ class LoggedValues:
         keys = self._synchronised_keys()
         notes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self._group)
         self._compare([note >> 32 for note in notes])
+        self._adopted.difference_update(keys)
         self._after_epoch()
         if len(set(notes)) > 1:
             ordered = {key: results[key] for key in sorted(results)}
@@ -257,18 +265,22 @@ def _hash(keys: Iterable[str]) -> int:
     return zlib.crc32(joined.encode()) >> (32 - _HASH_BITS) if joined else 0
 
 
-def _raise_difference(keys: Sequence[Sequence[str]]) -> None:
-    """Name a key that some ranks have and others have not."""
-    having: dict[str, list[int]] = {}
-    for rank, own in enumerate(keys):
+def _raise_difference(of_ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> None:
+    """Name a key that some ranks have and others have not.
+
+    Args:
+        of_ranks: The keys of each rank, and those of them that it has logged itself.
+    """
+    loggers: dict[str, int] = {}
+    for rank, (_, own) in enumerate(of_ranks):
         for key in own:
-            having.setdefault(key, []).append(rank)
-    for key, owners in having.items():
-        if len(owners) < len(keys):
-            missing = next(rank for rank in range(len(keys)) if rank not in owners)
+            loggers.setdefault(key, rank)
+    for key, logger in loggers.items():
+        missing = next((rank for rank, (keys, _) in enumerate(of_ranks) if key not in keys), None)
+        if missing is not None:
             hook, _, name = key.partition(".")
             raise LoggedKeysError(
-                f"rank {owners[0]} logs `{name}` with `sync_dist=True` in `{hook}`, rank {missing} does not. Log the"
+                f"rank {logger} logs `{name}` with `sync_dist=True` in `{hook}`, rank {missing} does not. Log the"
                 " same keys on every rank, or leave `sync_dist` out."
             )
     raise LoggedKeysError(

@@ -1,7 +1,7 @@
 """Loaders of a rank among others: samplers that deal out every sample, and lengths of all ranks."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy
@@ -96,13 +96,12 @@ class RankedLoader:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.loader, name, value)
 
-    def samples_in(self, steps: int) -> list[int] | None:
-        """Return how many samples each rank has in so many batches, if that can be known."""
+    def samples_in(self, steps: Sequence[int]) -> list[int] | None:
+        """Return how many samples each rank has in so many batches of its own, if that can be known."""
         if self.samples is None or self.batch_sizes is None:
             return None
-        return [
-            min(samples, steps * batch_size) for samples, batch_size in zip(self.samples, self.batch_sizes, strict=True)
-        ]
+        of_ranks = zip(self.samples, self.batch_sizes, steps, strict=True)
+        return [min(samples, number * batch_size) for samples, batch_size, number in of_ranks]
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the position in an epoch is that of all loaders. Without it, Lightning warns."""

@@ -124,7 +124,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
     def _taken(self, steps: int) -> list[int] | None:
         """Return how many samples the ranks have taken in so many steps, if that can be known."""
         loader = self.flattened[0]
-        return loader.samples_in(steps) if len(self.flattened) == 1 else None
+        return loader.samples_in([steps] * self._world_size) if len(self.flattened) == 1 else None
 
     def _deal_rest(self, dealt: list[list[int]], before: int, ranks: int) -> None:
         """Deal out what is left of the epoch. Communicates."""

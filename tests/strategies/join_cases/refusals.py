@@ -45,6 +45,17 @@ def keys_that_differ_in_training(folder: str) -> Any:
 
 
 @case
+def keys_that_differ_in_the_tail(folder: str) -> Any:
+    """Rank 0 has no data there, and has the keys of rank 1."""
+
+    class OddInTheTail(OddKeys):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) if batch_idx else self.loss(batch)
+
+    fit(OddInTheTail("training_step"), loader(2, 4, 4))
+
+
+@case
 def keys_that_differ_after_a_manual_backward(folder: str) -> Any:
     class Manual(OddKeys):
         automatic_optimization = False

@@ -18,6 +18,7 @@ class InTheStep(Classifier):
         super().__init__()
         self.largest = MaxMetric(dist_sync_on_step=True)
         self.mean_rank = MeanMetric()
+        self.shared = MeanMetric(dist_sync_on_step=True)
         self.found: list[dict[str, Any]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -26,6 +27,8 @@ class InTheStep(Classifier):
         for name in ("mean", "sum", "max", "min"):
             self.log(name, own, sync_dist=True, reduce_fx=name, on_step=True, on_epoch=False)
         self.log("own", own, on_step=True, on_epoch=False)
+        self.shared(own.double())
+        self.log("shared", self.shared, on_step=True, on_epoch=False)
         scale = self.network[2].bias.sum() * own
         gathered = self.all_gather(scale, sync_grads=True)
         total = own.clone()

@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from lightning_ddp_ext.integration.lockstep import combined_loader
 from tests.strategies.ddp_modules import Adversaries
 from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader, trainer
 from tests.strategies.join_ranks import Classifier, Trace, digest_of, samples
@@ -293,6 +294,25 @@ def _broadcast(path: str) -> str:
     paths = [path]
     dist.broadcast_object_list(paths, 0)
     return str(paths[0])
+
+
+@case
+def what_stopping_leaves_out(folder: str) -> Any:
+    """Of loaders with 4, 3 and 1 batches."""
+    dropping = DataLoader(loader(8, 5, 2).dataset, batch_size=2, drop_last=True)
+    kinds = {
+        "sized": (loader(8, 5, 2), {}),
+        "limited": (loader(8, 5, 2), {"limit_train_batches": 2}),
+        "without last batches": (dropping, {}),
+        "streams": (loader(8, 5, 3, stream=True), {"limit_train_batches": 4}),
+        "with short last batches": (loader(4, 3, 2), {}),
+    }
+    found = {}
+    for name, (given, options) in kinds.items():
+        with mock.patch.object(combined_loader, "rank_zero_info") as said:
+            fit(Classifier(), given, strategy={"uneven_inputs": "stop"}, **options)
+        found[name] = [call.args[0] for call in said.call_args_list]
+    return found
 
 
 @case
