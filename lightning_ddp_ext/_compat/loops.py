@@ -7,7 +7,7 @@ calls to save and load its position.
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -18,6 +18,8 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+EndOfEpoch = Literal["trained", "validated", "ended"]
 
 
 def is_list_of_batches(trainer: Trainer, batch: Any) -> bool:
@@ -70,17 +72,21 @@ def restore_signal_handling(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
-def before_each_batch(trainer: Trainer, action: Callable[[], None]) -> None:
+def before_each_batch(trainer: Trainer, action: Callable[[], bool]) -> None:
     """Call something before each training batch is fetched, when everything about the one before it is done.
 
     No hook is called there: validation and the end of an epoch come after the hooks of a batch.
+
+    Args:
+        trainer: The Trainer.
+        action: What to call. Where it returns False, no batch is fetched, and what follows a batch comes next.
     """
     loop = trainer.fit_loop.epoch_loop
     original = type(loop).advance.__get__(loop)
 
     def advance(data_fetcher: Any) -> None:
-        action()
-        original(data_fetcher)
+        if action():
+            original(data_fetcher)
 
     loop.advance = advance  # type: ignore[method-assign]
 
@@ -104,6 +110,63 @@ def go_on_as_uninterrupted(trainer: Trainer, between_batches: bool) -> None:
         trainer.fit_loop.epoch_loop._restarting = False
 
 
+def find_end_of_epoch(trainer: Trainer) -> EndOfEpoch | None:
+    """Tell whether the last batch of an epoch is over, but not the epoch, and how far that has got.
+
+    Hooks that save a checkpoint there are `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`.
+    """
+    loop = trainer.fit_loop
+    batches: Any = loop.epoch_loop.batch_progress.current
+    epochs: Any = loop.epoch_progress.total
+    is_over = 0 < batches.ready == batches.processed and loop.epoch_loop._num_ready_batches_reached()
+    if not is_over or epochs.completed == epochs.started:
+        return None
+    if epochs.processed == epochs.started:
+        return "ended"
+    if not trainer.validating:
+        return "trained"
+    validated = loop.epoch_loop.val_loop.batch_progress
+    has_ended = validated.is_last_batch and validated.current.completed == validated.current.ready
+    return "validated" if has_ended else None
+
+
+def resume_at_end_of_epoch(trainer: Trainer, end: EndOfEpoch) -> None:
+    """Take all batches of the epoch for done, however many ranks divide them now.
+
+    Lightning would leave out what is due at the end of this epoch, or go on to count its batches in the next. With
+    `max_steps`, it would end an epoch twice.
+
+    Args:
+        trainer: The Trainer, when the state of its loops and the training data have been loaded.
+        end: How far the end of the epoch had got.
+    """
+    loop = trainer.fit_loop
+    if end == "ended":
+        for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+            part._restarting = False
+        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        return
+    total: Any = loop.epoch_loop.batch_progress.total
+    current: Any = loop.epoch_loop.batch_progress.current
+    total.completed = total.processed
+    if loop.max_batches != float("inf"):
+        current.ready = current.started = current.processed = int(loop.max_batches)
+    current.completed = current.processed
+
+
+def pass_over_batches(trainer: Trainer, has_validated: bool) -> None:
+    """Go on to what is due at the end of an epoch, rather than fetch a batch.
+
+    Args:
+        trainer: The Trainer, after `resume_at_end_of_epoch`.
+        has_validated: Whether a validation that was due has been made.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop.batch_progress.is_last_batch = True
+    loop.val_loop.restarting = False
+    loop._skip_next_val = has_validated
+
+
 def restore_callback_metrics(trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
     """Let callbacks and schedulers find the values that were logged before the run was interrupted."""
     trainer._logger_connector._callback_metrics.update(metrics)
@@ -114,12 +177,16 @@ def training_loader(trainer: Trainer) -> CombinedLoader | None:
     return trainer.fit_loop._combined_loader
 
 
-def resume_training_data(trainer: Trainer) -> None:
+def resume_training_data(trainer: Trainer, loaded: Callable[[], None]) -> None:
     """Let training data begin where a checkpoint says, which Lightning gets wrong in three ways.
 
     It keeps the loaders that were set up before the state of loops was loaded, as `estimated_stepping_batches` does. It
     begins to iterate before samplers know the epoch. And it warns of loaders that are no `_Stateful`, though these
     resume.
+
+    Args:
+        trainer: The Trainer.
+        loaded: Called when data have been set up in the first epoch that a resumed run makes; maybe twice.
     """
     loop = trainer.fit_loop
     setup, load, reset = loop.setup_data, loop._load_combined_loader_states, loop.epoch_loop.reset
@@ -128,6 +195,8 @@ def resume_training_data(trainer: Trainer) -> None:
         if loop.restarting and loop._combined_loader_states_to_load:
             loop._combined_loader = None
         setup()
+        if loop.is_resuming:
+            loaded()
 
     def load_states() -> None:
         assert loop._combined_loader is not None

@@ -60,12 +60,14 @@ class RepeatableFetches:
 
     Attributes:
         looks_ahead: Whether batches are fetched before they are used.
+        is_bypassed: Whether loaders resume by themselves.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._resumed: FetchRecord | None = None
-        self._has_begun = self._is_back = self._is_going = self._is_bypassed = False
+        self._has_begun = self._is_back = self._is_going = False
+        self.is_bypassed = False
         self._start = self._capture()
         self._states: deque[Tensor] = deque(maxlen=LOOKAHEAD)
         self._fetched = self._used = 0
@@ -78,15 +80,22 @@ class RepeatableFetches:
 
     def leave_to_loaders(self) -> None:
         """Let loaders resume by themselves: only the states of the interruption matter."""
-        self._is_bypassed = True
+        self.is_bypassed = True
 
     def go_on(self) -> None:
         """Have the random states of the interruption; to be called before every step, and its fetch."""
         self._is_going = True
-        if self._resumed is not None and (self._is_back or self._is_bypassed):
+        if self._resumed is not None and (self._is_back or self.is_bypassed):
             self._come_back(self._resumed)  # something else may have drawn meanwhile
         elif self._resumed is not None and self._has_begun and not self._resumed.has_begun:
             self._resumed = None
+
+    def go_on_between_epochs(self) -> None:
+        """Have the random states of the interruption, whatever has begun since; instead of `go_on`."""
+        if self._resumed is not None:
+            restore_random_states(self._resumed.now, self._device)
+        self._resumed = None
+        self._is_going = True
 
     def record(self, used: int | None) -> FetchRecord:
         """Say where this rank is.

@@ -6,7 +6,7 @@ import json
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
@@ -62,6 +62,47 @@ def test_loops_ask_a_source_for_their_loaders():
     loops.restore_loaders(trainer)
     trainer.test(BoringModel(), verbose=False)
     assert len(asked) == 2
+
+
+def test_how_far_the_end_of_an_epoch_has_got_is_known():
+    found = []
+
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            found.append(("batch", loops.find_end_of_epoch(trainer)))
+
+        def on_validation_start(self, trainer, *_):
+            found.append(("validation", loops.find_end_of_epoch(trainer)))
+
+        def on_validation_end(self, trainer, *_):
+            found.append(("validated", loops.find_end_of_epoch(trainer)))
+
+        def on_train_epoch_end(self, trainer, *_):
+            found.append(("epoch", loops.find_end_of_epoch(trainer)))
+
+    trainer = Trainer(
+        accelerator="cpu", devices=1, logger=False, max_epochs=1, limit_train_batches=2, limit_val_batches=1,
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False, num_sanity_val_steps=0,
+        callbacks=[Looking()],
+    )  # fmt: skip
+    trainer.fit(BoringModel())
+    assert found == [
+        ("batch", None), ("batch", "trained"), ("validation", None), ("validated", "validated"), ("epoch", "ended")
+    ]  # fmt: skip
+
+
+def test_a_run_may_begin_at_the_end_of_an_epoch():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, limit_train_batches=3, fast_dev_run=3)
+    trainer.fit(BoringModel())
+    loop = trainer.fit_loop.epoch_loop
+    assert {"_skip_next_val", "_restarting"} <= vars(loop).keys()
+    loops.resume_at_end_of_epoch(trainer, "trained")
+    current = loop.batch_progress.current
+    assert current.ready == current.started == current.processed == current.completed == 3
+    loop.batch_progress.is_last_batch = False
+    loops.pass_over_batches(trainer, has_validated=True)
+    assert loop.batch_progress.is_last_batch
+    assert loop._skip_next_val
 
 
 def test_loaders_are_shown_to_lightning_before_it_injects_samplers():

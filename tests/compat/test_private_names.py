@@ -74,7 +74,7 @@ def test_the_loop_is_asked_before_each_batch(tmp_path):
         accelerator="cpu", devices=1, logger=False, max_steps=3, enable_progress_bar=False, default_root_dir=tmp_path
     )
     asked = []
-    compat_loops.before_each_batch(trainer, lambda: asked.append(trainer.global_step))
+    compat_loops.before_each_batch(trainer, lambda: asked.append(trainer.global_step) is None)
     trainer.fit(BoringModel())
     assert asked == [0, 1, 2]
     compat_loops.not_before_each_batch(trainer)

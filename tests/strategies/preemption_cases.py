@@ -215,3 +215,50 @@ CASES = {
     ),
     "ddp_checkpoint, with a loader that resumes by itself": Case(2, stateful, "ddp_checkpoint"),
 }
+
+
+AFTER_VALIDATION = {"monitor": "val_loss", "save_on_train_epoch_end": False}
+
+
+def by_steps(number: int) -> dict[str, Any]:
+    return {"every_n_train_steps": number, "save_on_train_epoch_end": False}
+
+
+# Runs that a `ModelCheckpoint` with these arguments saves at the end of an epoch.
+SAVED = {
+    "a loader": (by_steps(4), Case(0, dealt())),
+    "a loader, after validation": (AFTER_VALIDATION, Case(0, dealt())),
+    "a loader with workers": (by_steps(4), Case(0, dealt(num_workers=2))),
+    "no validation": (by_steps(4), Case(0, dealt(), options={"limit_val_batches": 0})),
+    "two validations in an epoch": (by_steps(4), Case(0, dealt(), options={"val_check_interval": 2})),
+    "validations by steps": (
+        by_steps(4),
+        Case(0, dealt(), options={"val_check_interval": 4, "check_val_every_n_epoch": None}),
+    ),
+    "by number of steps": (by_steps(4), Case(0, dealt(), options={"max_epochs": -1, "max_steps": 9})),
+    "a window that is short": (
+        by_steps(2),
+        Case(0, dealt(), module=Unnormalised, options={"accumulate_grad_batches": 3}),
+    ),
+    "a plateau": (by_steps(4), Case(0, dealt(), module=PlateauBySteps)),
+    "the tail": (by_steps(4), Case(0, own(12, 5), is_dealt=False)),
+    "streams": (by_steps(5), Case(0, streams(14, 5))),
+    "streams, after validation": (AFTER_VALIDATION, Case(0, streams(14, 5))),
+    "streams with windows": (
+        by_steps(2),
+        Case(0, streams(14, 14), module=Unnormalised, options={"accumulate_grad_batches": 4}),
+    ),
+    "manual optimization": (by_steps(8), Case(0, own(12, 5), is_dealt=False, module=RandomAdversaries)),
+    "after an epoch": ({}, Case(0, dealt())),
+    "after an epoch without validation": ({}, Case(0, dealt(), options={"limit_val_batches": 0})),
+    "after an epoch, by number of steps": ({}, Case(0, dealt(), options={"max_epochs": -1, "max_steps": 9})),
+    "after an epoch without validation, by number of steps": (
+        {},
+        Case(0, dealt(), options={"max_epochs": -1, "max_steps": 9, "limit_val_batches": 0}),
+    ),
+    "after an epoch of streams": ({}, Case(0, streams(14, 5))),
+    "ddp_checkpoint, after an epoch": ({}, Case(0, dealt(), "ddp_checkpoint")),
+    "ddp_checkpoint": (by_steps(4), Case(0, dealt(), "ddp_checkpoint")),
+    "ddp_checkpoint, after validation": (AFTER_VALIDATION, Case(0, dealt(), "ddp_checkpoint")),
+    "ddp_checkpoint, streams": (by_steps(5), Case(0, streams(14, 14), "ddp_checkpoint")),
+}

@@ -11,13 +11,14 @@ from typing import Any
 import numpy
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.ddp_ranks import quiet_trainer
 from tests.strategies.join_ranks import digest_of, samples
-from tests.strategies.preemption_cases import CASES, RANK, WORLD_SIZE, Case, RandomAdversaries
+from tests.strategies.preemption_cases import CASES, RANK, SAVED, WORLD_SIZE, Case, RandomAdversaries
 
 STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
 
@@ -30,11 +31,13 @@ class Trail:
         digests: Of the replica, after each batch.
         steps: Epoch and numbers of steps, after each batch.
         validated: Global step and loss of each validation.
+        saved: How many batches and validations there had been, when a checkpoint was saved first.
     """
 
     digests: list[str] = field(default_factory=list)
     steps: list[tuple[int, ...]] = field(default_factory=list)
     validated: list[tuple[int, float]] = field(default_factory=list)
+    saved: tuple[int, int] | None = None
 
 
 class Tracing(Callback):
@@ -57,6 +60,10 @@ class Tracing(Callback):
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._trail.validated.append((trainer.global_step, float(trainer.callback_metrics.get("val_loss", 0.0))))
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        trail = self._trail
+        trail.saved = trail.saved or (len(trail.digests), len(trail.validated))
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._send("on_train_batch_start")
@@ -112,7 +119,23 @@ def _run(case: Case, folder: Path) -> Found:
     return Found(whole, interrupted, resumed, code, files, keys)
 
 
-def _fit(case: Case, folder: Path, tracing: Tracing, ckpt_path: str | None = None) -> None:
+def run_saved(folder: str) -> dict[str, tuple[Trail, Trail]]:
+    """Run every case that is saved at the end of an epoch: what the whole run has left, and the resumed one."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    return {name: _resume_saved(options, case, Path(folder, name)) for name, (options, case) in SAVED.items()}
+
+
+def _resume_saved(options: dict[str, Any], case: Case, folder: Path) -> tuple[Trail, Trail]:
+    whole, resumed = Trail(), Trail()
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, **options)
+    _fit(case, folder, Tracing(whole, None), saving)
+    first = min(folder.iterdir(), key=lambda path: int(path.stem.partition("=")[2].partition("-")[0]))
+    _fit(case, folder, Tracing(resumed, None), ckpt_path=str(first))
+    return whole, resumed
+
+
+def _fit(case: Case, folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> None:
     seed_everything(0, verbose=False)  # deals the samples out
     signal_handling._SIGCHLD_handler_set = False  # as in a new process: it is gone after a run with signal handlers
     own = RANK if ckpt_path is None else 100 + RANK
@@ -125,7 +148,8 @@ def _fit(case: Case, folder: Path, tracing: Tracing, ckpt_path: str | None = Non
             "devices": WORLD_SIZE,
             "precision": "64-true",
             "max_epochs": 2,
-            "callbacks": [tracing],
+            "callbacks": list(callbacks),
+            "enable_checkpointing": len(callbacks) > 1,
             "use_distributed_sampler": case.is_dealt,
             "default_root_dir": folder,
             **case.options,

@@ -5,7 +5,7 @@ import pytest
 from tests.processes import run_processes
 from tests.strategies import preemption_ranks as ranks
 from tests.strategies import redealing_ranks as redealing
-from tests.strategies.preemption_cases import CASES
+from tests.strategies.preemption_cases import CASES, SAVED
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -42,10 +42,26 @@ def test_random_numbers_matter(found):
 
 
 @pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return run_processes(ranks.run_saved, 2, str(tmp_path_factory.mktemp("saved")), timeout=300)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_run_that_is_saved_at_the_last_batch_of_an_epoch_resumes_as_the_whole_one(saved, name):
+    for whole, resumed in (by_name[name] for by_name in saved):
+        batches, validations = whole.saved
+        assert 0 < batches < len(whole.digests)
+        assert whole.steps[batches - 1][0] < whole.steps[batches][0], "was not saved at the last batch of an epoch"
+        assert resumed.digests == whole.digests[batches:]
+        assert resumed.steps == whole.steps[batches:]
+        assert resumed.validated == whole.validated[validations:]
+
+
+@pytest.fixture(scope="module")
 def others(tmp_path_factory):
     """Samples by rank until an epoch is interrupted on two ranks, and when three resume it."""
     folder = str(tmp_path_factory.mktemp("others"))
-    steps = [1, 4, 5]  # the ranks have 16 and 15 samples, in batches of 3
+    steps = [1, 4, 5, 6]  # the ranks have 16 and 15 samples, in batches of 3; 6 is the last one
     before = run_processes(redealing.save_within_an_epoch, 2, folder, steps, timeout=120)
     run_processes(redealing.save_streams, 2, folder, timeout=120)
     after = run_processes(redealing.resume_on_others, 3, folder, steps, timeout=120)
@@ -61,9 +77,20 @@ def test_what_is_left_of_an_epoch_is_dealt_out_on_another_number_of_ranks(others
         rest = [index for by_rank in after for index in by_rank[number][0]]
         assert sorted(until + rest) == list(range(31))
         assert until
-        assert rest
+        assert bool(rest) == (steps[number] < 6)
         following = [index for by_rank in after for index in by_rank[number][1]]
         assert sorted(following) == list(range(31))
+
+
+@pytest.mark.slow
+def test_fewer_ranks_begin_the_next_epoch_after_the_last_batch(tmp_path):
+    """Their epochs have more batches than the one that was saved."""
+    last = [4]  # of 11 and 10 samples
+    before = run_processes(redealing.save_within_an_epoch, 3, str(tmp_path), last, timeout=120)
+    assert sorted(index for by_rank in before for index in by_rank[0]) == list(range(31))
+    after = run_processes(redealing.resume_on_others, 2, str(tmp_path), last, timeout=120)
+    assert [rest for ((rest, _),) in after] == [[], []]
+    assert sorted(index for ((_, following),) in after for index in following) == list(range(31))
 
 
 @pytest.mark.slow

@@ -10,14 +10,18 @@ from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import (
+    EndOfEpoch,
     before_each_batch,
+    find_end_of_epoch,
     go_on_as_uninterrupted,
     not_before_each_batch,
+    pass_over_batches,
     replace_loaders,
     restore_callback_metrics,
     restore_loaders,
     restore_signal_handling,
     restore_training_data,
+    resume_at_end_of_epoch,
     resume_training_data,
     training_loader,
 )
@@ -55,14 +59,14 @@ class ResumableRun:
         self._reducer = reducer
         self._group = reducer.process_group
         self._resumed = resumed
+        self._has_begun = False
         if resumed is not None:
-            restore_callback_metrics(trainer, resumed["metrics"])
             self._load(resumed["fetches"])
             of_ranks = resumed["reducer"]["of_rank"]
             own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own})
         replace_loaders(trainer, self._combine)
-        resume_training_data(trainer)
+        resume_training_data(trainer, self._begin)
         before_each_batch(trainer, self._between_batches)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
@@ -80,6 +84,7 @@ class ResumableRun:
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": {**reducer, "of_rank": gather_different(reducer["of_rank"], self._group)},
             "between_batches": self.departure.is_leaving,
+            "end_of_epoch": find_end_of_epoch(self._trainer),
         }
 
     def close(self) -> None:
@@ -106,9 +111,28 @@ class ResumableRun:
             " the same kind of devices to get the same."
         )
 
-    def _between_batches(self) -> None:
+    def _begin(self) -> None:
+        if self._resumed is None or self._has_begun:
+            return
+        self._has_begun = True
+        restore_callback_metrics(self._trainer, self._resumed["metrics"])  # a sanity check forgets them
+        if self._end is not None:
+            resume_at_end_of_epoch(self._trainer, self._end)
+
+    @property
+    def _end(self) -> EndOfEpoch | None:
+        """How far the end of an epoch had got, if the run resumes there."""
+        return None if self._resumed is None or self.fetches.is_bypassed else self._resumed["end_of_epoch"]
+
+    def _between_batches(self) -> bool:
+        end = self._end
         if self._resumed is not None:
             go_on_as_uninterrupted(self._trainer, self._resumed["between_batches"])
             self._resumed = None
+        if end in ("trained", "validated"):
+            self.fetches.go_on_between_epochs()
+            pass_over_batches(self._trainer, end == "validated")
+            return False
         self.fetches.go_on()
         self.departure.leave_if_agreed()
+        return True
