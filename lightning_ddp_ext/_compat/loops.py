@@ -141,10 +141,13 @@ def resume_at_end_of_epoch(trainer: Trainer, end: EndOfEpoch) -> None:
         end: How far the end of the epoch had got.
     """
     loop = trainer.fit_loop
+    loop.epoch_loop.val_loop._has_run = False  # in a run before this one
     if end == "ended":
         for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
             part._restarting = False
-        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        if all(config.monitor in trainer.callback_metrics for config in plateaus):
+            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         return
     total: Any = loop.epoch_loop.batch_progress.total
     current: Any = loop.epoch_loop.batch_progress.current
@@ -177,7 +180,7 @@ def training_loader(trainer: Trainer) -> CombinedLoader | None:
     return trainer.fit_loop._combined_loader
 
 
-def resume_training_data(trainer: Trainer, loaded: Callable[[], None]) -> None:
+def resume_training_data(trainer: Trainer, ends_epoch: Callable[[], bool], after_setup: Callable[[], None]) -> None:
     """Let training data begin where a checkpoint says, which Lightning gets wrong in three ways.
 
     It keeps the loaders that were set up before the state of loops was loaded, as `estimated_stepping_batches` does. It
@@ -186,17 +189,25 @@ def resume_training_data(trainer: Trainer, loaded: Callable[[], None]) -> None:
 
     Args:
         trainer: The Trainer.
-        loaded: Called when data have been set up in the first epoch that a resumed run makes; maybe twice.
+        ends_epoch: Returns whether the checkpoint is one of the end of an epoch, so that no batches are passed over.
+        after_setup: Called when data have been set up for the first epoch of a run that resumes.
     """
     loop = trainer.fit_loop
     setup, load, reset = loop.setup_data, loop._load_combined_loader_states, loop.epoch_loop.reset
 
+    is_set_up = False
+
     def setup_data() -> None:
-        if loop.restarting and loop._combined_loader_states_to_load:
-            loop._combined_loader = None
+        nonlocal is_set_up
+        if not loop.is_resuming or is_set_up:
+            setup()
+            return
+        is_set_up = True
+        loop._combined_loader = None
+        if ends_epoch():
+            loop._combined_loader_states_to_load = []
         setup()
-        if loop.is_resuming:
-            loaded()
+        after_setup()
 
     def load_states() -> None:
         assert loop._combined_loader is not None

@@ -59,21 +59,21 @@ class ResumableRun:
         self._reducer = reducer
         self._group = reducer.process_group
         self._resumed = resumed
-        self._has_begun = False
         if resumed is not None:
             self._load(resumed["fetches"])
             of_ranks = resumed["reducer"]["of_rank"]
             own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own})
         replace_loaders(trainer, self._combine)
-        resume_training_data(trainer, self._begin)
+        resume_training_data(trainer, lambda: self._end is not None, self._begin)
         before_each_batch(trainer, self._between_batches)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Add the records of all ranks to a checkpoint. Two collectives, or four if ranks have learned other things."""
         if "optimizer_states" not in checkpoint:
             return  # weights only
-        used = getattr(training_loader(self._trainer), "used", None)
+        end = find_end_of_epoch(self._trainer)
+        used = None if end is not None else getattr(training_loader(self._trainer), "used", None)
         own = self.fetches.record(used).pack()
         gathered = [torch.empty_like(own) for _ in range(self._trainer.world_size)]
         dist.all_gather(gathered, own, group=self._group)
@@ -84,7 +84,7 @@ class ResumableRun:
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": {**reducer, "of_rank": gather_different(reducer["of_rank"], self._group)},
             "between_batches": self.departure.is_leaving,
-            "end_of_epoch": find_end_of_epoch(self._trainer),
+            "end_of_epoch": end,
         }
 
     def close(self) -> None:
@@ -112,9 +112,8 @@ class ResumableRun:
         )
 
     def _begin(self) -> None:
-        if self._resumed is None or self._has_begun:
+        if self._resumed is None:
             return
-        self._has_begun = True
         restore_callback_metrics(self._trainer, self._resumed["metrics"])  # a sanity check forgets them
         if self._end is not None:
             resume_at_end_of_epoch(self._trainer, self._end)
@@ -125,7 +124,7 @@ class ResumableRun:
         return None if self._resumed is None or self.fetches.is_bypassed else self._resumed["end_of_epoch"]
 
     def _between_batches(self) -> bool:
-        end = self._end
+        end = self._end if self._trainer.fit_loop.is_resuming else None
         if self._resumed is not None:
             go_on_as_uninterrupted(self._trainer, self._resumed["between_batches"])
             self._resumed = None
