@@ -6,7 +6,7 @@ Private hooks that strategies override or read, held by a test:
                           nothing has started yet
     _layer_sync           whether `Trainer(sync_batchnorm=True)`
 
-The loops, and the data they run on, are in `loops`.
+The loops are in `loops`, the data they run on in `loaders`, and what resumes them in `resuming`.
 """
 
 from collections.abc import Callable

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import surround_launch
-from lightning_ddp_ext._compat.loops import restore_preparation, restore_signal_handling
+from lightning_ddp_ext._compat.loaders import restore_preparation
+from lightning_ddp_ext._compat.loops import restore_signal_handling
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
 from lightning_ddp_ext.integration.checkpoints.atomic_checkpoint_io import AtomicSaving
 from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading

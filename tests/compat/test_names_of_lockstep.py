@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics import CatMetric
 
-from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, loops, torchmetrics
+from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, loaders, loops, resuming, torchmetrics
 
 
 def test_every_method_of_a_process_group_that_communicates_is_known():
@@ -56,10 +56,10 @@ def test_loops_ask_a_source_for_their_loaders():
         asked.append(is_training)
         return CombinedLoader(given, "max_size_cycle" if is_training else "sequential")
 
-    loops.replace_loaders(trainer, replace)
+    loaders.replace_loaders(trainer, replace)
     trainer.fit(BoringModel())
     assert asked == [True, False] or asked == [False, True]
-    loops.restore_loaders(trainer)
+    loaders.restore_loaders(trainer)
     trainer.test(BoringModel(), verbose=False)
     assert len(asked) == 2
 
@@ -69,16 +69,16 @@ def test_how_far_the_end_of_an_epoch_has_got_is_known():
 
     class Looking(Callback):
         def on_train_batch_end(self, trainer, *_):
-            found.append(("batch", loops.find_end_of_epoch(trainer)))
+            found.append(("batch", resuming.find_end_of_epoch(trainer)))
 
         def on_validation_start(self, trainer, *_):
-            found.append(("validation", loops.find_end_of_epoch(trainer)))
+            found.append(("validation", resuming.find_end_of_epoch(trainer)))
 
         def on_validation_end(self, trainer, *_):
-            found.append(("validated", loops.find_end_of_epoch(trainer)))
+            found.append(("validated", resuming.find_end_of_epoch(trainer)))
 
         def on_train_epoch_end(self, trainer, *_):
-            found.append(("epoch", loops.find_end_of_epoch(trainer)))
+            found.append(("epoch", resuming.find_end_of_epoch(trainer)))
 
     trainer = Trainer(
         accelerator="cpu", devices=1, logger=False, max_epochs=1, limit_train_batches=2, limit_val_batches=1,
@@ -96,11 +96,11 @@ def test_a_run_may_begin_at_the_end_of_an_epoch():
     trainer.fit(BoringModel())
     loop = trainer.fit_loop.epoch_loop
     assert {"_skip_next_val", "_restarting"} <= vars(loop).keys()
-    loops.resume_at_end_of_epoch(trainer, "trained")
+    resuming.resume_at_end_of_epoch(trainer, "trained")
     current = loop.batch_progress.current
     assert current.ready == current.started == current.processed == current.completed == 3
     loop.batch_progress.is_last_batch = False
-    loops.pass_over_batches(trainer, has_validated=True)
+    resuming.pass_over_batches(trainer, has_validated=True)
     assert loop.batch_progress.is_last_batch
     assert loop._skip_next_val
 
@@ -113,12 +113,12 @@ def test_loaders_are_shown_to_lightning_before_it_injects_samplers():
         shown.append(loader)
         return DataLoader(loader.dataset, batch_size=5)
 
-    loops.replace_preparation(trainer, show)
+    loaders.replace_preparation(trainer, show)
     loader = DataLoader(range(4))
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (5, 2)
     assert trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=None) is loader
     assert len(shown) == 2
-    loops.restore_preparation(trainer)
+    loaders.restore_preparation(trainer)
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (1, 2)
 
 
@@ -128,13 +128,13 @@ def test_the_loader_of_the_loop_and_its_mode_are_found():
     original = trainer.strategy.batch_to_device
 
     def batch_to_device(*args, **kwargs):
-        found.append((lightning.is_hook_of_loop(module, "batch_to_device"), loops.active_combined_loader(trainer)))
+        found.append((lightning.is_hook_of_loop(module, "batch_to_device"), loaders.active_combined_loader(trainer)))
         return original(*args, **kwargs)
 
     trainer.strategy.batch_to_device = batch_to_device
     trainer.fit(module := BoringModel())
     assert [is_hook for is_hook, _ in found] == [True, True]
-    assert [loops.combination_mode(loader) for _, loader in found] == ["max_size_cycle", "sequential"]
+    assert [loaders.combination_mode(loader) for _, loader in found] == ["max_size_cycle", "sequential"]
     assert not lightning.is_hook_of_loop(module, "batch_to_device")
 
 
@@ -146,10 +146,10 @@ def test_combined_loaders_save_their_state_where_it_is_overridden():
 
 def test_a_sampler_that_lightning_has_wrapped_is_recognised():
     wrapped = DistributedSamplerWrapper(SequentialSampler(range(4)), num_replicas=2, rank=0)
-    assert loops.is_sampler_wrapper(wrapped)
+    assert loaders.is_sampler_wrapper(wrapped)
     wrapped.dataset.reset()
     assert wrapped.dataset[2] == 2
-    assert not loops.is_sampler_wrapper(DistributedSampler(range(4), 2, 0))
+    assert not loaders.is_sampler_wrapper(DistributedSampler(range(4), 2, 0))
 
 
 def test_batch_hooks_of_evaluation_are_silenced():

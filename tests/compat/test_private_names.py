@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
 from lightning_ddp_ext._compat import lightning as compat_lightning
+from lightning_ddp_ext._compat import loaders as compat_loaders
 from lightning_ddp_ext._compat import loops as compat_loops
 from lightning_ddp_ext.strategies import balanced_dp, ddp_checkpoint, explicit_ddp, single_process, upstream
 
@@ -143,9 +144,9 @@ def test_a_batch_of_each_loader_is_told_from_a_list_of_samples(loaders, mode, ex
     trainer = Trainer(accelerator="cpu", logger=False)
     trainer.training = True
     trainer.fit_loop._combined_loader = CombinedLoader(loaders, mode)
-    assert compat_loops.is_list_of_batches(trainer, [None, None]) is expected
+    assert compat_loaders.is_list_of_batches(trainer, [None, None]) is expected
     trainer.training = False
-    assert not compat_loops.is_list_of_batches(trainer, [None, None])
+    assert not compat_loaders.is_list_of_batches(trainer, [None, None])
 
 
 def test_the_steps_that_are_logged_are_known():

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.loops import is_sampler_wrapper
+from lightning_ddp_ext._compat.loaders import is_sampler_wrapper
 from lightning_ddp_ext.data.lockstep_loader import gather_lengths
 from lightning_ddp_ext.data.unpadded_sampler import UnpaddedDistributedSampler
 

@@ -16,14 +16,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torchmetrics import Metric
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
-from lightning_ddp_ext._compat.loops import (
-    active_combined_loader,
-    combination_mode,
-    reload_training_data_after_epoch,
-    replace_loaders,
-    restore_loaders,
-    without_batch_hooks,
-)
+from lightning_ddp_ext._compat.loaders import active_combined_loader, combination_mode, replace_loaders, restore_loaders
+from lightning_ddp_ext._compat.loops import without_batch_hooks
+from lightning_ddp_ext._compat.resuming import reload_training_data_after_epoch
 from lightning_ddp_ext._compat.torchmetrics import (
     forget_computed,
     unwatch_synchronization,

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_ddp_ext._compat.loops import replace_preparation
+from lightning_ddp_ext._compat.loaders import replace_preparation
 
 
 class _GivenBatchSampler(BatchSampler):

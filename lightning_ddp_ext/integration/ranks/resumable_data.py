@@ -6,7 +6,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.loops import combination_mode, has_state
+from lightning_ddp_ext._compat.loaders import combination_mode, has_state
 from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 

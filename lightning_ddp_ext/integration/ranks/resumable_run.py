@@ -9,21 +9,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
-from lightning_ddp_ext._compat.loops import (
+from lightning_ddp_ext._compat.loaders import replace_loaders, restore_loaders, training_loader
+from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
+from lightning_ddp_ext._compat.resuming import (
     EndOfEpoch,
-    before_each_batch,
     find_end_of_epoch,
     go_on_as_uninterrupted,
-    not_before_each_batch,
     pass_over_batches,
-    replace_loaders,
     restore_callback_metrics,
-    restore_loaders,
-    restore_signal_handling,
     restore_training_data,
     resume_at_end_of_epoch,
     resume_training_data,
-    training_loader,
 )
 from lightning_ddp_ext.data.repeatable_fetches import FetchRecord, RepeatableFetches
 from lightning_ddp_ext.integration.ranks.preemption import Departure

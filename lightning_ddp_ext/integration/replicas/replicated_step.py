@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device, data_hook_owner
-from lightning_ddp_ext._compat.loops import is_list_of_batches
+from lightning_ddp_ext._compat.loaders import is_list_of_batches
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.integration.replicas.log_replay import LogReplay
 from lightning_ddp_ext.integration.replicas.metric_folding import MetricFolder, copy_metric
