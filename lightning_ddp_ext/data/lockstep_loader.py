@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import BatchSplitError, UnevenInputsError, UnsupportedFeatureError
-from lightning_ddp_ext.parallel.batches.scattering import count_samples
+from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
+from lightning_ddp_ext.parallel.batches.weighting import samples_or_none
 from lightning_ddp_ext.parallel.messages.exchange import gather_integer, list_ranks
 from lightning_ddp_ext.parallel.messages.packing import broadcast_packed, pack, unpack
 
@@ -256,7 +256,7 @@ class LockstepLoader:
                 ' equally many batches, or use `uneven_inputs="join"`.'
             )
         self.left_out = [int(has_batch) for has_batch in present]
-        samples = gather_lengths(_count_samples(batch) if present[self._rank] else 0, self._group)
+        samples = gather_lengths(samples_or_none(batch) if present[self._rank] else 0, self._group)
         self.left_out_samples = None if samples is None else sum(samples)
 
     def _fetch(self, batches: Iterator[Any], length: int, step: int) -> Any:
@@ -280,10 +280,3 @@ def _advance(batches: Iterator[Any]) -> tuple[bool, Any]:
         return True, next(batches)
     except StopIteration:
         return False, None
-
-
-def _count_samples(batch: Any) -> int | None:
-    try:
-        return count_samples(batch)
-    except BatchSplitError:
-        return None

@@ -155,9 +155,15 @@ def _count_samples(batch: Any) -> int:
         ) from error
 
 
+def samples_or_none(batch: Any) -> int | None:
+    """Count the samples of a batch; None where they cannot be counted."""
+    try:
+        return count_samples(batch)
+    except BatchSplitError:
+        return None
+
+
 def samples_or_one(batch: Any) -> float:
     """Count the samples of a batch; 1 where they cannot be counted."""
-    try:
-        return float(count_samples(batch))
-    except BatchSplitError:
-        return 1.0
+    samples = samples_or_none(batch)
+    return 1.0 if samples is None else float(samples)

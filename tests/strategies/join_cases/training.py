@@ -1,4 +1,4 @@
-"""Loaders, kinds of optimization, and resuming."""
+"""Loaders, and kinds of optimization."""
 
 import gc
 import time
@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext.integration.lockstep import combined_loader
 from tests.strategies.ddp_modules import Adversaries
 from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader, trainer
-from tests.strategies.join_ranks import Classifier, Trace, digest_of, samples
+from tests.strategies.join_ranks import Classifier, digest_of, samples
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
 
@@ -239,54 +239,6 @@ def manual_optimization_of_words(folder: str) -> Any:
 
 
 @case
-def resuming(folder: str) -> Any:
-    """Resume in an epoch: before any rank has joined, and in the tail."""
-    found = {}
-    for steps in (1, 3, 6):
-        whole = fit(Classifier(), max_epochs=2)[1].digests
-        seed_everything(0, verbose=False)
-        saving = ModelCheckpoint(f"{folder}/{steps}", every_n_train_steps=steps, save_top_k=-1)
-        fit(Classifier(), max_epochs=2, max_steps=steps, callbacks=[saving], enable_checkpointing=True)
-        trace = Trace()
-        trainer(trace, max_epochs=2).fit(
-            Classifier().double(), loader(*COUNTS), ckpt_path=_broadcast(saving.best_model_path), weights_only=False
-        )
-        found[steps] = (trace.digests, whole[steps:])
-        seed_everything(0, verbose=False)
-    return found
-
-
-@case
-def resuming_with_buckets_that_have_grown(folder: str) -> Any:
-    """Layers are thawed one after another, the first rank joins first, and the order of use is not that of creation."""
-
-    class Thawing(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.top, self.middle, self.bottom = nn.Linear(50, 1), nn.Linear(40, 50), nn.Linear(6, 40)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.bottom.requires_grad_(self.global_step > 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.top(self.middle(self.bottom(batch[1].double()).tanh()).tanh()).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    counts = (2, 6, 8)
-    saving = ModelCheckpoint(f"{folder}/grown", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    whole = fit(Thawing(), loader(*counts), max_epochs=2, callbacks=[saving], enable_checkpointing=True)[1].digests
-    found = []
-    for steps in (1, 3, 6):
-        trace = Trace()
-        path = _broadcast(f"{folder}/grown/step={steps}.ckpt")
-        trainer(trace, max_epochs=2).fit(Thawing().double(), loader(*counts), ckpt_path=path)
-        found.append((trace.digests, whole[steps:]))
-    return found
-
-
-@case
 def gradients_within_a_window(folder: str) -> Any:
     """Whether there is one after each backward pass, and the last of the window."""
 
@@ -297,12 +249,6 @@ def gradients_within_a_window(folder: str) -> Any:
     found: list[Any] = []
     fit(Looking(), accumulate_grad_batches=2)
     return [gradient is None for gradient in found], found[-1].tolist()
-
-
-def _broadcast(path: str) -> str:
-    paths = [path]
-    dist.broadcast_object_list(paths, 0)
-    return str(paths[0])
 
 
 @case
