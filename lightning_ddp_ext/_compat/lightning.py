@@ -93,9 +93,12 @@ def is_hook_of_loop(module: LightningModule, hook: str) -> bool:
 
 def is_planned_end(error: BaseException) -> bool:
     """Tell whether an exception only ends a run that all ranks end: on SIGTERM, and where Lightning's tuner is done."""
-    return isinstance(error, SIGTERMException | _TunerExitException) or (
-        isinstance(error, SystemExit) and error.code in (None, 0)
-    )
+    return isinstance(error, SIGTERMException | _TunerExitException)
+
+
+def is_exit(error: BaseException) -> bool:
+    """Tell whether an exception is that of `sys.exit()`: no failure, but other ranks may know nothing of it."""
+    return isinstance(error, SystemExit) and error.code in (None, 0) and not is_planned_end(error)
 
 
 def surround_launch(launcher: Any, surround: Callable[[], AbstractContextManager[None]]) -> None:

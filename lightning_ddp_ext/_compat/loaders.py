@@ -12,7 +12,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 def is_list_of_batches(trainer: Trainer, batch: Any) -> bool:
@@ -47,6 +47,11 @@ def combination_mode(combined: CombinedLoader) -> str:
 def is_sampler_wrapper(sampler: object) -> bool:
     """Tell whether Lightning has wrapped a user's sampler, to deal out what that one draws."""
     return isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper)
+
+
+def wrapped_sampler(sampler: DistributedSampler[Any]) -> Any:
+    """Return the user's sampler in one that Lightning has wrapped around it."""
+    return sampler.dataset._sampler  # type: ignore[attr-defined]
 
 
 def replace_preparation(trainer: Trainer, show: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:

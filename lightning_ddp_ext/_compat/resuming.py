@@ -9,7 +9,89 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-EndOfEpoch = Literal["trained", "validated", "ended"]
+from lightning_ddp_ext._compat.lightning import is_hook_of_loop
+
+Progress = Literal["trained", "validated", "ended", "between batches"]
+
+
+def find_progress(trainer: Trainer) -> Progress | None:
+    """Tell what has been done when a hook saves a checkpoint: all that hooks of a batch or of an epoch come after.
+
+    Hooks that do so are `on_train_batch_end`, after which a validation and `ReduceLROnPlateau` may be due,
+    `on_validation_end`, and `on_train_epoch_end`. A validation that is interrupted has not been made.
+
+    Returns:
+        None within a batch, and outside of epochs.
+    """
+    loop = trainer.fit_loop
+    batches: Any = loop.epoch_loop.batch_progress.current
+    epochs: Any = loop.epoch_progress.total
+    if epochs.completed == epochs.started:
+        return None
+    if epochs.processed == epochs.started:
+        return "ended"
+    if not 0 < batches.ready == batches.processed:
+        return None
+    return "validated" if is_hook_of_loop(trainer.lightning_module, "on_validation_end") else "trained"
+
+
+def is_last_batch(trainer: Trainer) -> bool:
+    """Tell whether an epoch has no other batch."""
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def end_epoch(trainer: Trainer) -> None:
+    """Do what is left of an epoch whose last hook has saved the checkpoint: `ReduceLROnPlateau` makes its step.
+
+    Lightning would leave that out and, with `max_steps`, end the epoch twice.
+
+    Args:
+        trainer: The Trainer, when the state of its loops and the training data have been loaded.
+    """
+    loop = trainer.fit_loop
+    loop.epoch_loop.val_loop._has_run = False  # in a run before this one
+    for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        part._restarting = False
+    configs = trainer.lr_scheduler_configs
+    strict = [config.strict for config in configs]
+    for config in configs:
+        config.strict = False  # what the module logs in its own `on_train_epoch_end` comes after callbacks have saved
+    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    for config, given in zip(configs, strict, strict=True):
+        config.strict = given
+
+
+def complete_batch(trainer: Trainer, is_last: bool) -> None:
+    """Take the batch after which a checkpoint was saved for done, so that what is due after it comes next.
+
+    Lightning would leave that out, and go on to count the batches of an epoch in the next.
+
+    Args:
+        trainer: The Trainer, when the state of its loops and the training data have been loaded.
+        is_last: Whether the epoch has no other batch, however many ranks divide it now.
+    """
+    loop = trainer.fit_loop
+    loop.epoch_loop.val_loop._has_run = False  # in a run before this one
+    total: Any = loop.epoch_loop.batch_progress.total
+    current: Any = loop.epoch_loop.batch_progress.current
+    total.completed = total.processed
+    if is_last and loop.max_batches != float("inf"):
+        current.ready = current.started = current.processed = int(loop.max_batches)
+    current.completed = current.processed
+
+
+def go_on_after_batch(trainer: Trainer, is_last: bool, has_validated: bool) -> None:
+    """Go on to what is due after a batch, rather than fetch one.
+
+    Args:
+        trainer: The Trainer, after `complete_batch`.
+        is_last: Whether the epoch has no other batch.
+        has_validated: Whether a validation that was due has been made.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop.batch_progress.is_last_batch = is_last
+    loop.val_loop.restarting = False
+    loop._skip_next_val = has_validated
 
 
 def go_on_as_uninterrupted(trainer: Trainer, between_batches: bool) -> None:
@@ -24,66 +106,6 @@ def go_on_as_uninterrupted(trainer: Trainer, between_batches: bool) -> None:
     trainer.fit_loop._restarting = False
     if between_batches:
         trainer.fit_loop.epoch_loop._restarting = False
-
-
-def find_end_of_epoch(trainer: Trainer) -> EndOfEpoch | None:
-    """Tell whether the last batch of an epoch is over, but not the epoch, and how far that has got.
-
-    Hooks that save a checkpoint there are `on_train_batch_end`, `on_validation_end` and `on_train_epoch_end`.
-    """
-    loop = trainer.fit_loop
-    batches: Any = loop.epoch_loop.batch_progress.current
-    epochs: Any = loop.epoch_progress.total
-    is_over = 0 < batches.ready == batches.processed and loop.epoch_loop._num_ready_batches_reached()
-    if not is_over or epochs.completed == epochs.started:
-        return None
-    if epochs.processed == epochs.started:
-        return "ended"
-    if not trainer.validating:
-        return "trained"
-    validated = loop.epoch_loop.val_loop.batch_progress
-    has_ended = validated.is_last_batch and validated.current.completed == validated.current.ready
-    return "validated" if has_ended else None
-
-
-def resume_at_end_of_epoch(trainer: Trainer, end: EndOfEpoch) -> None:
-    """Take all batches of the epoch for done, however many ranks divide them now.
-
-    Lightning would leave out what is due at the end of this epoch, or go on to count its batches in the next. With
-    `max_steps`, it would end an epoch twice.
-
-    Args:
-        trainer: The Trainer, when the state of its loops and the training data have been loaded.
-        end: How far the end of the epoch had got.
-    """
-    loop = trainer.fit_loop
-    loop.epoch_loop.val_loop._has_run = False  # in a run before this one
-    if end == "ended":
-        for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-            part._restarting = False
-        plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-        if all(config.monitor in trainer.callback_metrics for config in plateaus):
-            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        return
-    total: Any = loop.epoch_loop.batch_progress.total
-    current: Any = loop.epoch_loop.batch_progress.current
-    total.completed = total.processed
-    if loop.max_batches != float("inf"):
-        current.ready = current.started = current.processed = int(loop.max_batches)
-    current.completed = current.processed
-
-
-def pass_over_batches(trainer: Trainer, has_validated: bool) -> None:
-    """Go on to what is due at the end of an epoch, rather than fetch a batch.
-
-    Args:
-        trainer: The Trainer, after `resume_at_end_of_epoch`.
-        has_validated: Whether a validation that was due has been made.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    loop.batch_progress.is_last_batch = True
-    loop.val_loop.restarting = False
-    loop._skip_next_val = has_validated
 
 
 def restore_callback_metrics(trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
@@ -115,13 +137,13 @@ def resume_training_data(trainer: Trainer, ends_epoch: Callable[[], bool], after
             return
         is_set_up = True
         loop._combined_loader = None
-        if ends_epoch():
-            loop._combined_loader_states_to_load = []
         setup()
         after_setup()
 
     def load_states() -> None:
         assert loop._combined_loader is not None
+        if loop.is_resuming and ends_epoch():
+            loop._combined_loader_states_to_load = []
         epoch: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         for loader in loop._combined_loader.flattened:
             _set_sampler_epoch(loader, epoch)

@@ -1,13 +1,15 @@
 """Fetching the same batches again in a run that resumes within an epoch, random ones included."""
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_ddp_ext.data.own_generators import OwnGenerator, capture_states, find_generators, restore_states
 from lightning_ddp_ext.data.random_states import capture_random_states, restore_random_states
 
 T = TypeVar("T")
@@ -24,25 +26,27 @@ class FetchRecord:
         start: Random states when the epoch's iteration began.
         ahead: Random states before each fetch of a batch that had not been used yet.
         now: Random states when the record was made.
+        of_loaders: States of the loaders' own generators at `start`, see `find_generators`.
     """
 
     has_begun: bool
     start: Tensor
     ahead: tuple[Tensor, ...]
     now: Tensor
+    of_loaders: list[Any] = field(default_factory=list)
 
     def pack(self) -> Tensor:
-        """Return it as a tensor of bytes, equally long on every rank."""
+        """Return it as a tensor of bytes, equally long on every rank, except for `of_loaders`."""
         ahead = [*self.ahead, *[self.now] * (LOOKAHEAD - len(self.ahead))]
         numbers = torch.zeros_like(self.now)
         numbers[:2] = torch.tensor([self.has_begun, len(self.ahead)])
         return torch.stack([numbers, self.start, self.now, *ahead])
 
     @classmethod
-    def unpack(cls, packed: Tensor) -> "FetchRecord":
+    def unpack(cls, packed: Tensor, of_loaders: list[Any]) -> "FetchRecord":
         """Undo `pack`."""
         numbers, start, now, *ahead = packed
-        return cls(bool(numbers[0]), start, tuple(ahead[: int(numbers[1])]), now)
+        return cls(bool(numbers[0]), start, tuple(ahead[: int(numbers[1])]), now, of_loaders)
 
 
 class RepeatableFetches:
@@ -52,6 +56,7 @@ class RepeatableFetches:
     iteration begins; a transform in this process draws when a batch is fetched. A run that resumes in the middle of an
     epoch therefore begins the iteration from the same states, passes over the batches that have been used, fetches the
     next ones from the states that these were fetched from, and goes on from the states at which it was interrupted.
+    Generators that loaders, samplers and datasets have for themselves only need the states they began with.
 
     Batches that are passed over are fetched once more, since nothing else tells where a loader or its workers would be.
 
@@ -69,6 +74,9 @@ class RepeatableFetches:
         self._has_begun = self._is_back = self._is_going = False
         self.is_bypassed = False
         self._start = self._capture()
+        self._generators: list[OwnGenerator] = []
+        self._of_loaders: list[Any] = []
+        self._owed: list[Any] = []  # states of the loaders' generators, until steps are made from them
         self._states: deque[Tensor] = deque(maxlen=LOOKAHEAD)
         self._fetched = self._used = 0
         self.looks_ahead = True
@@ -76,7 +84,12 @@ class RepeatableFetches:
     def resume(self, record: FetchRecord) -> None:
         """Let the next iteration go on where a record was made."""
         self._resumed = record
+        self._owed = record.of_loaders
         self._has_begun = self._is_back = self._is_going = False
+
+    def resume_loaders(self, of_loaders: list[Any]) -> None:
+        """Let the next iteration draw from the loaders' own generators as one that was recorded, and nothing else."""
+        self._owed = of_loaders
 
     def leave_to_loaders(self) -> None:
         """Let loaders resume by themselves: only the states of the interruption matter."""
@@ -84,18 +97,24 @@ class RepeatableFetches:
 
     def go_on(self) -> None:
         """Have the random states of the interruption; to be called before every step, and its fetch."""
-        self._is_going = True
-        if self._resumed is not None and (self._is_back or self.is_bypassed):
+        is_first, self._is_going = not self._is_going, True
+        if self._has_begun:
+            self._owed = []
+        if self._resumed is None:
+            return
+        if self._is_back or self.is_bypassed:
             self._come_back(self._resumed)  # something else may have drawn meanwhile
-        elif self._resumed is not None and self._has_begun and not self._resumed.has_begun:
+        elif self._has_begun and not self._resumed.has_begun:
             self._resumed = None
+        elif is_first and not self._has_begun:
+            restore_random_states(self._resumed.now, self._device)
 
     def go_on_between_epochs(self) -> None:
-        """Have the random states of the interruption, whatever has begun since; instead of `go_on`."""
+        """Have the random states of the interruption; instead of `go_on`. An iteration that has begun is given up."""
         if self._resumed is not None:
             restore_random_states(self._resumed.now, self._device)
         self._resumed = None
-        self._is_going = True
+        self._is_going, self._has_begun = True, False
 
     def record(self, used: int | None) -> FetchRecord:
         """Say where this rank is.
@@ -105,23 +124,38 @@ class RepeatableFetches:
         """
         now = self._capture()
         if used is None:
-            return FetchRecord(False, now, (), now)
+            return FetchRecord(False, now, (), now, capture_states(self._generators))
+        if self._resumed is not None and not self._has_begun:
+            return replace(self._resumed, now=now)
         ahead = max(0, self._fetched - used) if self.looks_ahead else 0
-        return FetchRecord(True, self._start, tuple(self._states)[len(self._states) - ahead :], now)
+        return FetchRecord(True, self._start, tuple(self._states)[len(self._states) - ahead :], now, self._of_loaders)
 
-    def begin(self, used: int = 0, looks_ahead: bool = True) -> None:
+    def begin(self, loaders: Iterable[object], used: int = 0, looks_ahead: bool = True) -> None:
         """Prepare for an iteration that begins.
 
         Args:
+            loaders: What is iterated over.
             used: How many batches are going to be passed over.
             looks_ahead: Whether batches are fetched before they are used; may be set until the first one is fetched.
         """
+        self._generators = find_generators(*loaders)
+        if self._owed and not restore_states(self._generators, self._owed):
+            warnings.warn(
+                "The loaders have other random generators of their own than when the checkpoint was saved, so that"
+                " random numbers will be others than without interruption. Resume with the same loaders.",
+                stacklevel=2,
+            )
+        if self._is_going:
+            self._owed = []
         if self._resumed is not None:
+            if self._is_going:  # something may have drawn since `go_on`, such as a validation
+                self._resumed = replace(self._resumed, now=self._capture())
             restore_random_states(self._resumed.start, self._device)
             if self._is_going and not self._resumed.has_begun:
                 self._resumed = None
         self._has_begun = True
         self._start = self._capture()
+        self._of_loaders = capture_states(self._generators)
         self._states.clear()
         self._fetched, self._used, self.looks_ahead = 0, used, looks_ahead
 
@@ -158,9 +192,11 @@ class RepeatableFetches:
         if self._is_going:
             self._resumed = None
 
-    def iterate(self, source: Iterable[T], used: int = 0, looks_ahead: bool = True) -> Iterator[T]:
-        """Iterate over a source; arguments are those of `begin`."""
-        self.begin(used, looks_ahead)
+    def iterate(
+        self, source: Iterable[T], loaders: Iterable[object], used: int = 0, looks_ahead: bool = True
+    ) -> Iterator[T]:
+        """Iterate over a source; other arguments are those of `begin`."""
+        self.begin(loaders, used, looks_ahead)
         batches = iter(source)
         while True:
             try:

@@ -263,15 +263,15 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._watch.failure() is None:  # otherwise the others do not come
+        if self._watch.others_come():
             super().barrier(*args, **kwargs)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        # After a failure nobody can be asked any more; what callbacks save then has no random states of the ranks.
-        if self._run is not None and self._watch.failure() is None:
+        # Otherwise nobody can be asked any more; what callbacks save then has no random states of the ranks.
+        if self._run is not None and self._watch.others_come():
             self._run.save(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

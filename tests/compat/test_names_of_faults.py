@@ -55,14 +55,22 @@ def test_errors_of_stores_are_lost_connections_and_others_are_none():
     assert not collectives.is_lost_connection(caught.value)
 
 
-@pytest.mark.parametrize("error", [SIGTERMException(), _TunerExitException(), SystemExit(), SystemExit(0)])
+@pytest.mark.parametrize("error", [SIGTERMException(), SIGTERMException(143), _TunerExitException()])
 def test_ends_that_every_rank_makes_are_planned(error):
     assert lightning.is_planned_end(error)
+    assert not lightning.is_exit(error)
+
+
+@pytest.mark.parametrize("error", [SystemExit(), SystemExit(0)])
+def test_an_exit_may_be_one_of_this_rank_alone(error):
+    assert lightning.is_exit(error)
+    assert not lightning.is_planned_end(error)
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ValueError()])
 def test_other_ends_are_not_planned(error):
     assert not lightning.is_planned_end(error)
+    assert not lightning.is_exit(error)
 
 
 events = []

@@ -64,21 +64,21 @@ def test_loops_ask_a_source_for_their_loaders():
     assert len(asked) == 2
 
 
-def test_how_far_the_end_of_an_epoch_has_got_is_known():
+def test_what_has_been_done_is_known_in_every_hook_that_saves():
     found = []
 
     class Looking(Callback):
         def on_train_batch_end(self, trainer, *_):
-            found.append(("batch", resuming.find_end_of_epoch(trainer)))
+            found.append(("batch", resuming.find_progress(trainer)))
 
         def on_validation_start(self, trainer, *_):
-            found.append(("validation", resuming.find_end_of_epoch(trainer)))
+            found.append(("validation", resuming.find_progress(trainer)))
 
         def on_validation_end(self, trainer, *_):
-            found.append(("validated", resuming.find_end_of_epoch(trainer)))
+            found.append(("validated", resuming.find_progress(trainer)))
 
         def on_train_epoch_end(self, trainer, *_):
-            found.append(("epoch", resuming.find_end_of_epoch(trainer)))
+            found.append(("epoch", resuming.find_progress(trainer)))
 
     trainer = Trainer(
         accelerator="cpu", devices=1, logger=False, max_epochs=1, limit_train_batches=2, limit_val_batches=1,
@@ -87,8 +87,12 @@ def test_how_far_the_end_of_an_epoch_has_got_is_known():
     )  # fmt: skip
     trainer.fit(BoringModel())
     assert found == [
-        ("batch", None), ("batch", "trained"), ("validation", None), ("validated", "validated"), ("epoch", "ended")
-    ]  # fmt: skip
+        ("batch", "trained"),
+        ("batch", "trained"),
+        ("validation", "trained"),
+        ("validated", "validated"),
+        ("epoch", "ended"),
+    ]
 
 
 def test_a_run_may_begin_at_the_end_of_an_epoch():
@@ -96,11 +100,11 @@ def test_a_run_may_begin_at_the_end_of_an_epoch():
     trainer.fit(BoringModel())
     loop = trainer.fit_loop.epoch_loop
     assert {"_skip_next_val", "_restarting"} <= vars(loop).keys()
-    resuming.resume_at_end_of_epoch(trainer, "trained")
+    resuming.complete_batch(trainer, is_last=True)
     current = loop.batch_progress.current
     assert current.ready == current.started == current.processed == current.completed == 3
     loop.batch_progress.is_last_batch = False
-    resuming.pass_over_batches(trainer, has_validated=True)
+    resuming.go_on_after_batch(trainer, is_last=True, has_validated=True)
     assert loop.batch_progress.is_last_batch
     assert loop._skip_next_val
 

@@ -17,7 +17,7 @@ class Noise(Dataset):
 
 def steps(fetches, loader, ahead, stop=None, used=0):
     """Train on batches that are fetched some steps before they are used; a step draws a number itself."""
-    batches = fetches.iterate(loader, used, looks_ahead=bool(ahead))
+    batches = fetches.iterate(loader, [loader], used, looks_ahead=bool(ahead))
     for _ in range(used):
         next(batches)
     waiting = list(itertools.islice(batches, ahead))
@@ -30,7 +30,7 @@ def steps(fetches, loader, ahead, stop=None, used=0):
             break
         made.append((waiting.pop(0).tolist(), float(torch.rand(()))))
     has_fetched = number or ahead
-    return made, fetches.record(number if number == stop and has_fetched else None).pack()
+    return made, fetches.record(number if number == stop and has_fetched else None)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -41,10 +41,10 @@ def test_an_interrupted_epoch_goes_on_as_the_whole_one(workers, ahead, stop):
     torch.manual_seed(1)
     whole, _ = steps(RepeatableFetches(), loader, ahead)
     torch.manual_seed(1)
-    until, packed = steps(RepeatableFetches(), loader, ahead, stop)
+    until, record = steps(RepeatableFetches(), loader, ahead, stop)
     torch.manual_seed(2)
     resumed = RepeatableFetches()
-    resumed.resume(FetchRecord.unpack(packed))
+    resumed.resume(FetchRecord.unpack(record.pack(), record.of_loaders))
     rest, _ = steps(resumed, loader, ahead, used=stop)
     assert until + rest == whole
     torch.manual_seed(2)
@@ -56,9 +56,9 @@ def test_a_record_between_epochs_restores_the_order_of_the_next():
     loader = DataLoader(Noise(), batch_size=2, shuffle=True)
     torch.manual_seed(1)
     fetches = RepeatableFetches()
-    _, packed = steps(fetches, loader, 0)
+    _, record = steps(fetches, loader, 0)
     following, _ = steps(fetches, loader, 0)
     torch.manual_seed(2)
     resumed = RepeatableFetches()
-    resumed.resume(FetchRecord.unpack(packed))
+    resumed.resume(FetchRecord.unpack(record.pack(), record.of_loaders))
     assert steps(resumed, loader, 0)[0] == following

@@ -43,6 +43,18 @@ class AugmentedStream(IterableDataset):
         return (self.samples[index] for index in range(len(self.samples)))
 
 
+class AugmentedByItself(Augmented):
+    """Draws from generators of its own, and fetches nothing from those of the process."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.of_python, self.of_numpy = random.Random(RANK), numpy.random.default_rng(RANK)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        indices, features, labels = (part[index] for part in self.samples)
+        return indices, features + 0.1 * (self.of_python.gauss(0.0, 1.0) + self.of_numpy.standard_normal()), labels
+
+
 class Random(LightningModule):
     """Draws random numbers in its step, from generators that differ between ranks."""
 
@@ -146,6 +158,13 @@ def own(*numbers: int) -> Callable[[], DataLoader]:
     return lambda: DataLoader(Augmented(numbers[RANK]), batch_size=3)
 
 
+def of_generators(**options: Any) -> Callable[[], DataLoader]:
+    """A loader of each rank's own, whose random numbers are not those of the process."""
+    return lambda: DataLoader(
+        AugmentedByItself(11), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(RANK), **options
+    )
+
+
 def streams(*numbers: int) -> Callable[[], DataLoader]:
     return lambda: DataLoader(AugmentedStream(numbers[RANK]), batch_size=3)
 
@@ -197,6 +216,9 @@ CASES = {
     "after a validation, with a plateau": Case(1, dealt(), module=PlateauBySteps, options={"val_check_interval": 2}),
     "by number of steps": Case(5, dealt(), options={"max_epochs": -1, "max_steps": 9}),
     "by number of steps, at the end of an epoch": Case(3, dealt(), options={"max_epochs": -1, "max_steps": 9}),
+    "with generators of its own": Case(1, of_generators(), is_dealt=False),
+    "with generators of its own, in the second epoch": Case(6, of_generators(), is_dealt=False),
+    "with generators of its own, at the end of an epoch": Case(3, of_generators(), is_dealt=False),
     "in the tail": Case(2, own(12, 5), is_dealt=False, rank=0),
     "in the tail, on a joined rank": Case(3, own(12, 5), is_dealt=False, hook="on_train_batch_end"),
     "in a stream": Case(1, streams(14, 11)),
@@ -205,6 +227,7 @@ CASES = {
     "manual optimization": Case(2, own(12, 5), is_dealt=False, rank=0, module=RandomAdversaries),
     "ddp_checkpoint": Case(2, dealt(), "ddp_checkpoint"),
     "ddp_checkpoint, at the end of an epoch": Case(3, dealt(), "ddp_checkpoint"),
+    "ddp_checkpoint, with generators of its own": Case(6, of_generators(), "ddp_checkpoint", is_dealt=False),
     "ddp_checkpoint, in a stream": Case(2, streams(14, 14), "ddp_checkpoint"),
     "ddp_checkpoint, with workers": Case(1, dealt(num_workers=1), "ddp_checkpoint"),
     "ddp_checkpoint, in the second epoch": Case(6, dealt(), "ddp_checkpoint"),
@@ -249,6 +272,11 @@ SAVED = {
         Case(0, streams(14, 14), module=Unnormalised, options={"accumulate_grad_batches": 4}),
     ),
     "manual optimization": (by_steps(8), Case(0, own(12, 5), is_dealt=False, module=RandomAdversaries)),
+    "generators of the loader's own": (by_steps(4), Case(0, of_generators(), is_dealt=False)),
+    "generators of the loader's own, with a worker": (
+        by_steps(4),
+        Case(0, of_generators(num_workers=1), is_dealt=False),
+    ),
     "after an epoch": ({}, Case(0, dealt())),
     "after an epoch without validation": ({}, Case(0, dealt(), options={"limit_val_batches": 0})),
     "after an epoch, by number of steps": ({}, Case(0, dealt(), options={"max_epochs": -1, "max_steps": 9})),
@@ -260,5 +288,51 @@ SAVED = {
     "ddp_checkpoint, after an epoch": ({}, Case(0, dealt(), "ddp_checkpoint")),
     "ddp_checkpoint": (by_steps(4), Case(0, dealt(), "ddp_checkpoint")),
     "ddp_checkpoint, after validation": (AFTER_VALIDATION, Case(0, dealt(), "ddp_checkpoint")),
+    "ddp_checkpoint, with a schedule that asks for the number of steps, and workers": (
+        by_steps(4),
+        Case(0, dealt(num_workers=1), "ddp_checkpoint", module=Estimating),
+    ),
+    "ddp_checkpoint, generators of the loader's own": (
+        by_steps(4),
+        Case(0, of_generators(), "ddp_checkpoint", is_dealt=False),
+    ),
     "ddp_checkpoint, streams": (by_steps(5), Case(0, streams(14, 14), "ddp_checkpoint")),
+}
+
+# Runs that a `ModelCheckpoint` with these arguments saves within an epoch, where a validation or a step of
+# `ReduceLROnPlateau` is due.
+SAVED_WITHIN = {
+    "before a validation": (by_steps(2), Case(0, dealt(), options={"val_check_interval": 2})),
+    "after a validation": (AFTER_VALIDATION, Case(0, dealt(), options={"val_check_interval": 2})),
+    "before a validation, with a plateau": (
+        by_steps(2),
+        Case(0, dealt(), module=PlateauBySteps, options={"val_check_interval": 2}),
+    ),
+    "after a validation, with a plateau": (
+        AFTER_VALIDATION,
+        Case(0, dealt(), module=PlateauBySteps, options={"val_check_interval": 2}),
+    ),
+    "before a validation, with workers": (
+        by_steps(2),
+        Case(0, dealt(num_workers=1), options={"val_check_interval": 2}),
+    ),
+    "in windows": (
+        by_steps(1),
+        Case(0, dealt(34), module=Unnormalised, options={"accumulate_grad_batches": 2, "val_check_interval": 2}),
+    ),
+    "in the tail": (by_steps(3), Case(0, own(12, 5), is_dealt=False, options={"val_check_interval": 3})),
+    "streams": (
+        by_steps(4),
+        Case(0, streams(14, 5), options={"val_check_interval": 2, "check_val_every_n_epoch": None}),
+    ),
+    "manual optimization": (by_steps(4), Case(0, own(12, 5), is_dealt=False, module=RandomAdversaries)),
+    "ddp_checkpoint": (by_steps(2), Case(0, dealt(), "ddp_checkpoint", options={"val_check_interval": 2})),
+    "ddp_checkpoint, after a validation": (
+        AFTER_VALIDATION,
+        Case(0, dealt(), "ddp_checkpoint", options={"val_check_interval": 2}),
+    ),
+    "ddp_checkpoint, with a loader that resumes by itself": (
+        by_steps(2),
+        Case(0, stateful, "ddp_checkpoint", options={"val_check_interval": 2}),
+    ),
 }

@@ -18,7 +18,7 @@ from torch.utils.data._utils import signal_handling
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.ddp_ranks import quiet_trainer
 from tests.strategies.join_ranks import digest_of, samples
-from tests.strategies.preemption_cases import CASES, RANK, SAVED, WORLD_SIZE, Case, RandomAdversaries
+from tests.strategies.preemption_cases import CASES, RANK, SAVED, SAVED_WITHIN, WORLD_SIZE, Case, RandomAdversaries
 
 STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
 
@@ -120,10 +120,14 @@ def _run(case: Case, folder: Path) -> Found:
 
 
 def run_saved(folder: str) -> dict[str, tuple[Trail, Trail]]:
-    """Run every case that is saved at the end of an epoch: what the whole run has left, and the resumed one."""
+    """Run every case that a callback saves: what the whole run has left, and the resumed one."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    return {name: _resume_saved(options, case, Path(folder, name)) for name, (options, case) in SAVED.items()}
+    return {
+        f"{place}: {name}": _resume_saved(options, case, Path(folder, place, name))
+        for place, cases in (("end", SAVED), ("within", SAVED_WITHIN))
+        for name, (options, case) in cases.items()
+    }
 
 
 def _resume_saved(options: dict[str, Any], case: Case, folder: Path) -> tuple[Trail, Trail]:

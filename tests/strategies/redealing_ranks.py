@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_ddp_ext import DDPJoinStrategy
 from tests.strategies.ddp_ranks import quiet_trainer
-from tests.strategies.preemption_cases import WORLD_SIZE, Augmented, Unnormalised, streams
+from tests.strategies.preemption_cases import RANK, WORLD_SIZE, Augmented, Unnormalised, streams
 
 
 def save_within_an_epoch(folder: str, steps: list[int]) -> list[list[int]]:
@@ -22,6 +22,25 @@ def save_within_an_epoch(folder: str, steps: list[int]) -> list[list[int]]:
 def resume_on_others(folder: str, steps: list[int]) -> list[Any]:
     """Resume on the ranks of this launch; returns the samples of this rank in the rest of the epoch and in the next."""
     return [_train_on(folder, f"{folder}/{number}.ckpt", number) for number in steps]
+
+
+DRAWN = 8  # steps: 6 are an epoch on two ranks
+
+
+def save_what_is_drawn(folder: str) -> list[int]:
+    """Save in the second epoch of a sampler with a generator of its own; returns the samples of this rank in it."""
+    return _train_on(folder, None, DRAWN, _drawn, name="drawn")[1]
+
+
+def resume_what_is_drawn(folder: str) -> list[int]:
+    """Resume on the ranks of this launch; returns the samples of this rank in the rest of the epoch."""
+    return _train_on(folder, f"{folder}/drawn.ckpt", DRAWN, _drawn)[1]
+
+
+def _drawn() -> DataLoader:
+    generator = torch.Generator().manual_seed(RANK)
+    sampler = WeightedRandomSampler([1.0] * 31, 31, replacement=False, generator=generator)
+    return DataLoader(Augmented(31), batch_size=3, sampler=sampler)
 
 
 def refuse_on_others(folder: str) -> list[str]:

@@ -9,6 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from lightning_ddp_ext import DDPJoinStrategy
 from tests.processes import run_processes
 from tests.strategies.join_cases import batch_samplers, evaluation, run_cases
+from tests.strategies.join_cases import samplers as own_samplers
 from tests.strategies.join_ranks import samples
 
 RANKS = range(3)
@@ -139,10 +140,11 @@ def test_ranks_that_wait_say_which_rank_has_failed(found):
         assert found[rank]["a_failure_in_the_tail"].startswith(told)
 
 
-def test_ranks_that_wait_are_told_that_a_rank_has_left_by_itself(found):
-    assert found[0]["an_exit_in_the_tail"] == "left"
+@pytest.mark.parametrize("name", ["an_exit_in_the_tail", "an_exit_that_is_saved"])
+def test_ranks_that_wait_are_told_that_a_rank_has_left_by_itself(found, name):
+    assert found[0][name] == "left"
     for rank in (1, 2):
-        assert found[rank]["an_exit_in_the_tail"].startswith("OtherRankError: rank 0 ended the run while others still")
+        assert found[rank][name].startswith("OtherRankError: rank 0 ended the run while others still waited")
 
 
 def test_the_order_in_which_keys_are_logged_does_not_matter(found):
@@ -177,6 +179,15 @@ def test_batch_samplers_keep_the_size_of_batches_and_their_samplers(found, strat
         assert seen <= set(range(batch_samplers.FIRST))
     elif "drops" not in name:
         assert seen == set(range(batch_samplers.SAMPLES))
+
+
+@pytest.mark.parametrize("name", own_samplers.SAMPLERS)
+def test_what_a_sampler_draws_is_dealt_out_once_in_every_epoch(found, name):
+    for epoch in range(2):
+        dealt = [list(chain.from_iterable(found[rank]["samplers"][name][epoch])) for rank in RANKS]
+        assert sorted(chain.from_iterable(dealt)) == list(range(batch_samplers.SAMPLES))
+        if name == "by epoch":
+            assert [indices[0] for indices in dealt] == [epoch, epoch + 1, epoch + 2]
 
 
 def test_lightning_loses_the_size_of_a_batch_samplers_batches(found):

@@ -5,7 +5,7 @@ import pytest
 from tests.processes import run_processes
 from tests.strategies import preemption_ranks as ranks
 from tests.strategies import redealing_ranks as redealing
-from tests.strategies.preemption_cases import CASES, SAVED
+from tests.strategies.preemption_cases import CASES, SAVED, SAVED_WITHIN
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -46,12 +46,16 @@ def saved(tmp_path_factory):
     return run_processes(ranks.run_saved, 2, str(tmp_path_factory.mktemp("saved")), timeout=300)
 
 
-@pytest.mark.parametrize("name", SAVED)
-def test_a_run_that_is_saved_at_the_last_batch_of_an_epoch_resumes_as_the_whole_one(saved, name):
-    for whole, resumed in (by_name[name] for by_name in saved):
+PLACES = [f"end: {name}" for name in SAVED] + [f"within: {name}" for name in SAVED_WITHIN]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_a_callback_saves_resumes_as_the_whole_one(saved, place):
+    for whole, resumed in (by_place[place] for by_place in saved):
         batches, validations = whole.saved
         assert 0 < batches < len(whole.digests)
-        assert whole.steps[batches - 1][0] < whole.steps[batches][0], "was not saved at the last batch of an epoch"
+        is_at_end = whole.steps[batches - 1][0] < whole.steps[batches][0]
+        assert is_at_end == place.startswith("end"), "was saved somewhere else"
         assert resumed.digests == whole.digests[batches:]
         assert resumed.steps == whole.steps[batches:]
         assert resumed.validated == whole.validated[validations:]
@@ -91,6 +95,15 @@ def test_fewer_ranks_begin_the_next_epoch_after_the_last_batch(tmp_path):
     after = run_processes(redealing.resume_on_others, 2, str(tmp_path), last, timeout=120)
     assert [rest for ((rest, _),) in after] == [[], []]
     assert sorted(index for ((_, following),) in after for index in following) == list(range(31))
+
+
+@pytest.mark.slow
+def test_more_ranks_go_on_with_what_a_sampler_has_drawn(tmp_path):
+    """Its generator is another one on each rank, and has advanced."""
+    before = run_processes(redealing.save_what_is_drawn, 2, str(tmp_path), timeout=120)
+    after = run_processes(redealing.resume_what_is_drawn, 3, str(tmp_path), timeout=120)
+    assert all(before)
+    assert sorted(index for by_rank in (*before, *after) for index in by_rank) == list(range(31))
 
 
 @pytest.mark.slow

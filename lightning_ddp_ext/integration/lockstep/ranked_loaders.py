@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Sampler
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.loaders import is_sampler_wrapper
+from lightning_ddp_ext._compat.loaders import is_sampler_wrapper, wrapped_sampler
 from lightning_ddp_ext.data.lockstep_loader import gather_lengths
+from lightning_ddp_ext.data.own_generators import capture_states, find_generators, restore_states
 from lightning_ddp_ext.data.unpadded_sampler import UnpaddedDistributedSampler
+from lightning_ddp_ext.parallel.messages.exchange import gather_different
 
 
 class InjectedRank(int):
@@ -36,11 +38,18 @@ class InjectedRank(int):
 
 
 class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
-    """Deals out what a user's sampler draws, as Lightning's own wrapper does with padding.
+    """Deals out what a user's sampler draws, in its order. Lightning's own wrapper pads, and shuffles it in training.
 
     It draws from random numbers that are the same on every rank: those of ranks themselves part when one runs out of
     data.
     """
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        given = wrapped_sampler(self)
+        if hasattr(given, "set_epoch"):
+            given.set_epoch(epoch)
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -55,11 +64,29 @@ class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
 
 def unpad(loader: object) -> None:
     """Make the sampler that Lightning has injected into a loader deal out every sample exactly once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
+    for sampler in _samplers(loader):
         if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
             kind = UnpaddedSamplerWrapper if is_sampler_wrapper(sampler) else UnpaddedDistributedSampler
+            sampler.shuffle = sampler.shuffle and not is_sampler_wrapper(sampler)
             kind.take_over(sampler, sampler.rank.rank, sampler.rank.world_size)
+
+
+def draw_alike(loader: object, group: dist.ProcessGroup) -> None:
+    """Let samplers of users that are dealt out draw the same on every rank, if they have generators of their own.
+
+    These go on from where those of rank 0 are. One collective, or three if they differ.
+
+    Args:
+        loader: A loader, after `unpad`.
+        group: The ranks.
+    """
+    wrapped = [wrapped_sampler(sampler) for sampler in _samplers(loader) if isinstance(sampler, UnpaddedSamplerWrapper)]
+    generators = find_generators(*wrapped, among=Sampler)
+    restore_states(generators, gather_different(capture_states(generators), group)[0])
+
+
+def _samplers(loader: object) -> tuple[object, object]:
+    return getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
 
 
 class RankedLoader:

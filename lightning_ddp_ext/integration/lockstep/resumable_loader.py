@@ -95,7 +95,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
 
     @override
     def _fetched(self, combined: CombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:
-        return self._fetches.iterate(combined, skip, looks_ahead)
+        return self._fetches.iterate(combined, self.flattened, skip, looks_ahead)
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         steps = self._steps_made

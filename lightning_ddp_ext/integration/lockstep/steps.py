@@ -87,8 +87,8 @@ class Lockstep:
 
     def close(self) -> None:
         """Give loops, logging and process groups back."""
-        if self._trainer.interrupted and self._watch.failure() is None:
-            self._messages.leave()  # by `sys.exit()`, which is no failure, but may be one of this rank alone
+        if self._watch.has_exited:
+            self._messages.leave()
         self._turn_stack.close()
         self._tail.close()
         self.logged.close()

@@ -39,7 +39,7 @@ class ResumableCombinedLoader(CombinedLoader):
     @override
     def __iter__(self) -> "ResumableCombinedLoader":
         skip, self._skip = self._skip, 0
-        self._fetches.begin(skip)
+        self._fetches.begin(self.flattened, skip)
         super().__iter__()
         self._length = sized_len(self)
         self._fetches.looks_ahead = self._looks_ahead

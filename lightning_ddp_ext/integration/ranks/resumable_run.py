@@ -12,13 +12,14 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loaders import replace_loaders, restore_loaders, training_loader
 from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
 from lightning_ddp_ext._compat.resuming import (
-    EndOfEpoch,
-    find_end_of_epoch,
+    complete_batch,
+    end_epoch,
+    find_progress,
+    go_on_after_batch,
     go_on_as_uninterrupted,
-    pass_over_batches,
+    is_last_batch,
     restore_callback_metrics,
     restore_training_data,
-    resume_at_end_of_epoch,
     resume_training_data,
 )
 from lightning_ddp_ext.data.repeatable_fetches import FetchRecord, RepeatableFetches
@@ -28,13 +29,14 @@ from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 from lightning_ddp_ext.parallel.messages.exchange import gather_different
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
+_AFTER_BATCH = ("trained", "validated")
 
 
 class ResumableRun:
     """Saves and loads what differs between ranks, of which Lightning saves nothing, or that of rank 0.
 
-    These are the random states of Python, NumPy and torch, now and when the batches were fetched that are under way,
-    and what the reducer has learned, on which it depends how sums are rounded.
+    These are the random states of Python, NumPy, torch and the loaders, now and when the batches were fetched that are
+    under way, and what the reducer has learned, on which it depends how sums are rounded.
     The values that were logged last, of rank 0, are saved too: callbacks and schedulers may look at them.
     How many batches have been used is part of the state of the training loop's loader, which is the same on all ranks.
 
@@ -56,31 +58,35 @@ class ResumableRun:
         self._group = reducer.process_group
         self._resumed = resumed
         if resumed is not None:
-            self._load(resumed["fetches"])
-            of_ranks = resumed["reducer"]["of_rank"]
-            own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
-            reducer.load_state_dict({**resumed["reducer"], "of_rank": own})
+            of_ranks = resumed["of_ranks"]
+            own = of_ranks[trainer.global_rank % len(of_ranks)]  # one, if all were the same
+            self._load(resumed["fetches"], own["loaders"])
+            reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
         replace_loaders(trainer, self._combine)
-        resume_training_data(trainer, lambda: self._end is not None, self._begin)
+        resume_training_data(trainer, lambda: self._ends_epoch, self._begin)
         before_each_batch(trainer, self._between_batches)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Add the records of all ranks to a checkpoint. Two collectives, or four if ranks have learned other things."""
         if "optimizer_states" not in checkpoint:
             return  # weights only
-        end = find_end_of_epoch(self._trainer)
-        used = None if end is not None else getattr(training_loader(self._trainer), "used", None)
-        own = self.fetches.record(used).pack()
+        progress = "between batches" if self.departure.is_leaving else find_progress(self._trainer)
+        ends_epoch = progress == "ended" or (progress in _AFTER_BATCH and is_last_batch(self._trainer))
+        used = None if ends_epoch else getattr(training_loader(self._trainer), "used", None)
+        record = self.fetches.record(used)
+        own = record.pack()
         gathered = [torch.empty_like(own) for _ in range(self._trainer.world_size)]
         dist.all_gather(gathered, own, group=self._group)
         reducer = self._reducer.state_dict()
+        of_rank = {"reducer": reducer.pop("of_rank"), "loaders": record.of_loaders}
         metrics = self._trainer.callback_metrics
         checkpoint[RANKS] = {
             "fetches": torch.stack(gathered),
             "metrics": {name: metrics[name].cpu() for name in metrics},
-            "reducer": {**reducer, "of_rank": gather_different(reducer["of_rank"], self._group)},
-            "between_batches": self.departure.is_leaving,
-            "end_of_epoch": end,
+            "reducer": reducer,
+            "of_ranks": gather_different(of_rank, self._group),
+            "progress": progress,
+            "ends_epoch": ends_epoch,
         }
 
     def close(self) -> None:
@@ -96,11 +102,12 @@ class ResumableRun:
         may_look_ahead = not takes_dataloader_iter(self._trainer.lightning_module, "training_step")
         return make_resumable(given, self.fetches, self._trainer.world_size, may_look_ahead)
 
-    def _load(self, records: Tensor) -> None:
+    def _load(self, records: Tensor, of_loaders: list[Any]) -> None:
         own = self.fetches.record(None).pack()
         if records.shape == (self._trainer.world_size, *own.shape):
-            self.fetches.resume(FetchRecord.unpack(records[self._trainer.global_rank]))
+            self.fetches.resume(FetchRecord.unpack(records[self._trainer.global_rank], of_loaders))
             return
+        self.fetches.resume_loaders(of_loaders)  # what is left can be dealt out only in the same order
         rank_zero_warn(
             f"The checkpoint was saved by {len(records)} ranks, and {self._trainer.world_size} resume it, or devices"
             " are of another kind. Random numbers will be others than without interruption. Resume on as many ranks and"
@@ -111,22 +118,37 @@ class ResumableRun:
         if self._resumed is None:
             return
         restore_callback_metrics(self._trainer, self._resumed["metrics"])  # a sanity check forgets them
-        if self._end is not None:
-            resume_at_end_of_epoch(self._trainer, self._end)
+        if self._ends_epoch and self._resumed["progress"] == "ended":
+            end_epoch(self._trainer)
+        elif self._goes_on_after_batch:
+            complete_batch(self._trainer, self._ends_epoch)
 
     @property
-    def _end(self) -> EndOfEpoch | None:
-        """How far the end of an epoch had got, if the run resumes there."""
-        return None if self._resumed is None or self.fetches.is_bypassed else self._resumed["end_of_epoch"]
+    def _ends_epoch(self) -> bool:
+        """Whether the run resumes when the batches of an epoch are over; loaders that resume by themselves do that."""
+        return self._resumed is not None and self._resumed["ends_epoch"] and not self.fetches.is_bypassed
+
+    @property
+    def _goes_on_after_batch(self) -> bool:
+        """Whether the run resumes with what is due after a batch."""
+        return (
+            self._resumed is not None
+            and self._resumed["progress"] in _AFTER_BATCH
+            and self._resumed["ends_epoch"] == self._ends_epoch
+        )
 
     def _between_batches(self) -> bool:
-        end = self._end if self._trainer.fit_loop.is_resuming else None
-        if self._resumed is not None:
-            go_on_as_uninterrupted(self._trainer, self._resumed["between_batches"])
+        resumed, ends_epoch = self._resumed, self._ends_epoch
+        goes_on_after_batch = self._goes_on_after_batch and self._trainer.fit_loop.is_resuming
+        if resumed is not None:
+            go_on_as_uninterrupted(self._trainer, resumed["progress"] == "between batches")
             self._resumed = None
-        if end in ("trained", "validated"):
-            self.fetches.go_on_between_epochs()
-            pass_over_batches(self._trainer, end == "validated")
+        if resumed is not None and goes_on_after_batch:
+            if ends_epoch:
+                self.fetches.go_on_between_epochs()
+            else:
+                self.fetches.go_on()
+            go_on_after_batch(self._trainer, ends_epoch, resumed["progress"] == "validated")
             return False
         self.fetches.go_on()
         self.departure.leave_if_agreed()

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_ddp_ext._compat.collectives import cloned_store, is_lost_connection
-from lightning_ddp_ext._compat.lightning import is_planned_end
+from lightning_ddp_ext._compat.lightning import is_exit, is_planned_end
 from lightning_ddp_ext.arguments import as_timeout
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError
 from lightning_ddp_ext.network.watching.run_watch import Interruption, RunWatch
@@ -36,6 +36,7 @@ class StallWatch:
 
     Attributes:
         limit: The same.
+        has_exited: Whether this rank ends the run with `sys.exit()`, maybe alone.
 
     Raises:
         TypeError: If the limit is no time.
@@ -44,6 +45,7 @@ class StallWatch:
 
     def __init__(self, limit: timedelta | float | None) -> None:
         self.limit = None if limit is None else as_timeout("stall_timeout", limit)
+        self.has_exited = False
         self._watch: RunWatch | None = None
 
     def start(self, trainer: Trainer) -> None:
@@ -53,6 +55,7 @@ class StallWatch:
             trainer: The Trainer of the run.
         """
         self.stop()
+        self.has_exited = False
         number = next(_numbers)
         # MPI connects processes without a store.
         if trainer.world_size == 1 or not dist.is_initialized() or dist.get_backend() == dist.Backend.MPI:
@@ -79,6 +82,10 @@ class StallWatch:
         """Return what any rank has failed of, or None."""
         return None if self._watch is None else self._watch.failure
 
+    def others_come(self) -> bool:
+        """Tell whether this rank may wait for the others: not after a failure, nor when it ends the run by itself."""
+        return self.failure() is None and not self.has_exited
+
     def on_failure(self, wake: Callable[[], None]) -> None:
         """Have something called in a thread of this rank, in this run, when any rank has failed.
 
@@ -98,8 +105,9 @@ class StallWatch:
         try:
             yield
         except BaseException as error:
+            self.has_exited = is_exit(error)
             watch = self._watch
-            if watch is None or is_planned_end(error):
+            if watch is None or self.has_exited or is_planned_end(error):
                 raise
             if isinstance(error, Interruption) or (is_lost_connection(error) and not isinstance(error, DDPExtError)):
                 raise OtherRankError(watch.explain(error)) from error

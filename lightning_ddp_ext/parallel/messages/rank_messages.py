@@ -1,5 +1,6 @@
 """Messages from a rank that has data to those that wait for it."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -79,7 +80,8 @@ class RankMessages:
     def leave(self) -> None:
         """Tell those who wait for this rank that it is gone, without an error."""
         gone = f"rank {self._rank} ended the run while others still waited. Run equally many steps on every rank."
-        self._store.set(f"{self._number + 1}", f"-{gone}")
+        with contextlib.suppress(dist.DistError):  # all others are gone too
+            self._store.set(f"{self._number + 1}", f"-{gone}")
 
     def forget(self) -> None:
         """Delete the messages of this rank; when every rank is known to have read them."""

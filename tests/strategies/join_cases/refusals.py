@@ -1,10 +1,12 @@
 """What cannot be made right, and failures."""
 
+import os
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader
@@ -117,19 +119,31 @@ def refusing_uneven_streams(folder: str) -> Any:
     fit(Classifier(), loader(*COUNTS, stream=True), strategy={"uneven_inputs": "error"})
 
 
+class Leaving(Classifier):
+    """Exits on the only rank that has data, which the others wait for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            sys.exit()
+        return super().training_step(batch, batch_idx)
+
+
 @case
 def an_exit_in_the_tail(folder: str) -> Any:
-    """Of the only rank that has data, which the others wait for."""
-
-    class Leaving(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 3:
-                sys.exit()
-            return super().training_step(batch, batch_idx)
-
     try:
         fit(Leaving())
     except SystemExit:
+        return "left"
+
+
+@case
+def an_exit_that_is_saved(folder: str) -> Any:
+    """Callbacks save before anything is closed."""
+    saving = ModelCheckpoint(f"{folder}/exit", save_on_exception=True)
+    try:
+        fit(Leaving(), callbacks=[saving], enable_checkpointing=True)
+    except SystemExit:
+        assert len(os.listdir(f"{folder}/exit")) == 1
         return "left"
 
 

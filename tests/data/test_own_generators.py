@@ -1,0 +1,77 @@
+import json
+import random
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, Subset
+
+from lightning_ddp_ext.data.own_generators import capture_states, find_generators, restore_states
+
+KINDS = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "Python": lambda: random.Random(1),
+    "NumPy, of old": lambda: numpy.random.RandomState(1),
+    "NumPy": lambda: numpy.random.default_rng(1),
+    "NumPy, with an array": lambda: numpy.random.Generator(numpy.random.MT19937(1)),
+    "NumPy, with arrays": lambda: numpy.random.Generator(numpy.random.Philox(1)),
+}
+
+
+def draw(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return [generator.gauss(0.0, 1.0) for _ in range(3)]
+    return generator.standard_normal(3).tolist()
+
+
+class Drawing(Dataset):
+    def __init__(self, generator):
+        self.samples = list(range(4))
+        self.generator = generator
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_draws_the_same_from_a_state_that_was_saved(kind):
+    generator = KINDS[kind]()
+    draw(generator)
+    saved = json.loads(json.dumps(capture_states([generator])))
+    expected = draw(generator)
+    other = KINDS[kind]()
+    assert draw(other) != expected
+    assert restore_states([other], saved)
+    assert draw(other) == expected
+    assert draw(other) != expected
+
+
+def test_generators_of_other_kinds_are_left_alone():
+    first, second = random.Random(1), numpy.random.default_rng(1)
+    saved = capture_states([first])
+    expected = capture_states([second])
+    assert not restore_states([second], saved)
+    assert not restore_states([first, second], saved)
+    assert capture_states([second]) == expected
+
+
+def test_generators_are_found_in_loaders_samplers_and_datasets_once():
+    of_loader, of_sampler, first, second = (random.Random(number) for number in range(4))
+    of_loader = torch.Generator()
+    dataset = ConcatDataset([Subset(Drawing(first), [0, 1]), Drawing(second), Drawing(first)])
+    sampler = RandomSampler(dataset, generator=of_loader)
+    sampler.other = of_sampler
+    loader = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 2, drop_last=False), generator=of_loader)
+    found = find_generators(loader, loader)
+    assert len(found) == 4
+    assert {id(generator) for generator in found} == set(map(id, (of_loader, of_sampler, first, second)))
+    assert set(map(id, find_generators(sampler, among=Sampler))) == {id(of_loader), id(of_sampler)}
+
+
+def test_what_has_no_state_is_no_generator():
+    assert find_generators(DataLoader(Drawing(random.SystemRandom()))) == []
