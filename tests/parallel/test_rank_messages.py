@@ -33,9 +33,9 @@ def test_leaving_is_no_error_when_all_others_have_gone(server):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     messages = RankMessages(dist.group.WORLD)
-    messages.leave()
     process.kill()
     process.join(60)
-    messages.leave()
+    for _ in range(3):  # the first one may be written to a connection that seems to be there
+        messages.leave()
     with pytest.raises(dist.DistError):
         messages.publish("lost")
