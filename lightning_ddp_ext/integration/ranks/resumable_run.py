@@ -57,6 +57,7 @@ class ResumableRun:
         self._reducer = reducer
         self._group = reducer.process_group
         self._resumed = resumed
+        self._is_after_batch = False  # where the run resumes
         if resumed is not None:
             of_ranks = resumed["of_ranks"]
             own = of_ranks[trainer.global_rank % len(of_ranks)]  # one, if all were the same
@@ -115,41 +116,35 @@ class ResumableRun:
         )
 
     def _begin(self) -> None:
-        if self._resumed is None:
+        resumed, ends_epoch = self._resumed, self._ends_epoch
+        if resumed is None:
             return
-        restore_callback_metrics(self._trainer, self._resumed["metrics"])  # a sanity check forgets them
-        if self._ends_epoch and self._resumed["progress"] == "ended":
+        restore_callback_metrics(self._trainer, resumed["metrics"])  # a sanity check forgets them
+        if ends_epoch != resumed["ends_epoch"]:
+            return
+        if resumed["progress"] == "ended":
             end_epoch(self._trainer)
-        elif self._goes_on_after_batch:
-            complete_batch(self._trainer, self._ends_epoch)
+        elif resumed["progress"] in _AFTER_BATCH:
+            complete_batch(self._trainer, ends_epoch)
+            self._is_after_batch = True
 
     @property
     def _ends_epoch(self) -> bool:
         """Whether the run resumes when the batches of an epoch are over; loaders that resume by themselves do that."""
         return self._resumed is not None and self._resumed["ends_epoch"] and not self.fetches.is_bypassed
 
-    @property
-    def _goes_on_after_batch(self) -> bool:
-        """Whether the run resumes with what is due after a batch."""
-        return (
-            self._resumed is not None
-            and self._resumed["progress"] in _AFTER_BATCH
-            and self._resumed["ends_epoch"] == self._ends_epoch
-        )
-
     def _between_batches(self) -> bool:
         resumed, ends_epoch = self._resumed, self._ends_epoch
-        goes_on_after_batch = self._goes_on_after_batch and self._trainer.fit_loop.is_resuming
-        if resumed is not None:
-            go_on_as_uninterrupted(self._trainer, resumed["progress"] == "between batches")
-            self._resumed = None
-        if resumed is not None and goes_on_after_batch:
-            if ends_epoch:
-                self.fetches.go_on_between_epochs()
-            else:
-                self.fetches.go_on()
+        if resumed is None:
+            self.fetches.go_on()
+            self.departure.leave_if_agreed()
+            return True
+        self._resumed = None
+        go_on_as_uninterrupted(self._trainer, resumed["progress"] == "between batches")
+        if self._is_after_batch and ends_epoch:
+            self.fetches.go_on_between_epochs()
+        else:
+            self.fetches.go_on()
+        if self._is_after_batch:
             go_on_after_batch(self._trainer, ends_epoch, resumed["progress"] == "validated")
-            return False
-        self.fetches.go_on()
-        self.departure.leave_if_agreed()
-        return True
+        return not self._is_after_batch
