@@ -98,7 +98,7 @@ def is_planned_end(error: BaseException) -> bool:
 
 def is_exit(error: BaseException) -> bool:
     """Tell whether an exception is that of `sys.exit()`: no failure, but other ranks may know nothing of it."""
-    return isinstance(error, SystemExit) and error.code in (None, 0) and not is_planned_end(error)
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def surround_launch(launcher: Any, surround: Callable[[], AbstractContextManager[None]]) -> None:

@@ -1,111 +1,133 @@
 """Private names of Lightning that a run needs to resume as if nothing had happened; see `_compat.lightning`."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
 
-Progress = Literal["trained", "validated", "ended", "between batches"]
 
+@dataclass(frozen=True)
+class Progress:
+    """How far the training loops had got when a checkpoint was saved.
 
-def find_progress(trainer: Trainer) -> Progress | None:
-    """Tell what has been done when a hook saves a checkpoint: all that hooks of a batch or of an epoch come after.
-
-    Hooks that do so are `on_train_batch_end`, after which a validation and `ReduceLROnPlateau` may be due,
-    `on_validation_end`, and `on_train_epoch_end`. A validation that is interrupted has not been made.
-
-    Returns:
-        None within a batch, and outside of epochs.
+    Attributes:
+        done: What had been done last: `"batch"` is a batch with all that follows it, `"step"` one without a validation
+            that may be due, `"validation"` is that validation, and `"epoch"` an epoch but for the last it does. None is
+            anything else, such as a part of a batch.
+        is_last_batch: Whether the epoch has no other batch.
     """
+
+    done: Literal["batch", "step", "validation", "epoch"] | None
+    is_last_batch: bool
+
+    @property
+    def is_after_batch(self) -> bool:
+        """Whether what follows a batch comes next."""
+        return self.done in ("step", "validation")
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether no batch of the epoch comes next."""
+        return self.done == "epoch" or (self.is_after_batch and self.is_last_batch)
+
+
+def find_progress(trainer: Trainer) -> Progress:
+    """Tell how far the training loops have got, while a hook saves a checkpoint or ranks leave between two batches."""
+    return Progress(_find_done(trainer), trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def _find_done(trainer: Trainer) -> Literal["batch", "step", "validation", "epoch"] | None:
     loop = trainer.fit_loop
     batches: Any = loop.epoch_loop.batch_progress.current
     epochs: Any = loop.epoch_progress.total
     if epochs.completed == epochs.started:
         return None
     if epochs.processed == epochs.started:
-        return "ended"
-    if not 0 < batches.ready == batches.processed:
+        return "epoch"
+    if batches.processed != batches.ready:
         return None
-    return "validated" if is_hook_of_loop(trainer.lightning_module, "on_validation_end") else "trained"
+    if trainer.validating:  # an interrupted validation has not been made
+        return "validation" if is_hook_of_loop(trainer.lightning_module, "on_validation_end") else "step"
+    return "batch" if batches.completed == batches.processed else "step"
 
 
-def is_last_batch(trainer: Trainer) -> bool:
-    """Tell whether an epoch has no other batch."""
-    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-
-
-def end_epoch(trainer: Trainer) -> None:
+def end_epoch(trainer: Trainer, is_last_batch: bool) -> None:
     """Do what is left of an epoch whose last hook has saved the checkpoint: `ReduceLROnPlateau` makes its step.
 
     Lightning would leave that out and, with `max_steps`, end the epoch twice.
 
     Args:
         trainer: The Trainer, when the state of its loops and the training data have been loaded.
+        is_last_batch: Whether the epoch had gone to its end; otherwise there is no such step.
     """
     loop = trainer.fit_loop
     loop.epoch_loop.val_loop._has_run = False  # in a run before this one
     for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         part._restarting = False
-    configs = trainer.lr_scheduler_configs
-    strict = [config.strict for config in configs]
+    if is_last_batch:
+        # What the module logs in its own `on_train_epoch_end` comes after callbacks have saved.
+        with _without_strictness(trainer.lr_scheduler_configs):
+            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+
+@contextmanager
+def _without_strictness(configs: Sequence[LRSchedulerConfig]) -> Iterator[None]:
+    """Leave out schedulers whose value is not there, with a warning."""
+    given = [config.strict for config in configs]
     for config in configs:
-        config.strict = False  # what the module logs in its own `on_train_epoch_end` comes after callbacks have saved
-    loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-    for config, given in zip(configs, strict, strict=True):
-        config.strict = given
+        config.strict = False
+    try:
+        yield
+    finally:
+        for config, strict in zip(configs, given, strict=True):
+            config.strict = strict
 
 
-def complete_batch(trainer: Trainer, is_last: bool) -> None:
+def complete_batch(trainer: Trainer, is_last_batch: bool) -> None:
     """Take the batch after which a checkpoint was saved for done, so that what is due after it comes next.
 
     Lightning would leave that out, and go on to count the batches of an epoch in the next.
 
     Args:
         trainer: The Trainer, when the state of its loops and the training data have been loaded.
-        is_last: Whether the epoch has no other batch, however many ranks divide it now.
+        is_last_batch: Whether the epoch has no other batch, however many ranks divide it now.
     """
     loop = trainer.fit_loop
     loop.epoch_loop.val_loop._has_run = False  # in a run before this one
     total: Any = loop.epoch_loop.batch_progress.total
     current: Any = loop.epoch_loop.batch_progress.current
     total.completed = total.processed
-    if is_last and loop.max_batches != float("inf"):
+    if is_last_batch and loop.max_batches != float("inf"):
         current.ready = current.started = current.processed = int(loop.max_batches)
     current.completed = current.processed
 
 
-def go_on_after_batch(trainer: Trainer, is_last: bool, has_validated: bool) -> None:
-    """Go on to what is due after a batch, rather than fetch one.
-
-    Args:
-        trainer: The Trainer, after `complete_batch`.
-        is_last: Whether the epoch has no other batch.
-        has_validated: Whether a validation that was due has been made.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    loop.batch_progress.is_last_batch = is_last
-    loop.val_loop.restarting = False
-    loop._skip_next_val = has_validated
-
-
-def go_on_as_uninterrupted(trainer: Trainer, between_batches: bool) -> None:
+def go_on(trainer: Trainer, progress: Progress) -> None:
     """Let the epoch that was resumed go on and end as any other; to be called before its first batch is fetched.
 
     Lightning leaves `ReduceLROnPlateau` out at its end, and goes through the end of the last batch once more.
 
     Args:
-        trainer: The Trainer, after it has resumed.
-        between_batches: Whether everything about the last batch had been done when the checkpoint was saved.
+        trainer: The Trainer, after it has resumed, and after `complete_batch` if what follows a batch comes next.
+        progress: How far the loops had got.
     """
     trainer.fit_loop._restarting = False
-    if between_batches:
-        trainer.fit_loop.epoch_loop._restarting = False
+    loop = trainer.fit_loop.epoch_loop
+    if progress.done == "batch":
+        loop._restarting = False
+    if progress.is_after_batch:
+        loop.batch_progress.is_last_batch = progress.is_last_batch
+        loop.val_loop.restarting = False
+        loop._skip_next_val = progress.done == "validation"
 
 
 def restore_callback_metrics(trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""Random generators that loaders, samplers and datasets were given, beside those of the process."""
+"""Random generators that loaders, samplers and datasets have of their own, beside those of the process."""
 
 import base64
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -11,52 +11,71 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 OwnGenerator = torch.Generator | numpy.random.Generator | numpy.random.RandomState | random.Random
 
+_PARTS = ("batch_sampler", "dataset", "sampler")  # whatever class they have
 
-def find_generators(*sources: object, among: Any = DataLoader | Dataset | Sampler) -> list[OwnGenerator]:
-    """Return the generators that are attributes of loaders, or of samplers and datasets within them, each once.
+
+def find_generators(sources: Iterable[object]) -> list[OwnGenerator]:
+    """Return the generators that are attributes of loaders, samplers and datasets, or of such within them, each once.
 
     Args:
-        sources: Loaders, or samplers.
-        among: Kinds of attributes that are searched too.
+        sources: Loaders or samplers.
 
     Returns:
-        Them, in an order that is the same whenever the loaders are made the same way.
+        Them, in an order that is the same whenever the sources are made the same way.
     """
     found: dict[int, OwnGenerator] = {}
     seen: set[int] = set()
     for source in sources:
-        found.update((id(generator), generator) for generator in _search(source, among, seen))
+        found.update((id(generator), generator) for generator in _search(source, seen))
     return list(found.values())
 
 
-def _search(owner: object, among: Any, seen: set[int]) -> Iterator[OwnGenerator]:
+def _search(owner: object, seen: set[int]) -> Iterator[OwnGenerator]:
     seen.add(id(owner))
-    for value in list(getattr(owner, "__dict__", {}).values()):
-        # The first tells lists of datasets from those of samples.
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        # Lists of datasets begin with one; those of samples are not gone through.
         is_list = isinstance(value, list | tuple) and value and isinstance(value[0], Dataset)
         for part in value if is_list else (value,):
             if isinstance(part, OwnGenerator) and not isinstance(part, random.SystemRandom):  # which has no state
                 yield part
-            elif isinstance(part, among) and id(part) not in seen:
-                yield from _search(part, among, seen)
+            elif id(part) not in seen and (isinstance(part, DataLoader | Dataset | Sampler) or name in _PARTS):
+                yield from _search(part, seen)
 
 
 def capture_states(generators: Sequence[OwnGenerator]) -> list[Any]:
     """Return the kind and the state of each generator, as numbers and text."""
-    return [[type(generator).__name__, _state(generator)] for generator in generators]
+    return [[_kind(generator), _state(generator)] for generator in generators]
 
 
-def restore_states(generators: Sequence[OwnGenerator], captured: Sequence[Any]) -> bool:
-    """Set generators back to what `capture_states` returned, of them or of others of the same kinds.
+def restore_states(generators: Sequence[OwnGenerator], captured: Sequence[Any]) -> None:
+    """Set generators back to what `capture_states` returned of them, or of others of the same kinds.
 
-    Returns:
-        Whether the kinds are the same; otherwise nothing has been done.
+    Where kinds differ, nothing is done: loaders may make generators while they are iterated over.
     """
-    if [type(generator).__name__ for generator in generators] != [kind for kind, _ in captured]:
-        return False
-    for generator, (_, state) in zip(generators, captured, strict=True):
-        _restore(generator, state)
-    return True
+    if [_kind(generator) for generator in generators] == [kind for kind, _ in captured]:
+        for generator, (_, state) in zip(generators, captured, strict=True):
+            _restore(generator, state)
+
+
+def seed_all(generators: Sequence[OwnGenerator], seed: int) -> None:
+    """Seed generators.
+
+    Args:
+        generators: The generators.
+        seed: Below 2 ** 32.
+    """
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, numpy.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        else:
+            generator.seed(seed)
+
+
+def _kind(generator: OwnGenerator) -> str:
+    own = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator
+    return f"{type(generator).__name__}, {type(own).__name__}"
 
 
 def _state(generator: OwnGenerator) -> Any:

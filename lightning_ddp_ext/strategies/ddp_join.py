@@ -18,7 +18,7 @@ from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep.mirroring import mirror_training
-from lightning_ddp_ext.integration.lockstep.ranked_loaders import InjectedRank, RankedLoader, draw_alike, unpad
+from lightning_ddp_ext.integration.lockstep.ranked_loaders import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.integration.lockstep.steps import Lockstep
 from lightning_ddp_ext.integration.ranks.reductions import widened
 from lightning_ddp_ext.parallel.gradients.transport import takes_group
@@ -116,7 +116,6 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         unpad(dataloader)
         if self._lockstep is None or self._module.trainer.predicting:
             return dataloader
-        draw_alike(dataloader, self._lockstep.group)
         return RankedLoader(dataloader, self._lockstep.group)
 
     @override

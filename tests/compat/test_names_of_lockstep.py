@@ -69,16 +69,16 @@ def test_what_has_been_done_is_known_in_every_hook_that_saves():
 
     class Looking(Callback):
         def on_train_batch_end(self, trainer, *_):
-            found.append(("batch", resuming.find_progress(trainer)))
+            found.append(("batch", resuming.find_progress(trainer).done))
 
         def on_validation_start(self, trainer, *_):
-            found.append(("validation", resuming.find_progress(trainer)))
+            found.append(("validation", resuming.find_progress(trainer).done))
 
         def on_validation_end(self, trainer, *_):
-            found.append(("validated", resuming.find_progress(trainer)))
+            found.append(("validated", resuming.find_progress(trainer).done))
 
         def on_train_epoch_end(self, trainer, *_):
-            found.append(("epoch", resuming.find_progress(trainer)))
+            found.append(("epoch", resuming.find_progress(trainer).done))
 
     trainer = Trainer(
         accelerator="cpu", devices=1, logger=False, max_epochs=1, limit_train_batches=2, limit_val_batches=1,
@@ -87,11 +87,11 @@ def test_what_has_been_done_is_known_in_every_hook_that_saves():
     )  # fmt: skip
     trainer.fit(BoringModel())
     assert found == [
-        ("batch", "trained"),
-        ("batch", "trained"),
-        ("validation", "trained"),
-        ("validated", "validated"),
-        ("epoch", "ended"),
+        ("batch", "step"),
+        ("batch", "step"),
+        ("validation", "step"),
+        ("validated", "validation"),
+        ("epoch", "epoch"),
     ]
 
 
@@ -100,11 +100,11 @@ def test_a_run_may_begin_at_the_end_of_an_epoch():
     trainer.fit(BoringModel())
     loop = trainer.fit_loop.epoch_loop
     assert {"_skip_next_val", "_restarting"} <= vars(loop).keys()
-    resuming.complete_batch(trainer, is_last=True)
+    resuming.complete_batch(trainer, is_last_batch=True)
     current = loop.batch_progress.current
     assert current.ready == current.started == current.processed == current.completed == 3
     loop.batch_progress.is_last_batch = False
-    resuming.go_on_after_batch(trainer, is_last=True, has_validated=True)
+    resuming.go_on(trainer, resuming.Progress("validation", is_last_batch=True))
     assert loop.batch_progress.is_last_batch
     assert loop._skip_next_val
 

@@ -1,12 +1,13 @@
+import itertools
 import json
 import random
 
 import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, Subset
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Subset
 
-from lightning_ddp_ext.data.own_generators import capture_states, find_generators, restore_states
+from lightning_ddp_ext.data.own_generators import capture_states, find_generators, restore_states, seed_all
 
 KINDS = {
     "torch": lambda: torch.Generator().manual_seed(1),
@@ -46,32 +47,66 @@ def test_a_generator_draws_the_same_from_a_state_that_was_saved(kind):
     expected = draw(generator)
     other = KINDS[kind]()
     assert draw(other) != expected
-    assert restore_states([other], saved)
+    restore_states([other], saved)
     assert draw(other) == expected
     assert draw(other) != expected
 
 
 def test_generators_of_other_kinds_are_left_alone():
-    first, second = random.Random(1), numpy.random.default_rng(1)
-    saved = capture_states([first])
-    expected = capture_states([second])
-    assert not restore_states([second], saved)
-    assert not restore_states([first, second], saved)
-    assert capture_states([second]) == expected
+    made = [make() for make in KINDS.values()]
+    for first, second in itertools.permutations(made, 2):
+        expected = capture_states([first])
+        restore_states([first], capture_states([second]))
+        restore_states([first], capture_states([first, second]))
+        assert capture_states([first]) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_decides_what_a_generator_draws(kind):
+    generator = KINDS[kind]()
+    drawn = []
+    for seed in (5, 5, 6):
+        seed_all([generator], seed)
+        drawn.append(draw(generator))
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_generators_are_found_in_loaders_samplers_and_datasets_once():
-    of_loader, of_sampler, first, second = (random.Random(number) for number in range(4))
     of_loader = torch.Generator()
+    of_sampler, first, second = (random.Random(number) for number in range(3))
     dataset = ConcatDataset([Subset(Drawing(first), [0, 1]), Drawing(second), Drawing(first)])
     sampler = RandomSampler(dataset, generator=of_loader)
     sampler.other = of_sampler
     loader = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 2, drop_last=False), generator=of_loader)
-    found = find_generators(loader, loader)
+    found = find_generators([loader, loader])
     assert len(found) == 4
     assert {id(generator) for generator in found} == set(map(id, (of_loader, of_sampler, first, second)))
-    assert set(map(id, find_generators(sampler, among=Sampler))) == {id(of_loader), id(of_sampler)}
+
+
+class Anything:
+    """A dataset, and a sampler, of no class of torch's."""
+
+    def __init__(self, length):
+        self.length = length
+        self.generator = random.Random(length)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def test_datasets_and_samplers_may_be_of_any_class():
+    dataset, sampler = Anything(3), Anything(2)
+    assert set(map(id, find_generators([DataLoader(dataset, sampler=sampler)]))) == {
+        id(dataset.generator),
+        id(sampler.generator),
+    }
 
 
 def test_what_has_no_state_is_no_generator():
-    assert find_generators(DataLoader(Drawing(random.SystemRandom()))) == []
+    assert find_generators([DataLoader(Drawing(random.SystemRandom()))]) == []

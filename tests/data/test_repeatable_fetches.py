@@ -44,7 +44,7 @@ def test_an_interrupted_epoch_goes_on_as_the_whole_one(workers, ahead, stop):
     until, record = steps(RepeatableFetches(), loader, ahead, stop)
     torch.manual_seed(2)
     resumed = RepeatableFetches()
-    resumed.resume(FetchRecord.unpack(record.pack(), record.of_loaders))
+    resumed.resume(FetchRecord.unpack(*record.pack()))
     rest, _ = steps(resumed, loader, ahead, used=stop)
     assert until + rest == whole
     torch.manual_seed(2)
@@ -60,5 +60,5 @@ def test_a_record_between_epochs_restores_the_order_of_the_next():
     following, _ = steps(fetches, loader, 0)
     torch.manual_seed(2)
     resumed = RepeatableFetches()
-    resumed.resume(FetchRecord.unpack(record.pack(), record.of_loaders))
+    resumed.resume(FetchRecord.unpack(*record.pack()))
     assert steps(resumed, loader, 0)[0] == following

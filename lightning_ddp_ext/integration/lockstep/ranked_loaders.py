@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.loaders import is_sampler_wrapper, wrapped_sampler
 from lightning_ddp_ext.data.lockstep_loader import gather_lengths
-from lightning_ddp_ext.data.own_generators import capture_states, find_generators, restore_states
+from lightning_ddp_ext.data.own_generators import capture_states, find_generators, restore_states, seed_all
 from lightning_ddp_ext.data.unpadded_sampler import UnpaddedDistributedSampler
-from lightning_ddp_ext.parallel.messages.exchange import gather_different
 
 
 class InjectedRank(int):
@@ -40,8 +39,8 @@ class InjectedRank(int):
 class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
     """Deals out what a user's sampler draws, in its order. Lightning's own wrapper pads, and shuffles it in training.
 
-    It draws from random numbers that are the same on every rank: those of ranks themselves part when one runs out of
-    data.
+    It draws from random numbers that are the same on every rank, from generators of its own too: those of ranks
+    themselves part when one runs out of data.
     """
 
     @override
@@ -53,40 +52,27 @@ class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
 
     @override
     def __iter__(self) -> Iterator[Any]:
+        generators = find_generators([wrapped_sampler(self)])
+        states = capture_states(generators)
         with isolate_rng():
             seed = (self.seed + self.epoch) % 2**32
             random.seed(seed)
             numpy.random.seed(seed)
             torch.manual_seed(seed)
+            seed_all(generators, seed)
             cast(Any, self.dataset).reset()  # draws anew
+        restore_states(generators, states)
         return (self.dataset[index] for index in self._indices())
 
 
 def unpad(loader: object) -> None:
     """Make the sampler that Lightning has injected into a loader deal out every sample exactly once."""
-    for sampler in _samplers(loader):
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
             kind = UnpaddedSamplerWrapper if is_sampler_wrapper(sampler) else UnpaddedDistributedSampler
             sampler.shuffle = sampler.shuffle and not is_sampler_wrapper(sampler)
             kind.take_over(sampler, sampler.rank.rank, sampler.rank.world_size)
-
-
-def draw_alike(loader: object, group: dist.ProcessGroup) -> None:
-    """Let samplers of users that are dealt out draw the same on every rank, if they have generators of their own.
-
-    These go on from where those of rank 0 are. One collective, or three if they differ.
-
-    Args:
-        loader: A loader, after `unpad`.
-        group: The ranks.
-    """
-    wrapped = [wrapped_sampler(sampler) for sampler in _samplers(loader) if isinstance(sampler, UnpaddedSamplerWrapper)]
-    generators = find_generators(*wrapped, among=Sampler)
-    restore_states(generators, gather_different(capture_states(generators), group)[0])
-
-
-def _samplers(loader: object) -> tuple[object, object]:
-    return getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
 
 
 class RankedLoader:

@@ -37,13 +37,11 @@ class Departure:
 
     Attributes:
         request: What this rank has been told: 0, `LEAVE` or `REQUEUE`.
-        is_leaving: Whether the checkpoint is being saved.
         requeue_signal: The signal after which a job is requeued.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.request = 0
-        self.is_leaving = False
         self._trainer = trainer
         self._agreed = 0
         self.requeue_signal = _requeue_signal(trainer)
@@ -70,7 +68,6 @@ class Departure:
         trainer = self._trainer
         _let_children_end(trainer)
         path = preemption_path(trainer)
-        self.is_leaving = True
         trainer.save_checkpoint(path, weights_only=False)
         code = _SHELL + signum
         rank_zero_info(

@@ -1,5 +1,6 @@
 """A training run that can be left between two batches, and resumed there as if nothing had happened."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,12 +13,11 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loaders import replace_loaders, restore_loaders, training_loader
 from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
 from lightning_ddp_ext._compat.resuming import (
+    Progress,
     complete_batch,
     end_epoch,
     find_progress,
-    go_on_after_batch,
-    go_on_as_uninterrupted,
-    is_last_batch,
+    go_on,
     restore_callback_metrics,
     restore_training_data,
     resume_training_data,
@@ -29,7 +29,6 @@ from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 from lightning_ddp_ext.parallel.messages.exchange import gather_different
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
-_AFTER_BATCH = ("trained", "validated")
 
 
 class ResumableRun:
@@ -57,10 +56,11 @@ class ResumableRun:
         self._reducer = reducer
         self._group = reducer.process_group
         self._resumed = resumed
-        self._is_after_batch = False  # where the run resumes
+        self._progress = Progress(None, is_last_batch=False)  # when that was saved
         if resumed is not None:
             of_ranks = resumed["of_ranks"]
-            own = of_ranks[trainer.global_rank % len(of_ranks)]  # one, if all were the same
+            own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
+            self._progress = Progress(**resumed["progress"])
             self._load(resumed["fetches"], own["loaders"])
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
         replace_loaders(trainer, self._combine)
@@ -71,23 +71,22 @@ class ResumableRun:
         """Add the records of all ranks to a checkpoint. Two collectives, or four if ranks have learned other things."""
         if "optimizer_states" not in checkpoint:
             return  # weights only
-        progress = "between batches" if self.departure.is_leaving else find_progress(self._trainer)
-        ends_epoch = progress == "ended" or (progress in _AFTER_BATCH and is_last_batch(self._trainer))
-        used = None if ends_epoch else getattr(training_loader(self._trainer), "used", None)
-        record = self.fetches.record(used)
-        own = record.pack()
+        progress = find_progress(self._trainer)
+        used = None if progress.ends_epoch else getattr(training_loader(self._trainer), "used", None)
+        reloads: int = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        record = self.fetches.record(used, keeps_loaders=not reloads)
+        own, of_loaders = record.pack()
         gathered = [torch.empty_like(own) for _ in range(self._trainer.world_size)]
         dist.all_gather(gathered, own, group=self._group)
         reducer = self._reducer.state_dict()
-        of_rank = {"reducer": reducer.pop("of_rank"), "loaders": record.of_loaders}
+        of_rank = {"reducer": reducer.pop("of_rank"), "loaders": of_loaders}
         metrics = self._trainer.callback_metrics
         checkpoint[RANKS] = {
             "fetches": torch.stack(gathered),
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": reducer,
             "of_ranks": gather_different(of_rank, self._group),
-            "progress": progress,
-            "ends_epoch": ends_epoch,
+            "progress": asdict(progress),
         }
 
     def close(self) -> None:
@@ -104,11 +103,10 @@ class ResumableRun:
         return make_resumable(given, self.fetches, self._trainer.world_size, may_look_ahead)
 
     def _load(self, records: Tensor, of_loaders: list[Any]) -> None:
-        own = self.fetches.record(None).pack()
+        own, _ = self.fetches.record(None).pack()
         if records.shape == (self._trainer.world_size, *own.shape):
             self.fetches.resume(FetchRecord.unpack(records[self._trainer.global_rank], of_loaders))
             return
-        self.fetches.resume_loaders(of_loaders)  # what is left can be dealt out only in the same order
         rank_zero_warn(
             f"The checkpoint was saved by {len(records)} ranks, and {self._trainer.world_size} resume it, or devices"
             " are of another kind. Random numbers will be others than without interruption. Resume on as many ranks and"
@@ -116,35 +114,32 @@ class ResumableRun:
         )
 
     def _begin(self) -> None:
-        resumed, ends_epoch = self._resumed, self._ends_epoch
-        if resumed is None:
+        if self._resumed is None:
             return
-        restore_callback_metrics(self._trainer, resumed["metrics"])  # a sanity check forgets them
-        if ends_epoch != resumed["ends_epoch"]:
-            return
-        if resumed["progress"] == "ended":
-            end_epoch(self._trainer)
-        elif resumed["progress"] in _AFTER_BATCH:
-            complete_batch(self._trainer, ends_epoch)
-            self._is_after_batch = True
+        restore_callback_metrics(self._trainer, self._resumed["metrics"])  # a sanity check forgets them
+        combined, progress = training_loader(self._trainer), self._progress
+        self.fetches.loaders = [] if combined is None else combined.flattened
+        if progress.ends_epoch and not self._ends_epoch:
+            self._progress = Progress(None, is_last_batch=False)  # as Lightning resumes
+        elif progress.done == "epoch":
+            end_epoch(self._trainer, progress.is_last_batch)
+        elif progress.is_after_batch:
+            complete_batch(self._trainer, progress.is_last_batch)
 
     @property
     def _ends_epoch(self) -> bool:
         """Whether the run resumes when the batches of an epoch are over; loaders that resume by themselves do that."""
-        return self._resumed is not None and self._resumed["ends_epoch"] and not self.fetches.is_bypassed
+        return self._progress.ends_epoch and not self.fetches.is_bypassed
 
     def _between_batches(self) -> bool:
-        resumed, ends_epoch = self._resumed, self._ends_epoch
-        if resumed is None:
+        if self._resumed is None:
             self.fetches.go_on()
             self.departure.leave_if_agreed()
             return True
         self._resumed = None
-        go_on_as_uninterrupted(self._trainer, resumed["progress"] == "between batches")
-        if self._is_after_batch and ends_epoch:
+        go_on(self._trainer, self._progress)
+        if self._progress.is_after_batch and self._progress.ends_epoch:
             self.fetches.go_on_between_epochs()
         else:
             self.fetches.go_on()
-        if self._is_after_batch:
-            go_on_after_batch(self._trainer, ends_epoch, resumed["progress"] == "validated")
-        return not self._is_after_batch
+        return not self._progress.is_after_batch

@@ -105,9 +105,11 @@ class StallWatch:
         try:
             yield
         except BaseException as error:
-            self.has_exited = is_exit(error)
             watch = self._watch
-            if watch is None or self.has_exited or is_planned_end(error):
+            if watch is None or is_planned_end(error):
+                raise
+            self.has_exited = is_exit(error)
+            if self.has_exited:
                 raise
             if isinstance(error, Interruption) or (is_lost_connection(error) and not isinstance(error, DDPExtError)):
                 raise OtherRankError(watch.explain(error)) from error
