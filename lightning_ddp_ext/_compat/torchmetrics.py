@@ -41,6 +41,11 @@ def list_states(metric: Metric) -> dict[str, list[Any]]:
     return found
 
 
+def tensor_states(metric: Metric) -> dict[str, Tensor]:
+    """Return the states that begin as tensors, by name."""
+    return {name: getattr(metric, name) for name, default in metric._defaults.items() if isinstance(default, Tensor)}
+
+
 def watch_synchronization(
     around: Callable[[Metric, Callable[[Gather], None], Gather, dist.ProcessGroup | None], None],
 ) -> None:

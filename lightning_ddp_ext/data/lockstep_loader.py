@@ -140,7 +140,8 @@ class LockstepLoader:
     Raises:
         UnevenInputsError: While iterating, if ranks run out of data at different times and that is refused, or if the
             source yields fewer batches than were announced.
-        UnsupportedFeatureError: While iterating, on every rank, if a rank that never had a batch cannot be given one.
+        UnsupportedFeatureError: While iterating, on every rank, if a rank that never had a batch that can be copied
+            cannot be given one.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class LockstepLoader:
         return (copy.deepcopy(self._filler) if self._turn.is_ghost else batch), self._turn
 
     def _share_filler(self, source: int, batch: Any) -> None:
-        """Give ranks that have never had a batch one of another rank."""
+        """Give ranks that have never had a batch, or none that can be copied, one of another rank."""
         needed = gather_integer(not self._has_filler and not self._present[self._rank], self._group)
         if not any(needed):
             return
@@ -230,23 +231,27 @@ class LockstepLoader:
         lacking = list_ranks([rank for rank, needs in enumerate(needed) if needs])
         if "" in sent.left_out:
             raise UnsupportedFeatureError(
-                f"{lacking} never had a batch, and cannot be given one of rank {source}: {sent.name_left_out()} can"
-                " only be sent by running code on the other side. Give every rank at least one batch."
+                f"{lacking} never had a batch that can be copied, and cannot be given one of rank {source}:"
+                f" {sent.name_left_out()} can only be sent by running code on the other side. Give every rank at least"
+                " one batch, of tensors without gradients and what `copy.deepcopy` copies."
             )
         if not needed[self._rank]:
             return
         if sent.left_out:
             warnings.warn(
-                f"rank {self._rank} never had a batch, and hooks see one of rank {source} in its place, with None"
-                f" instead of {sent.name_left_out()}, which cannot be sent.",
+                f"rank {self._rank} never had a batch that can be copied, and hooks see one of rank {source} in its"
+                f" place, with None instead of {sent.name_left_out()}, which cannot be sent.",
                 category=UserWarning,
                 stacklevel=2,
             )
         self._keep(unpack(sent))
 
     def _keep(self, batch: Any) -> None:
-        """Keep a copy of the last batch, to stand in for those that are missing."""
-        self._filler, self._has_filler = copy.deepcopy(batch), True
+        """Keep a copy of the last batch, to stand in for those that are missing, if it can be copied."""
+        try:
+            self._filler, self._has_filler = copy.deepcopy(batch), True
+        except Exception:  # whatever users' classes raise: such a batch can be trained on, and another one stands in
+            self._filler, self._has_filler = None, False
 
     def _end_early(self, present: Sequence[bool], step: int, batch: Any) -> None:
         missing = [rank for rank, has_batch in enumerate(present) if not has_batch]

@@ -7,10 +7,17 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-OwnGenerator = torch.Generator | numpy.random.Generator | numpy.random.RandomState | random.Random
+OwnGenerator = (
+    torch.Generator
+    | numpy.random.Generator
+    | numpy.random.RandomState
+    | random.Random
+    | DistributedSampler[Any]  # which draws anew from its seed
+)
 
+_KINDS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random, DistributedSampler)
 _PARTS = ("batch_sampler", "dataset", "sampler")  # whatever class they have
 
 
@@ -36,9 +43,9 @@ def _search(owner: object, seen: set[int]) -> Iterator[OwnGenerator]:
         # Lists of datasets begin with one; those of samples are not gone through.
         is_list = isinstance(value, list | tuple) and value and isinstance(value[0], Dataset)
         for part in value if is_list else (value,):
-            if isinstance(part, OwnGenerator) and not isinstance(part, random.SystemRandom):  # which has no state
+            if isinstance(part, _KINDS) and not isinstance(part, random.SystemRandom):  # which has no state
                 yield part
-            elif id(part) not in seen and (isinstance(part, DataLoader | Dataset | Sampler) or name in _PARTS):
+            if id(part) not in seen and (isinstance(part, DataLoader | Dataset | Sampler) or name in _PARTS):
                 yield from _search(part, seen)
 
 
@@ -67,6 +74,8 @@ def seed_all(generators: Sequence[OwnGenerator], seed: int) -> None:
     for generator in generators:
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)
+        elif isinstance(generator, DistributedSampler):
+            generator.seed = seed
         elif isinstance(generator, numpy.random.Generator):
             generator.bit_generator.state = type(generator.bit_generator)(seed).state
         else:
@@ -79,6 +88,8 @@ def _kind(generator: OwnGenerator) -> str:
 
 
 def _state(generator: OwnGenerator) -> Any:
+    if isinstance(generator, DistributedSampler):
+        return generator.seed
     if isinstance(generator, torch.Generator):
         return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
     if isinstance(generator, random.Random):
@@ -89,7 +100,9 @@ def _state(generator: OwnGenerator) -> Any:
 
 
 def _restore(generator: OwnGenerator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, DistributedSampler):
+        generator.seed = state
+    elif isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         version, words, gauss = state

@@ -95,5 +95,5 @@ def test_a_rank_without_data_is_given_a_batch_without_running_code():
     (warning,) = caught_partial
     assert "None instead of `Opaque` at `['extra'][0]`" in warning
     assert refused == rank_0[2][0]
-    assert refused.startswith("UnsupportedFeatureError: rank 1 never had a batch")
-    assert refused.endswith("Give every rank at least one batch.")
+    assert refused.startswith("UnsupportedFeatureError: rank 1 never had a batch that can be copied")
+    assert refused.endswith("of tensors without gradients and what `copy.deepcopy` copies.")

@@ -1,4 +1,4 @@
-"""What ranks do with metrics that keep lists, rank r having r entries."""
+"""What ranks do with metrics, of which rank r has made r updates."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torchmetrics import CatMetric, Metric
 
 from lightning_ddp_ext._compat.torchmetrics import unwatch_synchronization, watch_synchronization
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.lockstep.metric_lists import synchronize_lists
+from lightning_ddp_ext.integration.lockstep.metric_states import synchronize_states
 
 
 class Entries(Metric):
@@ -47,10 +47,30 @@ class Texts(Metric):
         self.texts = [texts[index] for index in range(len(gathered[0])) for texts in gathered]
 
 
+class Sums(Metric):
+    """Takes the shape and the dtype of what it is given first."""
+
+    total: torch.Tensor
+    parts: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", default=torch.tensor(0, dtype=torch.int32), dist_reduce_fx="sum")
+        self.add_state("parts", default=[], dist_reduce_fx="cat")
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total = self.total + value
+        self.parts.append(value.reshape(-1))
+
+    def compute(self) -> tuple[list[float], list[float]]:
+        parts = self.parts if isinstance(self.parts, torch.Tensor) else torch.cat(self.parts)
+        return self.total.tolist(), sorted(parts.tolist())
+
+
 def synchronize() -> dict[str, Any]:
     """Compute metrics of all ranks."""
     dist.init_process_group("gloo")
-    watch_synchronization(synchronize_lists)
+    watch_synchronization(synchronize_states)
     rank, found = dist.get_rank(), {}
     entries, numbers, shared = Entries(), CatMetric(), Entries()
     # Rank 0 has one entry of two numbers, others as many of one number as their rank says.
@@ -68,6 +88,20 @@ def synchronize() -> dict[str, Any]:
         unequal.compute()
     except UnsupportedFeatureError as error:
         found["unequal"] = str(error)
+    # Rank 0 makes no update, and others have numbers of another precision.
+    for name, value in (("number", torch.tensor(0.25)), ("vector", torch.tensor([0.25, 0.5, 0.75]))):
+        sums = Sums()
+        if rank:
+            sums.update(rank * (value.double() if rank == 2 else value))
+        found[name] = sums.compute()
+    alike, apart = Sums(), Sums()
+    alike.update(torch.tensor([float(rank)]))
+    found["alike"] = alike.compute()
+    apart.update(torch.ones(1 + rank))
+    try:
+        apart.compute()
+    except UnsupportedFeatureError as error:
+        found["apart"] = str(error)
     unwatch_synchronization()
     return found
 
@@ -78,3 +112,13 @@ def synchronize_in_vain() -> None:
     entries = Entries()
     entries.update(*[torch.ones(1)] * (1 + dist.get_rank()))
     entries.compute()
+
+
+def synchronize_other_forms(shape: list[int]) -> Any:
+    """Compute a metric with torchmetrics alone, of which rank 1 has made no update."""
+    dist.init_process_group("gloo")
+    sums = Sums()
+    sums.parts = [torch.zeros(1)]
+    if dist.get_rank() == 0:
+        sums.update(torch.full(shape, 0.25))
+    return sums.compute()

@@ -18,7 +18,16 @@ from torch.utils.data._utils import signal_handling
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.ddp_ranks import quiet_trainer
 from tests.strategies.join_ranks import digest_of, samples
-from tests.strategies.preemption_cases import CASES, RANK, SAVED, SAVED_WITHIN, WORLD_SIZE, Case, RandomAdversaries
+from tests.strategies.preemption_cases import (
+    CASES,
+    RANK,
+    SAVED,
+    SAVED_WITHIN,
+    WORLD_SIZE,
+    Case,
+    RandomAdversaries,
+    stateful,
+)
 
 STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
 
@@ -140,7 +149,8 @@ def _resume_saved(options: dict[str, Any], case: Case, folder: Path) -> tuple[Tr
 
 
 def _fit(case: Case, folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> None:
-    seed_everything(0, verbose=False)  # deals the samples out
+    # It deals the samples out; loaders that resume by themselves need the same.
+    seed_everything(0 if ckpt_path is None or case.loader is stateful else 1, verbose=False)
     signal_handling._SIGCHLD_handler_set = False  # as in a new process: it is gone after a run with signal handlers
     own = RANK if ckpt_path is None else 100 + RANK
     random.seed(own)

@@ -65,7 +65,7 @@ def _train_on(
 ) -> tuple[list[int], list[int]]:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    seed_everything(0, verbose=False)
+    seed_everything(0 if ckpt_path is None else 1, verbose=False)
     module = Unnormalised()  # a batch may have one sample
     by_epoch: dict[int, list[int]] = {0: [], 1: []}
 

@@ -209,6 +209,13 @@ def test_ranks_stay_identical(found, name):
     assert not isinstance(found[0][name], str)
 
 
+def test_hooks_see_a_batch_of_another_rank_where_a_rank_cannot_copy_its_own(found):
+    digests, on_ghosts = zip(*[found[rank]["batches_that_cannot_be_copied"] for rank in RANKS], strict=True)
+    assert digests[0] == digests[1] == digests[2]
+    assert list(map(len, on_ghosts)) == [0, 2, 3]
+    assert all(index < 10 for seen in on_ghosts for indices in seen for index in indices)
+
+
 def test_manual_optimization_counts_the_steps_of_all_ranks(found):
     assert found[0]["manual_optimization"][0] == 2 * 2 * 4
 

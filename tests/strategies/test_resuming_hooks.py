@@ -46,7 +46,7 @@ def make_trainer(strategy, trail, *callbacks, **options):
 
 
 def fit(trainer, kind=Random, make_loader=LOADERS["a loader"], ckpt_path=None):
-    seed_everything(0, verbose=False)  # deals the samples out
+    seed_everything(0 if ckpt_path is None else 1, verbose=False)  # deals the samples out
     own = 0 if ckpt_path is None else 1
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(own)

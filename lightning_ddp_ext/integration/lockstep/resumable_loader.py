@@ -20,6 +20,7 @@ from lightning_ddp_ext.integration.ranks.resumable_data import POSITION, WORLD_S
 _DEALT = "dealt"
 _BEFORE = "before"
 _TAKEN = "taken"
+_SEED = "seed"
 
 
 class ResumableLockstepLoader(LockstepCombinedLoader):
@@ -102,7 +103,8 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         state: dict[str, Any] = {POSITION: steps or 0, WORLD_SIZE: self._world_size}
         if steps:
             taken = self._taken(steps - self._before)
-            state.update({_BEFORE: self._before, _DEALT: self._dealt, _TAKEN: taken})
+            seed = getattr(self.flattened[0].sampler, "seed", None) if taken else None
+            state.update({_BEFORE: self._before, _DEALT: self._dealt, _TAKEN: taken, _SEED: seed})
         return [state]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
@@ -118,7 +120,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
                 self._refuse(ranks)
             dealt, before = [*dealt, taken], position
         if dealt:
-            self._deal_rest(dealt, before, ranks)
+            self._deal_rest(dealt, before, ranks, state[_SEED])
         self._skip = position - before
 
     def _taken(self, steps: int) -> list[int] | None:
@@ -126,7 +128,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         loader = self.flattened[0]
         return loader.samples_in([steps] * self._world_size) if len(self.flattened) == 1 else None
 
-    def _deal_rest(self, dealt: list[list[int]], before: int, ranks: int) -> None:
+    def _deal_rest(self, dealt: list[list[int]], before: int, ranks: int, seed: int | None) -> None:
         """Deal out what is left of the epoch. Communicates."""
         loader = self.flattened[0]
         sampler = getattr(loader, "sampler", None)
@@ -134,6 +136,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
             self._refuse(ranks)
         assert isinstance(sampler, UnpaddedDistributedSampler)
         limit = ENDLESS if self.limits is None or self.limits[0] >= len(loader) else self.limits[0] - before
+        sampler.seed = sampler.seed if seed is None else seed  # what has been dealt depends on it
         sampler.leave_out(dealt)
         self.flattened = [RankedLoader(loader.loader, self._group)]
         self.limits = [max(0, limit)]

@@ -29,7 +29,7 @@ from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep.combined_loader import LockstepCombinedLoader
 from lightning_ddp_ext.integration.lockstep.logged_values import LoggedValues
-from lightning_ddp_ext.integration.lockstep.metric_lists import synchronize_lists
+from lightning_ddp_ext.integration.lockstep.metric_states import synchronize_states
 from lightning_ddp_ext.integration.lockstep.resumable_loader import ResumableLockstepLoader
 from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.parallel.batches.weighting import samples_or_one
@@ -83,7 +83,7 @@ class Lockstep:
         self.logged = LoggedValues(trainer, module, self.votes, self.group, self._end_batch, self._messages.forget)
         self._loaders: WeakSet[LockstepCombinedLoader] = WeakSet()
         replace_loaders(trainer, self._combine)
-        watch_synchronization(synchronize_lists)
+        watch_synchronization(synchronize_states)
 
     def close(self) -> None:
         """Give loops, logging and process groups back."""

@@ -79,7 +79,7 @@ class RankMessages:
 
     def leave(self) -> None:
         """Tell those who wait for this rank that it is gone, without an error."""
-        gone = f"rank {self._rank} ended the run while others still waited. Run equally many steps on every rank."
+        gone = f"rank {self._rank} ended the run while others still waited. End it on all ranks, or raise an error."
         with contextlib.suppress(dist.DistError):  # all others are gone too
             self._store.set(f"{self._number + 1}", f"-{gone}")
 

@@ -42,6 +42,30 @@ def batches_that_are_changed(folder: str) -> Any:
 
 
 @case
+def batches_that_cannot_be_copied(folder: str) -> Any:
+    """Features of a network that is part of the data, from which torch copies nothing."""
+
+    class Remembering(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.on_ghosts: list[list[int]] = []
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.trainer.strategy.is_ghost:
+                self.on_ghosts.append(batch[0].tolist())
+
+    number = COUNTS[RANK]
+    indices, features, labels = samples(number)
+    scale = torch.ones((), requires_grad=True)
+    batches = [
+        (10 * RANK + indices[i : i + 2], features[i : i + 2] * scale, labels[i : i + 2]) for i in range(0, number, 2)
+    ]
+    module = Remembering()
+    digests = fit(module, DataLoader(batches, batch_size=None), max_epochs=1)[1].digests
+    return digests, module.on_ghosts
+
+
+@case
 def several_loaders(folder: str) -> Any:
     found = {}
     for mode in ("min_size", "max_size", "max_size_cycle"):
