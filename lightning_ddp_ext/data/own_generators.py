@@ -83,6 +83,8 @@ def seed_all(generators: Sequence[OwnGenerator], seed: int) -> None:
 
 
 def _kind(generator: OwnGenerator) -> str:
+    if isinstance(generator, DistributedSampler):
+        return "DistributedSampler"  # of which `ddp_join` has a class of its own
     own = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator
     return f"{type(generator).__name__}, {type(own).__name__}"
 

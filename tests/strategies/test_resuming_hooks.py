@@ -6,11 +6,11 @@ import numpy
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tests.strategies.ddp_ranks import quiet_trainer
 from tests.strategies.join_ranks import samples
-from tests.strategies.preemption_cases import Random, dealt, streams
+from tests.strategies.preemption_cases import Augmented, Random, dealt, streams
 from tests.strategies.preemption_ranks import STRATEGIES, Tracing, Trail
 
 BATCHES = 4  # in an epoch
@@ -170,3 +170,52 @@ def test_a_schedule_whose_value_is_not_there_yet_is_left_out_with_a_warning(stra
     assert late.last_epoch == expected[0].last_epoch - 1
     assert other.last_epoch == expected[1].last_epoch
     assert all(config.strict for config in found.trainer.lr_scheduler_configs)
+
+
+@pytest.mark.parametrize(("saving", "resuming"), [("ddp_checkpoint", "ddp_join"), ("ddp_join", "ddp_checkpoint")])
+@pytest.mark.parametrize("batches", [2, BATCHES])
+def test_each_strategy_resumes_what_the_other_has_saved(saving, resuming, batches, tmp_path):
+    whole, resumed = Trail(), Trail()
+    fit(make_trainer(saving, whole, SaveOnce("on_train_batch_end", batches, f"{tmp_path}/1.ckpt")))
+    fit(make_trainer(resuming, resumed), ckpt_path=f"{tmp_path}/1.ckpt")
+    assert_is_the_same(resumed, whole)
+
+
+class Breaking(Dataset):
+    """Cannot give a sample, once."""
+
+    def __init__(self, number):
+        self.samples, self.is_broken, self.left = Augmented(number), True, 6
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.is_broken and self.left < 0:
+            self.is_broken = False
+            raise OSError("the file is gone")
+        return self.samples[index]
+
+
+class SaveOnException(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, *_):
+        trainer.save_checkpoint(self.path)
+
+
+def test_an_exception_while_a_batch_is_fetched_leaves_nothing_due(strategy, tmp_path):
+    """Neither the validation after the second batch nor what follows that."""
+    whole, interrupted, resumed = Trail(), Trail(), Trail()
+    options = {"val_check_interval": 2}
+    fit(make_trainer(strategy, whole, **options))
+    with pytest.raises(OSError, match="the file is gone"):
+        fit(
+            make_trainer(strategy, interrupted, SaveOnException(f"{tmp_path}/1.ckpt"), **options),
+            make_loader=lambda: DataLoader(Breaking(11), batch_size=3, shuffle=True),
+        )
+    fit(make_trainer(strategy, resumed, **options), ckpt_path=f"{tmp_path}/1.ckpt")
+    assert interrupted.steps + resumed.steps == whole.steps
+    assert [step for step, _ in interrupted.validated + resumed.validated] == [step for step, _ in whole.validated]

@@ -39,7 +39,7 @@ def synchronize_states(
     """
     tensors, lists = tensor_states(metric), list_states(metric)
     own = {
-        "updates": metric.update_count,
+        "is_updated": metric.update_count > 0,
         "tensors": {name: _describe([value]) for name, value in tensors.items()},
         "lists": {name: _describe(entries) for name, entries in lists.items()},
     }
@@ -48,7 +48,7 @@ def synchronize_states(
         synchronize(gather)
         return
     for name, value in tensors.items():
-        forms = [None if row is None else (row["updates"], *row["tensors"][name]) for row in of_ranks]
+        forms = [None if row is None else (row["is_updated"], *row["tensors"][name]) for row in of_ranks]
         setattr(metric, name, _in_common_form(value, forms, f"`{name}` of `{type(metric).__name__}`"))
     owners: dict[int, list[int]] = {}  # ranks, by the identity of an entry
     for name, entries in lists.items():
@@ -96,11 +96,11 @@ def _in_common_form(value: Tensor, described: Sequence[Any], state: str) -> Tens
 
     Args:
         value: This rank's.
-        described: Number of updates and `_describe` of each rank, None for one that takes no part.
+        described: Whether a rank has made an update, and `_describe` of it, None for one that takes no part.
         state: What it is called.
     """
     rows = [row for row in described if row is not None]
-    made = [shape for updates, _, _, shape, _ in rows if updates] or [shape for _, _, _, shape, _ in rows]
+    made = [shape for is_updated, _, _, shape, _ in rows if is_updated] or [shape for _, _, _, shape, _ in rows]
     shape = made[0]
     if any(other != shape for other in made) or not all(_can_become(row[3], shape) for row in rows):
         shapes = ", ".join("none" if row is None else str(row[3]) for row in described)
