@@ -120,7 +120,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
                 self._refuse(ranks)
             dealt, before = [*dealt, taken], position
         if dealt:
-            self._deal_rest(dealt, before, ranks, state[_SEED])
+            self._deal_rest(dealt, before, ranks, state.get(_SEED))
         self._skip = position - before
 
     def _taken(self, steps: int) -> list[int] | None:
