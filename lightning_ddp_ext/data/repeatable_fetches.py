@@ -47,18 +47,19 @@ class FetchRecord:
 
     def pack(self) -> tuple[Tensor, list[Any]]:
         """Return it as a tensor of bytes, equally long on every rank, and what loaders have of their own."""
-        states = [self.start, self.now, *self.ahead, *[self.now] * (LOOKAHEAD - len(self.ahead))]
+        states = [self.start, self.now, *self.ahead]
         numbers = torch.zeros_like(self.now.of_process)
-        numbers[:2] = torch.tensor([self.has_begun, len(self.ahead)])
-        of_process = torch.stack([numbers, *(state.of_process for state in states)])
+        numbers[0] = self.has_begun
+        filling = [numbers] * (LOOKAHEAD - len(self.ahead))
+        of_process = torch.stack([numbers, *(state.of_process for state in states), *filling])
         return of_process, [state.of_loaders for state in states]
 
     @classmethod
     def unpack(cls, of_process: Tensor, of_loaders: list[Any]) -> "FetchRecord":
         """Undo `pack`."""
         numbers, *states = of_process
-        start, now, *ahead = map(RandomStates, states, of_loaders)
-        return cls(bool(numbers[0]), start, tuple(ahead[: int(numbers[1])]), now)
+        start, now, *ahead = map(RandomStates, states, of_loaders)  # as many as there are of loaders
+        return cls(bool(numbers[0]), start, tuple(ahead), now)
 
 
 class RepeatableFetches:

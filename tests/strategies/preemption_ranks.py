@@ -18,16 +18,8 @@ from torch.utils.data._utils import signal_handling
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.ddp_ranks import quiet_trainer
 from tests.strategies.join_ranks import digest_of, samples
-from tests.strategies.preemption_cases import (
-    CASES,
-    RANK,
-    SAVED,
-    SAVED_WITHIN,
-    WORLD_SIZE,
-    Case,
-    RandomAdversaries,
-    stateful,
-)
+from tests.strategies.preemption_cases import CASES, SAVED, SAVED_WITHIN, Case
+from tests.strategies.preemption_data import RANK, WORLD_SIZE, RandomAdversaries, stateful
 
 STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_ddp_ext import DDPJoinStrategy
 from tests.strategies.ddp_ranks import quiet_trainer
-from tests.strategies.preemption_cases import RANK, WORLD_SIZE, Augmented, Unnormalised, streams
+from tests.strategies.preemption_data import RANK, WORLD_SIZE, Augmented, Unnormalised, streams
 
 
 def save_within_an_epoch(folder: str, steps: list[int]) -> list[list[int]]:
