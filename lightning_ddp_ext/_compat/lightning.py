@@ -54,6 +54,11 @@ def takes_dataloader_iter(module: LightningModule, step: str) -> bool:
     return is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
 
 
+def takes_batch_idx(module: LightningModule) -> bool:
+    """Return True if the loop passes a batch index to `training_step`, which may name the argument as it likes."""
+    return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+
+
 def given_checkpoint_io(strategy: Strategy) -> CheckpointIO | None:
     """Return what a strategy has been given to write checkpoints; its public attribute never is None."""
     given: CheckpointIO | None = strategy._checkpoint_io

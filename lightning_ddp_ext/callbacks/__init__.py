@@ -1,7 +1,8 @@
 """Callbacks that show what the strategies do."""
 
 from lightning_ddp_ext.callbacks.balance_report import BalanceReport
+from lightning_ddp_ext.callbacks.gradient_check import GradientCheck
 from lightning_ddp_ext.callbacks.join_report import JoinReport
 from lightning_ddp_ext.callbacks.replica_consistency import ReplicaConsistency
 
-__all__ = ["BalanceReport", "JoinReport", "ReplicaConsistency"]
+__all__ = ["BalanceReport", "GradientCheck", "JoinReport", "ReplicaConsistency"]

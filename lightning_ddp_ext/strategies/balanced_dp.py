@@ -125,6 +125,11 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         """Sizes and times of the last batch; reading the times waits for the devices."""
         return self._last
 
+    def cut(self, batch: Any) -> list[Any]:
+        """Cut a training batch as the strategy does; return one chunk per device, None for a device without samples."""
+        assert self._replicated is not None
+        return self._replicated.cut(batch)[0]
+
     def split_sizes(self, batch_size: int) -> list[int]:
         """Return how many samples of a batch each device gets.
 

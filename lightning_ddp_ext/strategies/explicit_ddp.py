@@ -163,6 +163,11 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         """What synchronises the gradients; None unless the Trainer is fitting."""
         return None if self._step is None else self._step.reducer
 
+    @property
+    def batch_weight(self) -> float:
+        """Weight of this rank's last training batch in the gradient; 0 on a rank without data."""
+        return 0.0 if self._step is None else self._step.batch_weight
+
     @override
     def _configure_launcher(self) -> None:
         self._connection.check_launch(self)

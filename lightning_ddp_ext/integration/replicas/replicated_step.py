@@ -1,7 +1,7 @@
 """One step of a LightningModule, run by its replicas: replicate, scatter, apply in parallel, gather."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,11 +34,13 @@ class BatchRecord:
         sizes: Number of samples of each replica.
         timers: What has measured each replica's work, forward and backward.
         in_order: Whether the replicas ran one after another.
+        weights: What each loss counts in the loss of the batch, of the replicas that have samples.
     """
 
     sizes: list[int]
     timers: list[list[Timer]]
     in_order: bool = False
+    weights: list[float] = field(default_factory=list)
 
     @property
     def seconds(self) -> list[float]:
@@ -140,7 +142,7 @@ class ReplicatedModule:
             for index in scattered.active
         }
         in_order = self._generator.forces_order(step) or watches_one_thread(self._module.trainer)
-        scattered.record = BatchRecord(scattered.sizes, [], in_order)
+        scattered.record = BatchRecord(scattered.sizes, [], in_order, scattered.weights)
         versions = self._replicas.versions(scattered.active)
         with self._generator.watch(step):
             results, timers = self._apply(jobs, scattered)
@@ -185,15 +187,17 @@ class ReplicatedModule:
         if self._scattered is not None and self._scattered.batch is batch:
             return self._scattered
         self._scattered = None
-        chunks, sizes = self._cut(batch)
+        chunks, sizes = self.cut(batch)
         active = [index for index, size in enumerate(sizes) if size]
         for index in active:
-            chunks[index] = self._transfer(chunks[index], index, dataloader_idx)
+            replica = self._replicas[index]
+            chunks[index] = transfer(chunks[index], self._module, replica.module, replica.device, dataloader_idx)
         weights = combination_weights(self._weight_by, [chunks[i] for i in active], [sizes[i] for i in active])
         self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights, BatchRecord(sizes, []))
         return self._scattered
 
-    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+    def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Cut a batch: return one chunk per replica, None for a replica without samples, and the chunk sizes."""
         hook = getattr(self._module, "scatter_batch", None)
         if hook is None and is_list_of_batches(self._module.trainer, batch):
             chunks, sizes = self._cut_by_size(dict(enumerate(batch)))
@@ -221,19 +225,6 @@ class ReplicatedModule:
     def _sizes(self, batch_size: int) -> list[int]:
         sizes = self._chunk_sizes(batch_size)
         return merge_single_samples(sizes) if 1 in sizes and self._batch_norm.refuses_single_samples() else sizes
-
-    def _transfer(self, chunk: Any, index: int, dataloader_idx: int) -> Any:
-        """Apply the transfer hooks to a chunk; they are the replica's where the module overrides them."""
-        replica = self._replicas[index]
-        hooks = {
-            "transfer_batch_to_device": (replica.device, dataloader_idx),
-            "on_after_batch_transfer": (dataloader_idx,),
-        }
-        for hook, args in hooks.items():
-            owner = data_hook_owner(self._module.trainer, hook)
-            owner = replica.module if owner is self._module else owner
-            chunk = getattr(owner, hook)(chunk, *args)
-        return chunk
 
     def _apply(
         self, jobs: Mapping[int, Callable[[], Any]], scattered: ScatteredBatch
@@ -264,3 +255,12 @@ class ReplicatedModule:
         self._attributes.collect(active, sizes)
         self._metrics.fold(active, means, sizes)
         self._logs.replay(active, sizes, means)
+
+
+def transfer(chunk: Any, module: LightningModule, replica: Any, device: torch.device, dataloader_idx: int) -> Any:
+    """Apply the transfer hooks to a chunk; they are the replica's where the module overrides them."""
+    hooks = {"transfer_batch_to_device": (device, dataloader_idx), "on_after_batch_transfer": (dataloader_idx,)}
+    for hook, args in hooks.items():
+        owner = data_hook_owner(module.trainer, hook)
+        chunk = getattr(replica if owner is module else owner, hook)(chunk, *args)
+    return chunk

@@ -1,14 +1,27 @@
 """Cutting a nested batch into chunks."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
+from torch import Tensor
 
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.parallel.batches.arrays import can_be_cut, count_rows, hides_array, is_array, take_rows
-from lightning_ddp_ext.parallel.batches.containers import is_object, is_record, items, map_items, rebuild
+from lightning_ddp_ext.parallel.batches.containers import (
+    extra_names,
+    fields,
+    is_object,
+    is_record,
+    items,
+    map_items,
+    rebuild,
+    rebuild_mapping,
+    rebuild_object,
+)
 
 _REMEDY = (
     "Give every entry the same number of samples along `batch_dim`, or define `scatter_batch(batch, split)` on the"
@@ -277,3 +290,78 @@ class _Cut:
     def _arrays_in(self, value: Any) -> list[_Entry]:
         inner = (entry for name, item in items(value) for entry in _entries(item, self.batch_dim, name))
         return [entry for entry in inner if entry.decides]
+
+
+def join_batches(parts: Sequence[Any], batch_dim: int = 0) -> Any:
+    """Join batches along the batch dimension: the inverse of `split_batch`.
+
+    Args:
+        parts: Batches of one form, see `batch_size_of`.
+        batch_dim: The dimension that counts samples.
+
+    Returns:
+        One batch with the samples of all parts, in their order.
+
+    Raises:
+        BatchSplitError: If samples cannot be counted or differ in shape, or if a value that belongs to every sample
+            differs.
+    """
+    cuts = [_measure(part, batch_dim) for part in parts]
+    joined = _join(parts, cuts, "batch", top=True)
+    chunks = split_batch(joined, [cut.total for cut in cuts], batch_dim)
+    if not all(map(_are_equal, parts, chunks)):
+        raise BatchSplitError("the joined batch would be cut in another way than its parts.", _JOINING_REMEDY)
+    return joined
+
+
+_JOINING_REMEDY = "Give all parts the same structure, and all samples the same shape: pad texts to one length."
+
+
+def _join(values: Sequence[Any], cuts: Sequence[_Cut], path: str, top: bool = False) -> Any:
+    first, dim = values[0], cuts[0].batch_dim
+
+    def join_items(get: Callable[[Any], Any], name: str) -> Any:
+        return _join([get(value) for value in values], cuts, path + name)
+
+    if is_array(first):
+        if all(
+            _is_dense(value) and count_rows(value, dim) == cut.total for value, cut in zip(values, cuts, strict=True)
+        ):
+            shapes = {(*value.shape[:dim], *value.shape[dim + 1 :]) for value in values}
+            if len(shapes) == 1:
+                return torch.cat([*values], dim) if isinstance(first, Tensor) else numpy.concatenate([*values], dim)
+    elif all((top and cut.flat) or cut._is_per_sample(value) for value, cut in zip(values, cuts, strict=True)):
+        return rebuild(first, [item for value in values for item in value])
+    elif len({(type(value), *(name for name, _ in items(value))) for value in values}) == 1:
+        if isinstance(first, Mapping):
+            joined = {key: join_items(operator.itemgetter(key), f"[{key!r}]") for key in first}
+            extras = {name: join_items(operator.attrgetter(name), f".{name}") for name in extra_names(first)}
+            return rebuild_mapping(first, joined, extras)
+        if isinstance(first, list | tuple):
+            return rebuild(first, [join_items(operator.itemgetter(n), f"[{n}]") for n in range(len(first))])
+        if is_object(first):
+            return rebuild_object(
+                first, {name: join_items(operator.attrgetter(name), f".{name}") for name in fields(first)}
+            )
+    if all(_are_equal(first, value) for value in values):
+        return first
+    shown = dict.fromkeys(f"shape {tuple(value.shape)}" if _is_dense(value) else repr(value)[:40] for value in values)
+    raise BatchSplitError(f"`{path}` cannot be joined, it is {' and '.join(shown)}.", _JOINING_REMEDY)
+
+
+def _is_dense(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and not value.is_nested
+    return isinstance(value, numpy.ndarray)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if _is_dense(one):
+        same_form = one.shape == other.shape and one.dtype == other.dtype
+        return same_form and bool(((one == other) | ((one != one) & (other != other))).all())  # also where both are nan
+    columns, others = dict(items(one)), dict(items(other))
+    if columns or others:
+        return columns.keys() == others.keys() and all(_are_equal(columns[name], others[name]) for name in columns)
+    return bool(one == other)

@@ -1,0 +1,509 @@
+"""Whether the gradient of the parts of a batch is the gradient of the whole batch."""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.collectives import replaced_collectives
+from lightning_ddp_ext._compat.lightning import takes_batch_idx, takes_dataloader_iter
+from lightning_ddp_ext._compat.torch import BatchNorm
+from lightning_ddp_ext.arguments import check_integer
+from lightning_ddp_ext.data.random_states import capture_random_states, restore_random_states
+from lightning_ddp_ext.integration.replicas.replicated_step import transfer
+from lightning_ddp_ext.parallel.batches.containers import to_device
+from lightning_ddp_ext.parallel.batches.scattering import join_batches
+from lightning_ddp_ext.parallel.batches.weighting import samples_or_none
+from lightning_ddp_ext.parallel.consistency.gradient_comparison import GradientComparison
+from lightning_ddp_ext.parallel.messages.exchange import broadcast_object, gather_objects
+from lightning_ddp_ext.parallel.messages.packing import Packed, broadcast_packed, pack, unpack
+from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, ExplicitDDPStrategy
+
+_SHOWN = 8  # weights in a message
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRecord:
+    """Gradient of the parts of one training batch, compared with the gradient of the whole batch.
+
+    Attributes:
+        batch: Number of training batches before this one.
+        difference: Norm of the difference over all parameters, relative to the norm of the gradient of the whole batch.
+        parameter: Parameter with the largest part of the difference.
+        parameter_difference: Relative difference of this parameter.
+        tolerance: Largest relative difference that is put down to rounding: the square root of the precision of the
+            parameters, at most 0.01.
+        weights: Factor of the gradient of each part.
+        fitted_weights: Factors with the least difference; None if they are not unique.
+        remedy: Cause of the difference, as far as it shows, and what to do; None if parts and whole agree.
+    """
+
+    batch: int
+    difference: float
+    parameter: str
+    parameter_difference: float
+    tolerance: float
+    weights: list[float]
+    fitted_weights: list[float] | None
+    remedy: str | None
+
+
+class GradientCheck(Callback):
+    """Compares the gradient of the parts of a batch with the gradient of the whole batch, in the first batches.
+
+    Parts are the chunks of `balanced_dp`, or the batches that the ranks of `ddp_checkpoint` and `ddp_join` train on
+    together. Each part runs `training_step` and a backward pass by itself; one device (rank 0) runs the whole batch.
+    A difference beyond rounding means that the loss, the model or `weight_by` does not have the form that the strategy
+    needs. A warning then gives its size, the parameter with the largest part of it, and the remedy.
+
+    Steps run on copies of the module with the parameters from before the batch, in the precision of the parameters
+    and without dropout. The training run does not change by one bit: random numbers, buffers, metrics and logged values
+    are those of a run without the callback. Micro-batches of an accumulation window are compared one by one. A step that
+    writes to a file, or changes another object outside of the module, does so once more for each part and the whole.
+
+    A check that is impossible ends with a warning that names the reason: manual optimization, steps that take
+    `dataloader_iter`, collectives in the step, batches of ranks that cannot be joined (texts padded to different
+    lengths), an error of the step on the copy, other strategies.
+
+    Args:
+        batches: Number of training batches to compare, from the start of training. Batches with one part are skipped.
+
+    Attributes:
+        records: Comparisons since training was started, the same on every rank.
+        reason: Why the check ended before it had compared all batches; None if it did not.
+
+    Raises:
+        TypeError: If `batches` is not an integer.
+        ValueError: If `batches` is below 1.
+    """
+
+    def __init__(self, batches: int = 1) -> None:
+        check_integer("batches", batches, least=1, remedy="Remove the callback to compare nothing.")
+        self.batches = batches
+        self._reset()
+
+    def _reset(self) -> None:
+        self.records: list[GradientRecord] = []
+        self.reason: str | None = None
+        self._batch = 0
+        self._rehearsal: _Rehearsal | None = None
+        self._warned = self._concluded = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reset()
+        reason = _why_not(trainer, pl_module)
+        if reason is not None:
+            self._end(reason)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._concluded:
+            self._rehearsal = _Rehearsal(trainer, pl_module, batch, batch_idx)
+
+    # After the step: an error in it is raised by the step itself, and the strategy knows the weights of the parts.
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        rehearsal, self._rehearsal = self._rehearsal, None
+        if rehearsal is None:
+            return
+        strategy = trainer.strategy
+        try:
+            with rehearsal.training_unaffected():
+                if isinstance(strategy, BalancedDataParallelStrategy):
+                    record = _compare_chunks(strategy, rehearsal, self._batch)
+                else:
+                    assert isinstance(strategy, ExplicitDDPStrategy)
+                    record = _compare_ranks(strategy, rehearsal, self._batch)
+        except _ImpossibleError as error:
+            self._end(str(error))
+            return
+        if record is not None:
+            self._take_in(record)
+        self._batch += 1
+
+    def _take_in(self, record: GradientRecord) -> None:
+        self.records.append(record)
+        if record.remedy is not None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"GradientCheck: in batch {record.batch}, the gradient of the parts (weights {_show(record.weights)})"
+                f" differs from the gradient of the whole batch by {record.difference:.1e} (relative), most in"
+                f" `{record.parameter}` ({record.parameter_difference:.1e}). {record.remedy}",
+                category=UserWarning,
+            )
+        if len(self.records) == self.batches:
+            self._conclude()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._concluded:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        self._concluded = True
+        if not self.records:
+            rank_zero_warn("GradientCheck compared nothing: no batch had two parts.", category=UserWarning)
+            return
+        differing = sum(record.remedy is not None for record in self.records)
+        largest = max(record.difference for record in self.records)
+        rank_zero_info(
+            f"GradientCheck: parts and whole batch have the same gradient in {len(self.records) - differing} of"
+            f" {len(self.records)} batches; relative difference up to {largest:.1e}. Dropout was off."
+        )
+
+    def _end(self, reason: str) -> None:
+        self.reason = reason
+        self._concluded = True
+        compared = "nothing" if not self.records else f"{len(self.records)} of {self.batches} batches"
+        rank_zero_warn(f"GradientCheck compared {compared}: {reason}.", category=UserWarning)
+
+
+class _ImpossibleError(Exception):
+    """Raised with the reason why a batch cannot be checked."""
+
+
+def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
+    """Return why there is nothing to compare; None if there is."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, BalancedDataParallelStrategy | ExplicitDDPStrategy):
+        return f"{type(strategy).__name__} is not one of `balanced_dp`, `ddp_checkpoint` and `ddp_join`"
+    if isinstance(strategy, ExplicitDDPStrategy) and trainer.world_size == 1:
+        return "there is one process"
+    if not module.automatic_optimization:
+        return "under manual optimization the step itself decides which gradients reach an optimizer"
+    if takes_dataloader_iter(module, "training_step"):
+        return "`training_step(self, dataloader_iter)` fetches batches itself, so that no batch can be run again"
+    return None
+
+
+class _Rehearsal:
+    """A copy of a batch, and of the module as it was before the batch, to run the training step on.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        batch: The batch of this process.
+        batch_idx: Its number in the epoch.
+
+    Attributes:
+        batch: The copy of the batch.
+        problem: Why there is no copy; None if there is.
+        draws: Whether a step drew random numbers.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.module = module
+        self.problem: str | None = None
+        self.draws = False
+        self._trainer = trainer
+        self._batch_idx = batch_idx
+        with _random_numbers_kept(module.device):
+            try:
+                self.batch = copy.deepcopy(batch)
+                self._copy = self._copied(module)
+            except Exception as error:
+                self.problem = f"batch or module cannot be copied: {_describe(error)}"
+
+    @property
+    def normalises_batches(self) -> bool:
+        """Whether batch normalisation is trained, which computes with the statistics of the samples that it sees."""
+        return any(isinstance(part, BatchNorm) and part.training for part in self.module.modules())
+
+    @property
+    def tolerance(self) -> float:
+        """Relative difference that rounding explains."""
+        kinds = {parameter.dtype for parameter in self._copy.parameters() if parameter.requires_grad}
+        return float(min(max(torch.finfo(kind).eps for kind in kinds) ** 0.5, 0.01))
+
+    @contextmanager
+    def training_unaffected(self) -> Iterator[None]:
+        """Restore the RNG state after a block, and give the module itself no gradient: a lambda in a copy may use it."""
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            with _random_numbers_kept(self.module.device):
+                yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    def gradients(self, batch: Any, *, transferred: bool = True) -> dict[str, Tensor]:
+        """Return the gradients of a batch, flat and real, by the names of the parameters.
+
+        Args:
+            batch: The batch.
+            transferred: Whether it is on the device of the module, and hooks have seen it.
+
+        Raises:
+            _ImpossibleError: If there is no copy, or the step fails.
+        """
+        if self.problem is not None:
+            raise _ImpossibleError(self.problem)
+        device = self.module.device
+        try:
+            with _random_numbers_kept(device) as states, _alone(self._trainer), _NoDropout():
+                module = self._copied(self._copy)
+                batch = copy.deepcopy(batch)
+                if not transferred:
+                    batch = transfer(batch, self.module, module, device, dataloader_idx=0)
+                module.on_train_batch_start(batch, self._batch_idx)
+                output = module.training_step(*(batch, self._batch_idx)[: 1 + takes_batch_idx(module)])
+                loss = output.get("loss") if isinstance(output, Mapping) else output
+                if loss is None:
+                    raise _ImpossibleError("`training_step` returned None")
+                module.backward(loss)
+                self.draws |= not torch.equal(states, capture_random_states(device))
+        except _ImpossibleError:
+            raise
+        except Exception as error:
+            raise _ImpossibleError(f"`training_step` failed on a copy of the module: {_describe(error)}") from error
+        return {name: _flat(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+    def _copied(self, module: LightningModule) -> Any:
+        onlooker = _Onlooker(self._trainer)
+        copied: Any = copy.deepcopy(module, {id(self._trainer): onlooker})
+        copied.trainer = onlooker
+        copied.log = lambda *_, **__: None
+        for part in copied.modules():
+            if isinstance(part, nn.RNNBase):
+                part.dropout = 0.0  # of all layers in one kernel
+        return copied
+
+
+class _Onlooker:
+    """A Trainer as a copy of the module sees it: nothing is logged, and values set on it are forgotten."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.logger = None if trainer.logger is None else DummyLogger()
+        self.loggers = [DummyLogger() for _ in trainer.loggers]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_trainer"], name)
+
+    def __deepcopy__(self, memo: Any) -> "_Onlooker":
+        return self
+
+
+class _NoDropout(TorchFunctionMode):
+    """Switches dropout off, in modules and functions, where models that need `training=True` stay as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "training" in kwargs and ("dropout" in name or name == "multi_head_attention_forward"):
+            kwargs["training"] = False
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _random_numbers_kept(device: torch.device) -> Iterator[Tensor]:
+    """Restore the RNG state after a block; yields it."""
+    states = capture_random_states(device)
+    try:
+        yield states
+    finally:
+        restore_random_states(states, device)
+
+
+@contextmanager
+def _alone(trainer: Trainer) -> Iterator[None]:
+    """Run a step as a single process does: collectives are refused, since only one rank runs the whole batch."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _ImpossibleError(
+            "`training_step` communicates between ranks, which the whole batch on one rank cannot do"
+        )
+
+    plugin = trainer.precision_plugin
+    # Without autocast, the difference is not hidden by rounding.
+    precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
+    with (
+        torch.enable_grad(),
+        precision,
+        replaced_collectives(lambda group, name: refuse, lambda group: group, lambda: None),
+    ):
+        yield
+
+
+def _compare_chunks(strategy: BalancedDataParallelStrategy, rehearsal: _Rehearsal, batch: int) -> GradientRecord | None:
+    """Compare the chunks of `balanced_dp`, one after another on the first device; None if there is one chunk."""
+    _refuse([rehearsal.problem])
+    record = strategy.last_batch
+    chunks = [chunk for chunk in strategy.cut(rehearsal.batch) if chunk is not None]
+    sizes = [size for size in record.sizes if size]
+    parts = [(*part, weight) for *part, weight in zip(chunks, sizes, record.weights, strict=True) if weight]
+    if len(parts) < 2:
+        return None
+    columns = [rehearsal.gradients(chunk, transferred=False) for chunk, _, _ in parts]
+    columns.append(rehearsal.gradients(rehearsal.batch, transferred=False))
+    comparison = GradientComparison(len(parts))
+    for name, parameter in rehearsal.module.named_parameters():
+        if any(name in column for column in columns):
+            *of_parts, of_whole = (column.get(name, _zeros(parameter)) for column in columns)
+            comparison.add(name, of_parts, of_whole)
+    weights, sizes = [weight for _, _, weight in parts], [size for _, size, _ in parts]
+    return _judge(batch, comparison, weights, sizes, rehearsal)
+
+
+def _compare_ranks(strategy: ExplicitDDPStrategy, rehearsal: _Rehearsal, batch: int) -> GradientRecord | None:
+    """Compare the batches of the ranks; every rank returns the same. None if fewer than two batches have a weight."""
+    assert strategy.reducer is not None
+    group, weight = strategy.reducer.process_group, strategy.batch_weight
+    problem, packed, samples = rehearsal.problem, None, None
+    if weight and not problem:
+        packed, samples = pack(rehearsal.batch), samples_or_none(rehearsal.batch)
+        if packed.left_out:
+            problem = f"batches hold {packed.name_left_out()}, which cannot be sent to another rank"
+    problems, weights, sizes = zip(*gather_objects([problem, weight, samples], group), strict=True)
+    _refuse(problems)
+    active = [rank for rank, weight in enumerate(weights) if weight]
+    if len(active) < 2:
+        return None
+
+    is_first = strategy.global_rank == active[0]
+    received = [broadcast_packed(packed, group, rank) for rank in active]
+    own, whole = {}, {}
+    try:
+        if is_first:
+            whole = rehearsal.gradients(_join(received, getattr(strategy, "batch_dim", 0), rehearsal.module.device))
+        if weight:
+            own = rehearsal.gradients(rehearsal.batch)
+    except _ImpossibleError as error:
+        problem = str(error)
+    problems, draws, names = zip(*gather_objects([problem, rehearsal.draws, [*{**own, **whole}]], group), strict=True)
+    _refuse(problems)
+    rehearsal.draws = any(draws)
+
+    comparison = GradientComparison(len(active))
+    for name, parameter in rehearsal.module.named_parameters():
+        if any(name in found for found in names):
+            rows = _gather(own.get(name, _zeros(parameter)), group)
+            if is_first:
+                comparison.add(name, [rows[rank] for rank in active], whole.get(name, _zeros(parameter)))
+    record = None
+    if is_first:
+        total = 1.0 if strategy.weight_by == "sum" else sum(weights)
+        factors = [weights[rank] / total for rank in active]
+        record = asdict(_judge(batch, comparison, factors, [sizes[rank] for rank in active], rehearsal))
+    return GradientRecord(**broadcast_object(record, group, active[0]))
+
+
+def _refuse(problems: Sequence[str | None]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise _ImpossibleError(problem if len(problems) == 1 else f"{problem} (rank {rank})")
+
+
+def _join(batches: Sequence[Packed], batch_dim: int, device: torch.device) -> Any:
+    try:
+        return to_device(join_batches([unpack(batch) for batch in batches], batch_dim), device)
+    except Exception as error:
+        raise _ImpossibleError(f"the batches of the ranks cannot be joined: {_describe(error)}") from error
+
+
+def _gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the vector of each rank. As bytes: not every back-end has every type."""
+    sent = own.contiguous().view(torch.uint8)
+    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, sent, group=group)
+    return [row.view(own.dtype) for row in rows]
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1).cpu()
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return _flat(torch.zeros_like(parameter))
+
+
+def _judge(
+    batch: int,
+    comparison: GradientComparison,
+    weights: list[float],
+    sizes: Sequence[int | None],
+    rehearsal: _Rehearsal,
+) -> GradientRecord:
+    tolerance, difference, fitted = rehearsal.tolerance, comparison.difference(weights), comparison.fit()
+    remedy = None
+    if not difference <= tolerance:
+        remedy = _find_remedy(comparison, tolerance, fitted, sizes, rehearsal)
+    parameter, parameter_difference = comparison.most_different(weights)
+    return GradientRecord(batch, difference, parameter, parameter_difference, tolerance, weights, fitted, remedy)
+
+
+def _find_remedy(
+    comparison: GradientComparison,
+    tolerance: float,
+    fitted: list[float] | None,
+    sizes: Sequence[int | None],
+    rehearsal: _Rehearsal,
+) -> str:
+    """Return the remedy that the weights which would fit point at."""
+    parts = len(sizes)
+    choices = {"sum": [1.0] * parts}
+    known = [size for size in sizes if size is not None]
+    if len(known) == parts:
+        choices = {"samples": [size / sum(known) for size in known], **choices}
+    for name, weights in choices.items():
+        if comparison.difference(weights) <= tolerance:
+            return f'The gradient is that of `weight_by="{name}"`: set it.'
+    if fitted is not None and comparison.difference(fitted) <= tolerance and min(fitted) >= 0:
+        if abs(sum(fitted) - 1) <= tolerance:
+            return (
+                f"It fits with the weights {_show(fitted)}: the loss is a mean over something else than samples, such"
+                " as tokens that are not ignored, or over class weights. Set `weight_by` to a function that returns"
+                " their number, or sum, for a batch."
+            )
+        return (
+            f"It fits with the weights {_show(fitted)}, which do not add up to 1: the loss is neither a mean nor a sum,"
+            " such as the root of a mean. Return a mean or a sum."
+        )
+    if fitted is None and not math.isfinite(comparison.difference([1.0] * parts)):
+        return (
+            "A gradient is not finite, such as that of a mean over nothing. Set `weight_by` to a function that returns"
+            " 0 for a batch without anything to count."
+        )
+    if rehearsal.draws:
+        return (
+            "No weights fit. The step draws random numbers, others for each part than for the whole batch, which may"
+            " be all there is to it. Draw them in the dataset, or switch them off, to check the rest."
+        )
+    if rehearsal.normalises_batches:
+        return (
+            "No weights fit. Batch normalisation computes with the statistics of each part. Use another normalisation,"
+            " such as `GroupNorm`, or larger parts, if the difference matters."
+        )
+    return (
+        "No weights fit: the forward pass mixes samples, as in-batch negatives do, or the loss has terms that are means"
+        " over different things. Compute each sample's loss from this sample alone, and give all terms one weight."
+    )
+
+
+def _show(weights: Sequence[float]) -> str:
+    shown = ", ".join(f"{weight:.4g}" for weight in weights[:_SHOWN])
+    return shown if len(weights) <= _SHOWN else f"{shown}, ..."
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(".")
