@@ -496,7 +496,7 @@ def _find_remedy(
         )
     return (
         "No weights fit: the forward pass mixes samples, as in-batch negatives do, or the loss has terms that are means"
-        " over different things. Compute each sample's loss from this sample alone, and give all terms one weight."
+        " over different things. Compute each sample's loss from this sample alone, and all means over the same things."
     )
 
 

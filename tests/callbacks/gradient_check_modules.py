@@ -102,7 +102,7 @@ def count_labels(batch: Any) -> float:
 
 
 def sum_class_weights(batch: Any) -> float:
-    return float(torch.tensor(CLASS_WEIGHTS)[batch[1].clamp_min(0)].sum())
+    return float(torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)[batch[1].clamp_min(0)].sum())
 
 
 def count_masked(batch: Any) -> float:
@@ -172,6 +172,8 @@ def expected_weights(case: Case) -> list[float] | None:
     if case.fitting is None:
         return None
     data = samples(double=True)
-    counts = [case.fitting(part(data, index).tensors if case.fitting is not len else range(size))
-              for index, size in enumerate(SIZES)]
+    counts = [
+        case.fitting(part(data, index).tensors if case.fitting is not len else range(size))
+        for index, size in enumerate(SIZES)
+    ]
     return [count / sum(counts) for count in counts]
