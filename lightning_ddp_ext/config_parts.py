@@ -113,6 +113,14 @@ class ReplicaConsistencyConfig:
 
 
 @dataclass(kw_only=True)
+class GradientCheckConfig:
+    """Arguments of `GradientCheck`."""
+
+    _target_: str = "lightning_ddp_ext.callbacks.GradientCheck"
+    batches: int = 1
+
+
+@dataclass(kw_only=True)
 class CSVLoggerConfig:
     """Arguments of Lightning's `CSVLogger`."""
 
@@ -136,6 +144,7 @@ PARTS: dict[str, dict[str, type]] = {
     "lightning_ddp_ext/callbacks": {
         "balance_report": BalanceReportConfig,
         "checkpoint": ModelCheckpointConfig,
+        "gradient_check": GradientCheckConfig,
         "join_report": JoinReportConfig,
         "replica_consistency": ReplicaConsistencyConfig,
     },

@@ -42,7 +42,7 @@ def test_public_names_are_these():
         "UnsynchronizedGradientsError",
         "__version__",
     ]
-    assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport", "JoinReport", "ReplicaConsistency"]
+    assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport", "GradientCheck", "JoinReport", "ReplicaConsistency"]
     assert sorted(lightning_ddp_ext.testing.__all__) == ["RankError", "RankTimeoutError", "run_processes"]
     for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks, lightning_ddp_ext.testing):
         assert all(hasattr(module, name) for name in module.__all__)

@@ -70,8 +70,8 @@ class GradientCheck(Callback):
 
     Steps run on copies of the module with the parameters from before the batch, in the precision of the parameters
     and without dropout. The training run does not change by one bit: random numbers, buffers, metrics and logged values
-    are those of a run without the callback. Micro-batches of an accumulation window are compared one by one. A step that
-    writes to a file, or changes another object outside of the module, does so once more for each part and the whole.
+    are those of a run without the callback. Micro-batches of an accumulation window are compared one by one. A step
+    that writes to a file, or changes an object outside of the module, does so once more for each part and the whole.
 
     A check that is impossible ends with a warning that names the reason: manual optimization, steps that take
     `dataloader_iter`, collectives in the step, batches of ranks that cannot be joined (texts padded to different
@@ -232,7 +232,7 @@ class _Rehearsal:
 
     @contextmanager
     def training_unaffected(self) -> Iterator[None]:
-        """Restore the RNG state after a block, and give the module itself no gradient: a lambda in a copy may use it."""
+        """Restore the RNG state after a block, in which the module itself, which a lambda may use, gets no gradient."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
 from lightning_ddp_ext.callbacks import GradientCheck
-from lightning_ddp_ext.data.random_states import capture_random_states
-from lightning_ddp_ext.parallel.consistency.training_state import name_training_state
 from tests.callbacks import gradient_check_ranks as ranks
 from tests.callbacks.gradient_check_modules import CASES, SIZES, Normalised, Plain, expected_weights, loader
 from tests.parity import quiet_trainer

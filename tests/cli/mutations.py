@@ -18,7 +18,7 @@ CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
 # What settings are changed on top of; together they have every setting that works without a GPU.
 BASES = [
     [],
-    ["strategy=single", "experiment=byte_transformer"],
+    ["strategy=single", "experiment=byte_transformer", "callbacks=gradient_check"],
     ["experiment=slow_replica", "callbacks=replica_consistency"],
     ["strategy=ddp_join", "process_group=gloo", "network=auto", "callbacks=join_report"],
     ["strategy=ddp_join", "experiment=stdlib_stream"],

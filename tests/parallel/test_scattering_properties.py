@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.parallel.batches.gathering import gather
-from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, split_batch
+from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, join_batches, split_batch
 
 MOST_ENTRIES = 3  # fewer than samples, so that a container is never as long as the batch
 
@@ -46,8 +46,8 @@ def containers(children):
 
 
 @st.composite
-def batches(draw):
-    n = draw(st.integers(MOST_ENTRIES + 1, 7))
+def batches(draw, least=MOST_ENTRIES + 1, most=7):
+    n = draw(st.integers(least, most))
     rest = draw(st.recursive(leaves(n), containers, max_leaves=6))
     cuts = [0, *sorted(draw(st.lists(st.integers(0, n), max_size=3))), n]
     sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
@@ -113,3 +113,11 @@ def test_chunks_gathered_are_the_batch_again(drawn):
     }
     chunks = [chunk for chunk in split_batch(outputs, sizes) if chunk is not None]
     assert same(gather(chunks, [size for size in sizes if size], torch.device("cpu")), outputs)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(batches(least=2 * (MOST_ENTRIES + 1), most=14))
+def test_chunks_joined_are_the_batch_again(drawn):
+    n, batch, _ = drawn
+    chunks = split_batch(batch, [n // 2, n - n // 2])
+    assert same(join_batches(chunks), batch)

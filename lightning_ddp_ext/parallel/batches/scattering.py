@@ -308,8 +308,9 @@ def join_batches(parts: Sequence[Any], batch_dim: int = 0) -> Any:
     """
     cuts = [_measure(part, batch_dim) for part in parts]
     joined = _join(parts, cuts, "batch", top=True)
-    chunks = split_batch(joined, [cut.total for cut in cuts], batch_dim)
-    if not all(map(_are_equal, parts, chunks)):
+    sizes = [cut.total for cut in cuts]
+    fits = count_samples(joined, batch_dim) == sum(sizes)
+    if not (fits and all(map(_are_equal, parts, split_batch(joined, sizes, batch_dim)))):
         raise BatchSplitError("the joined batch would be cut in another way than its parts.", _JOINING_REMEDY)
     return joined
 
