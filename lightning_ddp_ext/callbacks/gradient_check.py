@@ -471,9 +471,9 @@ def _find_remedy(
     if fitted is not None and comparison.difference(fitted) <= tolerance and min(fitted) >= 0:
         if abs(sum(fitted) - 1) <= tolerance:
             return (
-                f"It fits with the weights {_show(fitted)}: the loss is a mean over something else than samples, such"
-                " as tokens that are not ignored, or over class weights. Set `weight_by` to a function that returns"
-                " their number, or sum, for a batch."
+                f"It fits with the weights {_show(fitted)}: the loss is a mean over something other than samples, such"
+                " as tokens that are not ignored, or a mean with class weights. Set `weight_by` to a function that"
+                " returns what this mean divides by: the number of tokens, or the sum of the class weights."
             )
         return (
             f"It fits with the weights {_show(fitted)}, which do not add up to 1: the loss is neither a mean nor a sum,"

@@ -97,6 +97,10 @@ class Noisy(Plain):
         return (logits + torch.randn_like(logits)).square().mean()
 
 
+class Drawing(Normalised, Noisy):
+    """With everything that a check could change: random numbers, running statistics, momentum and attributes."""
+
+
 def count_labels(batch: Any) -> float:
     return float((batch[1] != IGNORED).sum())
 
@@ -121,7 +125,7 @@ class Case:
 
 
 DOUBLE = {"precision": "64-true"}
-MEAN_OVER = "the loss is a mean over something else than samples"
+MEAN_OVER = "the loss is a mean over something other than samples"
 CASES = {
     "mean": Case(Plain, options=DOUBLE),
     "mean in float32": Case(Plain),

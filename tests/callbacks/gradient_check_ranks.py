@@ -15,7 +15,7 @@ from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.callbacks import GradientCheck
 from lightning_ddp_ext.data.random_states import capture_random_states
 from lightning_ddp_ext.parallel.consistency.training_state import name_training_state
-from tests.callbacks.gradient_check_modules import CASES, Case, IgnoreIndex, Normalised, Plain, loader
+from tests.callbacks.gradient_check_modules import CASES, Case, Drawing, IgnoreIndex, Plain, loader
 from tests.parity import CLASSES, FEATURES, quiet_trainer
 
 STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
@@ -66,10 +66,6 @@ class Streams(IgnoreIndex):
         return DataLoader(list(zip(features, labels, strict=True)), batch_size=4)
 
 
-class Everything(Normalised, Streams):
-    """With everything that a check could change: dropout, running statistics, momentum, buffers and attributes."""
-
-
 def fit(module: LightningModule, callbacks: list[Callback], strategy: Any, data: Any = None, **options: Any) -> Any:
     trainer = quiet_trainer(
         strategy, 2, callbacks=callbacks, use_distributed_sampler=False, **{"max_epochs": 1, **options}
@@ -96,6 +92,10 @@ def check_case(case: Case, strategy: str, rank: int) -> dict[str, Any]:
     return check(case.build(), made, loader(case, rank), **case.options)
 
 
+class DrawingFromStreams(Drawing, Streams):
+    pass
+
+
 class DrawsNumbers(Callback):
     """Changes the training that follows."""
 
@@ -113,7 +113,7 @@ def state_of(module: Plain, trainer: Trainer) -> dict[str, Tensor]:
 
 def state_after(*callbacks: Callback) -> dict[str, Tensor]:
     """Train for two epochs, into the uneven phase of each."""
-    module = Everything()
+    module = DrawingFromStreams()
     trainer = fit(module, [*callbacks], DDPJoinStrategy(process_group_backend="gloo"), max_epochs=2)
     return state_of(module, trainer)
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext import BalancedDataParallelStrategy
 from lightning_ddp_ext.callbacks import GradientCheck
 from tests.callbacks import gradient_check_ranks as ranks
-from tests.callbacks.gradient_check_modules import CASES, SIZES, Normalised, Plain, expected_weights, loader
+from tests.callbacks.gradient_check_modules import CASES, SIZES, Drawing, Plain, expected_weights, loader
 from tests.parity import quiet_trainer
 from tests.processes import run_processes
 
@@ -124,7 +124,7 @@ def test_a_check_changes_no_bit_of_a_training_on_ranks(by_rank):
 
 
 def state_after(folder, *callbacks):
-    module, logger = Normalised(), CSVLogger(folder, name=None, version="")
+    module, logger = Drawing(), CSVLogger(folder, name=None, version="")
     trainer = fit(module, [*callbacks], max_epochs=3, logger=logger, log_every_n_steps=1)
     return ranks.state_of(module, trainer), (folder / "metrics.csv").read_text()
 
@@ -184,7 +184,7 @@ def test_steps_may_read_the_trainer_and_empty_the_batch():
     for callbacks in ([], [check]):
         module, features = Reading(), torch.randn(32, 5, generator=torch.Generator().manual_seed(1))
         data = DataLoader(features, batch_size=16, collate_fn=lambda rows: {"features": torch.stack(rows)})
-        fit(module, callbacks, data)
+        fit(module, callbacks, data, accumulate_grad_batches=2)
         trained.append(module.state_dict())
     assert check.reason is None
     assert [record.remedy for record in check.records] == [None, None]

@@ -16,7 +16,7 @@ from lightning_ddp_ext import (
     ExplicitDDPStrategy,
     ManualEnvironment,
 )
-from lightning_ddp_ext.callbacks import BalanceReport, JoinReport, ReplicaConsistency
+from lightning_ddp_ext.callbacks import BalanceReport, GradientCheck, JoinReport, ReplicaConsistency
 from lightning_ddp_ext.demo.byte_stream import StdlibStream
 from lightning_ddp_ext.demo.byte_text import ByteTransformer, StdlibText
 from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
@@ -33,6 +33,7 @@ CONSTRUCTORS = {
     "ddp_strategy": (ddp_strategy, {}, True),
     "fsdp_strategy": (fsdp_strategy, {}, False),
     "BalanceReport": (BalanceReport, {}, False),
+    "GradientCheck": (GradientCheck, {}, False),
     "JoinReport": (JoinReport, {}, False),
     "ReplicaConsistency": (ReplicaConsistency, {}, False),
     "ManualEnvironment": (ManualEnvironment, {"num_nodes": 2, "node_rank": 1, "main_address": "node1"}, False),

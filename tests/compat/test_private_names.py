@@ -168,3 +168,16 @@ def test_steps_that_fetch_their_own_batches_are_recognised():
 
     assert compat_lightning.takes_dataloader_iter(Fetching(), "training_step")
     assert not compat_lightning.takes_dataloader_iter(Fetching(), "validation_step")
+
+
+def test_steps_with_two_arguments_take_the_batch_index():
+    class Two(LightningModule):
+        def training_step(self, batch, number):
+            pass
+
+    class One(LightningModule):
+        def training_step(self, batch):
+            pass
+
+    assert compat_lightning.takes_batch_idx(Two())
+    assert not compat_lightning.takes_batch_idx(One())
