@@ -1,5 +1,6 @@
 """Private names of torch behind collectives. Checked on torch 2.11 to 2.14; `tests/compat` fails when one moves."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 # Methods of a process group that work with this process alone, or, as `recv_anysource` does, with any rank that sends.
 # Every other method may need all ranks, also one that a later version of torch adds.
-LOCAL_METHODS = frozenset({
+_LOCAL_METHODS = frozenset({
     "_add_ephemeral_timeout", "_backend_id", "_enable_collectives_timing", "_end_coalescing", "_get_backend",
     "_get_backend_name", "_get_sequence_number_for_group", "_has_hooks", "_id", "_pybind11_conduit_v1_",
     "_register_backend", "_register_on_completion_hook", "_set_default_backend", "_set_group_desc", "_set_group_name",
@@ -26,16 +27,20 @@ LOCAL_METHODS = frozenset({
 _GROUP_MAKERS = ("_new_group_with_tag", "_validate_shrink_inputs")
 
 
-def find_collectives() -> dict[str, Any]:
-    """Return the methods of a process group that may need other ranks, by name, as the installed torch has them.
+@functools.cache
+def find_collectives() -> tuple[str, ...]:
+    """Return the names of the methods of a process group that may need other ranks, as the installed torch has them.
 
     All of `torch.distributed` calls these methods, whatever the backend.
     """
-    return {
-        name: method
+    return tuple(
+        name
         for name, method in vars(dist.ProcessGroup).items()
-        if callable(method) and not isinstance(method, type) and not name.startswith("__") and name not in LOCAL_METHODS
-    }
+        if callable(method)
+        and not isinstance(method, type)
+        and not name.startswith("__")
+        and name not in _LOCAL_METHODS
+    )
 
 
 @contextmanager
@@ -70,9 +75,10 @@ def replaced_collectives(
         # A size of zero stands for a rank that has sent nothing; torch would unpickle an empty buffer.
         return read_object(tensor, size, *args, **kwargs) if size else None
 
+    methods = vars(dist.ProcessGroup)
     replacements: list[tuple[Any, str, Any, Callable[..., Any]]] = [
-        (dist.ProcessGroup, name, method, _replaced(name, getattr(dist.ProcessGroup, name), find))
-        for name, method in find_collectives().items()
+        (dist.ProcessGroup, name, methods[name], _replaced(name, getattr(dist.ProcessGroup, name), find))
+        for name in find_collectives()
     ]
     replacements += [(c10d, name, maker := getattr(c10d, name), _preceded(maker, new_group)) for name in _GROUP_MAKERS]
     replacements.append((functional_collectives, resolver, resolve_group, find_group))
