@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test slow lint types docs package clean
+.PHONY: train test slow lint types docs package versions clean
 
 train: $(VENV)/demo.installed
 	$(BIN)/lightning-ddp-ext strategy=balanced_dp strategy.gpu0_batch_size=8
@@ -30,8 +30,11 @@ package: $(VENV)/all.installed
 	$(BIN)/python -m build
 	.ci/check_wheel $(PYTHON) dist/*.whl
 
+versions: $(VENV)/all.installed
+	$(BIN)/python -m tests.versions.run $(TORCH)
+
 clean:
-	rm -rf $(VENV) dist site runs
+	rm -rf $(VENV) .venv-torch-* dist site runs
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,25 +1,46 @@
-"""Private names of torch behind collectives. Checked on torch 2.13.0; `tests/compat` fails when one moves."""
+"""Private names of torch behind collectives. Checked on torch 2.11 to 2.14; `tests/compat` fails when one moves."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 
-# The methods of a process group that communicate: all of `torch.distributed` goes through them, whatever the back-end.
-COLLECTIVES = (
-    "_allgather_base", "_reduce_scatter_base", "_start_coalescing", "all_gather_single", "all_gather_single_coalesced",
-    "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
-    "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "merge_remote_group",
-    "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced", "scatter", "send", "split_group",
-)  # fmt: skip
+# Methods of a process group that work with this process alone, or, as `recv_anysource` does, with any rank that sends.
+# Every other method may need all ranks, also one that a later version of torch adds.
+_LOCAL_METHODS = frozenset({
+    "_add_ephemeral_timeout", "_backend_id", "_enable_collectives_timing", "_end_coalescing", "_get_backend",
+    "_get_backend_name", "_get_sequence_number_for_group", "_has_hooks", "_id", "_pybind11_conduit_v1_",
+    "_register_backend", "_register_on_completion_hook", "_set_default_backend", "_set_group_desc", "_set_group_name",
+    "_wait_for_pending_works", "abort", "boxed", "get_group_store", "get_reconfigure_handle", "name", "rank",
+    "recv_anysource", "register_abort_hook", "register_post_hook", "register_pre_hook", "set_timeout", "shutdown",
+    "size", "unbox", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook",
+})  # fmt: skip
 
-_METHODS = {name: vars(dist.ProcessGroup)[name] for name in COLLECTIVES}
+# Functions of torch that `new_group` (and what is built on it) and `shrink_group` call before anything else.
+_GROUP_MAKERS = ("_new_group_with_tag", "_validate_shrink_inputs")
+
+
+@functools.cache
+def find_collectives() -> tuple[str, ...]:
+    """Return the names of the methods of a process group that may need other ranks, as the installed torch has them.
+
+    All of `torch.distributed` calls these methods, whatever the backend.
+    """
+    return tuple(
+        name
+        for name, method in vars(dist.ProcessGroup).items()
+        if callable(method)
+        and not isinstance(method, type)
+        and not name.startswith("__")
+        and name not in _LOCAL_METHODS
+    )
 
 
 @contextmanager
@@ -39,35 +60,44 @@ def replaced_collectives(
         resolve: Maps the group of a functional collective to the one that is used.
         new_group: Called where a process group is about to be made.
     """
-    make_group = c10d._new_group_with_tag
-    resolve_group = functional_collectives._resolve_group
+    # Torch 2.11 has one function, which returns the name of a group; later versions return the group if they have it.
+    resolver = "_resolve_group" if hasattr(functional_collectives, "_resolve_group") else "_resolve_group_name"
+    resolve_group = getattr(functional_collectives, resolver)
     read_object: Callable[..., Any] = c10d._tensor_to_object
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        new_group()
-        return make_group(*args, **kwargs)
 
     def find_group(group: Any, tag: str = "") -> Any:
         resolved = resolve_group(group, tag)
+        if isinstance(resolved, str):
+            return resolve(_resolve_process_group(cast(Any, resolved))).group_name
         return resolve(resolved) if isinstance(resolved, dist.ProcessGroup) else resolved
 
-    def read(tensor: Tensor, size: int, group: Any) -> Any:
-        # Who has sent nothing has sent None; torch would unpickle what is empty.
-        return read_object(tensor, size, group) if size else None
+    def read(tensor: Tensor, size: int, *args: Any, **kwargs: Any) -> Any:
+        # A size of zero stands for a rank that has sent nothing; torch would unpickle an empty buffer.
+        return read_object(tensor, size, *args, **kwargs) if size else None
 
+    methods = vars(dist.ProcessGroup)
+    replacements: list[tuple[Any, str, Any, Callable[..., Any]]] = [
+        (dist.ProcessGroup, name, methods[name], _replaced(name, getattr(dist.ProcessGroup, name), find))
+        for name in find_collectives()
+    ]
+    replacements += [(c10d, name, maker := getattr(c10d, name), _preceded(maker, new_group)) for name in _GROUP_MAKERS]
+    replacements.append((functional_collectives, resolver, resolve_group, find_group))
+    replacements.append((c10d, "_tensor_to_object", read_object, read))
     try:
-        for name in COLLECTIVES:
-            setattr(dist.ProcessGroup, name, _replaced(name, getattr(dist.ProcessGroup, name), find))
-        c10d._new_group_with_tag = make
-        functional_collectives._resolve_group = find_group
-        c10d._tensor_to_object = read
+        for owner, name, _, replacement in replacements:
+            setattr(owner, name, replacement)
         yield
     finally:
-        for name, method in _METHODS.items():
-            setattr(dist.ProcessGroup, name, method)
-        c10d._new_group_with_tag = make_group
-        functional_collectives._resolve_group = resolve_group
-        c10d._tensor_to_object = read_object
+        for owner, name, original, _ in replacements:
+            setattr(owner, name, original)
+
+
+def _preceded(function: Callable[..., Any], first: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _replaced(

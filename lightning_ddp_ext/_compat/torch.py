@@ -1,4 +1,4 @@
-"""Private names of torch, each with its reason. Checked on torch 2.13.0; `tests/compat` fails when one moves."""
+"""Private names of torch, each with its reason. Checked on torch 2.11 to 2.14; `tests/compat` fails when one moves."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

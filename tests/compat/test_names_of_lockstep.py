@@ -3,8 +3,11 @@
 import inspect
 import json
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+import torch.distributed.distributed_c10d as c10d
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -13,19 +16,24 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics import CatMetric
 
 from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, loaders, loops, resuming, torchmetrics
+from lightning_ddp_ext.parallel.messages.tail_collectives import _Redirection
 
 
-def test_every_method_of_a_process_group_that_communicates_is_known():
-    queries = {
-        "abort", "bound_device_id", "boxed", "get_group_store", "group_desc", "group_name", "name", "rank",
-        "recv_anysource", "set_timeout", "shutdown", "size", "unbox", "use_pg_for_symm_mem_rendezvous",
+def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
+    refused = {
+        "_set_sequence_number_for_group", "_start_coalescing", "all_gather_single_coalesced", "allgather_coalesced",
+        "allgather_into_tensor_coalesced", "gather_into_tensor", "gather_single", "get_backend", "merge_remote_group",
+        "new_window", "reconfigure", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced",
+        "split_group",
     }  # fmt: skip
-    kinds = {"BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"}
-    public = {name for name in vars(dist.ProcessGroup) if not name.startswith("_")}
-    assert public - queries - kinds <= set(collectives.COLLECTIVES)
+    methods = set(collectives.find_collectives())
+    assert {"allreduce", "_allgather_base", "split_group"} <= methods
+    assert methods - _Redirection._HANDLERS.keys() - refused == set()
 
 
-def test_collectives_are_replaced_within_a_block_only(group):
+def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
+    monkeypatch.setattr(dist.ProcessGroup, "all_shuffle", lambda group: "shuffled", raising=False)  # a later torch's
+    monkeypatch.setattr(collectives, "find_collectives", collectives.find_collectives.__wrapped__)
     seen = []
 
     def find(found, name):
@@ -33,13 +41,43 @@ def test_collectives_are_replaced_within_a_block_only(group):
         return lambda original, *args, **kwargs: original(*args, **kwargs)
 
     value = torch.ones(2)
+    before = dict(vars(dist.ProcessGroup))
     with collectives.replaced_collectives(find, lambda found: found, lambda: seen.append("group")):
         dist.all_reduce(value)
         dist.broadcast(value, 0)
         dist.new_group()
-    assert seen == [(True, "allreduce"), (True, "broadcast"), "group"]
+        with pytest.raises(ValueError, match="ranks_to_exclude"):
+            dist.shrink_group([])
+        assert group.all_shuffle() == "shuffled"
+    assert seen == [(True, "allreduce"), (True, "broadcast"), "group", "group", (True, "all_shuffle")]
     dist.all_reduce(value)
-    assert len(seen) == 3
+    assert group.all_shuffle() == "shuffled"
+    assert len(seen) == 5
+    assert dict(vars(dist.ProcessGroup)) == before
+
+
+def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
+    mesh = dist.init_device_mesh("cpu", (1,))
+    asked = []
+
+    def resolve(found):
+        asked.append(found is group)
+        return found
+
+    with collectives.replaced_collectives(lambda *_: None, resolve, lambda: None):
+        for given in (group, group.group_name, mesh):
+            assert functional_collectives.all_reduce(torch.ones(2), "sum", given).tolist() == [1, 1]
+    assert asked == [True, True, True]
+
+
+def test_objects_are_read_and_nothing_is_none(group):
+    objects = [None]
+    with collectives.replaced_collectives(lambda *_: None, lambda found: found, lambda: None):
+        dist.all_gather_object(objects, {"a": 1})
+        assert c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group) is None
+    assert objects == [{"a": 1}]
+    with pytest.raises(EOFError):
+        c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group)
 
 
 def test_a_store_is_cloned(group):

@@ -17,12 +17,25 @@ from lightning_ddp_ext.errors import RankJoinedError
 from lightning_ddp_ext.parallel.messages.tail_collectives import TailCollectives
 
 ACTIVE = (0, 2)  # of three ranks
-_CASES: dict[str, Callable[[int], Any]] = {}
+CASES: dict[str, Callable[[int], Any]] = {}
+ABSENT: set[str] = set()  # cases of functions that the installed torch lacks
 
 
 def case(function: Callable[[int], Any]) -> Callable[[int], Any]:
-    _CASES[function.__name__] = function
+    CASES[function.__name__] = function
     return function
+
+
+def case_if(is_available: bool) -> Callable[[Callable[[int], Any]], Callable[[int], Any]]:
+    """Register a case only if the installed torch has what it calls."""
+
+    def register(function: Callable[[int], Any]) -> Callable[[int], Any]:
+        if is_available:
+            return case(function)
+        ABSENT.add(function.__name__)
+        return function
+
+    return register
 
 
 def of(rank: int, *shape: int) -> Tensor:
@@ -81,16 +94,30 @@ def all_reduce_of_some_that_are_active(rank: int) -> Any:
 
 
 @case
+def all_reduce_coalesced(rank: int) -> Any:
+    values = [of(rank), -of(rank)]
+    dist.all_reduce_coalesced(values)
+    return [value.item() for value in values]
+
+
+@case
 def all_gather(rank: int) -> Any:
     parts = [torch.ones(2) for _ in range(3)]
     dist.all_gather(parts, of(rank, 2))
     return [part.tolist() for part in parts]
 
 
-@case
+@case_if(hasattr(dist, "all_gather_single"))
 def all_gather_single(rank: int) -> Any:
     output = torch.ones(3, 2)
     dist.all_gather_single(output, of(rank, 1, 2))
+    return output.tolist()
+
+
+@case
+def all_gather_into_tensor(rank: int) -> Any:
+    output = torch.ones(3, 2)
+    dist.all_gather_into_tensor(output, of(rank, 1, 2))
     return output.tolist()
 
 
@@ -157,17 +184,38 @@ def scatter(rank: int) -> Any:
 
 
 @case
+def scatter_object(rank: int) -> Any:
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, [{"for": other} for other in range(3)] if rank == 2 else None, src=2)
+    return received
+
+
+@case
 def reduce_scatter(rank: int) -> Any:
     value = torch.zeros(2)
     dist.reduce_scatter(value, [of(rank, 2) * 10**other for other in range(3)])
     return value.tolist()
 
 
-@case
+@case_if(hasattr(dist, "reduce_scatter_single"))
 def reduce_scatter_single(rank: int) -> Any:
     value = torch.zeros(2)
     dist.reduce_scatter_single(value, torch.cat([of(rank, 2) * 10**other for other in range(3)]))
     return value.tolist()
+
+
+@case
+def reduce_scatter_tensor(rank: int) -> Any:
+    value = torch.zeros(2)
+    dist.reduce_scatter_tensor(value, torch.cat([of(rank, 2) * 10**other for other in range(3)]))
+    return value.tolist()
+
+
+@case_if(torch.__version__ >= (2, 12))  # gloo of torch 2.11 has none
+def all_to_all(rank: int) -> Any:
+    outputs = [torch.ones(1) for _ in range(3)]
+    dist.all_to_all(outputs, [of(rank, 1) * 10**other for other in range(3)])
+    return [output.item() for output in outputs]
 
 
 @case
@@ -191,8 +239,58 @@ def send_and_receive(rank: int) -> Any:
 
 
 @case
+def send_and_receive_later(rank: int) -> Any:
+    value = of(rank, 1)
+    work = dist.isend(value, 2) if rank == 0 else dist.irecv(value, 0)
+    work.wait()
+    return value.item()
+
+
+@case
+def receive_from_any_rank(rank: int) -> Any:
+    value = of(rank, 1)
+    return dist.recv(value) if rank == 2 else dist.send(value, 2)
+
+
+@case
+def send_and_receive_in_a_batch(rank: int) -> Any:
+    value = of(rank, 1)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if rank == 0 else dist.irecv, value, 2 - rank)]):
+        work.wait()
+    return value.item()
+
+
+@case
+def send_and_receive_objects(rank: int) -> Any:
+    objects = [{"rank": rank}]
+    dist.send_object_list(objects, 2) if rank == 0 else dist.recv_object_list(objects, 0)
+    return objects
+
+
+@case
+def monitored_barrier(rank: int) -> Any:
+    dist.monitored_barrier()
+    return "passed"
+
+
+@case
+def device_mesh(rank: int) -> Any:
+    return dist.init_device_mesh("cpu", (3,)).size()
+
+
+@case
 def functional_all_reduce(rank: int) -> Any:
     return (functional.all_reduce(of(rank), "sum", dist.group.WORLD) + 0).item()
+
+
+@case
+def functional_all_reduce_of_a_named_group(rank: int) -> Any:
+    return (functional.all_reduce(of(rank), "sum", dist.group.WORLD.group_name) + 0).item()
+
+
+@case
+def functional_all_reduce_of_a_mesh(rank: int) -> Any:
+    return (functional.all_reduce(of(rank), "sum", _KEPT["mesh"]) + 0).item()
 
 
 @case
@@ -227,6 +325,46 @@ def a_new_group(rank: int) -> Any:
 
 
 @case
+def new_subgroups(rank: int) -> Any:
+    return dist.new_subgroups(group_size=3)
+
+
+@case
+def new_subgroups_by_enumeration(rank: int) -> Any:
+    return dist.new_subgroups_by_enumeration([[0, 1, 2]])
+
+
+@case
+def shrink_group(rank: int) -> Any:
+    return dist.shrink_group([1])
+
+
+@case
+def split_group(rank: int) -> Any:
+    return dist.group.WORLD.split_group([0, 1, 2])  # `dist.split_group` refuses gloo before it calls this
+
+
+@case
+def all_gather_coalesced(rank: int) -> Any:
+    return dist.all_gather_coalesced([[of(rank, 1) for _ in range(3)]], [of(rank, 1)])
+
+
+@case_if(hasattr(dist, "gather_single"))
+def gather_single(rank: int) -> Any:
+    return dist.gather_single(of(rank, 1), torch.zeros(3) if rank == 2 else None, dst=2)
+
+
+@case_if(hasattr(dist, "gather_into_tensor"))
+def gather_into_tensor(rank: int) -> Any:
+    return dist.gather_into_tensor(of(rank, 1), torch.zeros(3) if rank == 2 else None, dst=2)
+
+
+@case_if(hasattr(dist, "get_backend_impl"))
+def get_backend_impl(rank: int) -> Any:
+    return dist.get_backend_impl()
+
+
+@case
 def a_group_with_the_joined_rank(rank: int) -> Any:
     return dist.all_reduce(of(rank), group=_KEPT["odd"]) if rank == 0 else "not a member"
 
@@ -236,22 +374,29 @@ def a_collective_that_is_not_known(rank: int) -> Any:
     return dist.group.WORLD.reduce_scatter_tensor_coalesced([of(rank, 1)], [of(rank, 3)])
 
 
+@case
+def a_method_of_a_torch_to_come(rank: int) -> Any:
+    return dist.group.WORLD.all_shuffle()
+
+
 _KEPT: dict[str, Any] = {}
 
 
 def run_cases() -> tuple[dict[str, Any], float]:
     """Issue each collective on the active ranks; returns results or errors, and a sum over all ranks afterwards."""
+    dist.ProcessGroup.all_shuffle = lambda group: "shuffled"  # type: ignore[attr-defined]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     own = dist.new_group()
     _KEPT.update(world=dist.group.WORLD, all=dist.new_group(), ends=dist.new_group([0, 2]), odd=dist.new_group([0, 1]))
+    _KEPT["mesh"] = dist.init_device_mesh("cpu", (3,))
     tail = TailCollectives([own])
     tail.prepare(ACTIVE)
     found = {}
     if rank in ACTIVE:
-        for name, function in _CASES.items():
+        for name, function in CASES.items():
             with tail.redirect(ACTIVE):
                 try:
                     found[name] = function(rank)

@@ -109,7 +109,9 @@ def test_flags_of_conjugates_and_negatives_do_not_count():
 
 
 @pytest.mark.filterwarnings(
-    "ignore:Sparse CS[RC] tensor support is in beta", "ignore:The PyTorch API of nested tensors"
+    "ignore:Sparse CS[RC] tensor support is in beta",
+    "ignore:The PyTorch API of nested tensors",
+    "ignore:Sparse invariant checks are implicitly disabled",  # torch before 2.13
 )
 def test_sparse_and_nested_tensors_have_fingerprints():
     dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -117,7 +118,8 @@ class _Redirection:
         """Return what stands in for a method of a process group, as `stand_in(original, group, *args, **kwargs)`."""
         if not self._concerns(group):
             return None
-        stand_in: _Handler = getattr(self, self._HANDLERS.get(name, "_refuse"))
+        handler = self._HANDLERS.get(name)
+        stand_in: _Handler = partial(self._refuse, name) if handler is None else getattr(self, handler)
         return stand_in
 
     def resolve(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -146,8 +148,8 @@ class _Redirection:
             ' the step, where every rank takes part, or train with `uneven_inputs="stop"`.'
         )
 
-    def _refuse(self, original: _Handler, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        raise self._error("this collective is not known to work among some of the ranks")
+    def _refuse(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        raise self._error(f"`ProcessGroup.{name}` is not known to work among some of the ranks")
 
     def _positions(self, group: dist.ProcessGroup) -> list[int]:
         """Find where in what is gathered from a group the parts of active ranks are."""

@@ -4,6 +4,7 @@ import copy
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -64,9 +65,7 @@ class Segment:
         """The forward that is recomputed; `inspect.signature` asks for it."""
         if self._original is not None:
             return self._original
-        kind = type(self._module)
-        bound: Callable[..., Any] = kind.forward.__get__(self._module, kind)
-        return bound
+        return MethodType(type(self._module).forward, self._module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segment":
         copied = object.__new__(Segment)
