@@ -98,7 +98,7 @@ class GradientCheck(Callback):
         self.records: list[GradientRecord] = []
         self.reason: str | None = None
         self._batch = 0
-        self._rehearsal: _Rehearsal | None = None
+        self._step: _StepCopy | None = None
         self._warned = self._concluded = False
 
     @override
@@ -111,24 +111,24 @@ class GradientCheck(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._concluded:
-            self._rehearsal = _Rehearsal(trainer, pl_module, batch, batch_idx)
+            self._step = _StepCopy(trainer, pl_module, batch, batch_idx)
 
     # After the step: an error in it is raised by the step itself, and the strategy knows the weights of the parts.
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        rehearsal, self._rehearsal = self._rehearsal, None
-        if rehearsal is None:
+        step, self._step = self._step, None
+        if step is None:
             return
         strategy = trainer.strategy
         try:
-            with rehearsal.training_unaffected():
+            with step.training_unaffected():
                 if isinstance(strategy, BalancedDataParallelStrategy):
-                    record = _compare_chunks(strategy, rehearsal, self._batch)
+                    record = _compare_chunks(strategy, step, self._batch)
                 else:
                     assert isinstance(strategy, ExplicitDDPStrategy)
-                    record = _compare_ranks(strategy, rehearsal, self._batch)
+                    record = _compare_ranks(strategy, step, self._batch)
         except _ImpossibleError as error:
             self._end(str(error))
             return
@@ -191,7 +191,7 @@ def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
     return None
 
 
-class _Rehearsal:
+class _StepCopy:
     """A copy of a batch, and of the module as it was before the batch, to run the training step on.
 
     Args:
@@ -232,7 +232,7 @@ class _Rehearsal:
 
     @contextmanager
     def training_unaffected(self) -> Iterator[None]:
-        """Restore the RNG state after a block, in which the module itself, which a lambda may use, gets no gradient."""
+        """Restore the RNG state after a block, and keep gradients from the module: a lambda in a copy may call it."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -276,9 +276,9 @@ class _Rehearsal:
         return {name: _flat(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
     def _copied(self, module: LightningModule) -> Any:
-        onlooker = _Onlooker(self._trainer)
-        copied: Any = copy.deepcopy(module, {id(self._trainer): onlooker})
-        copied.trainer = onlooker
+        view = _TrainerView(self._trainer)
+        copied: Any = copy.deepcopy(module, {id(self._trainer): view})
+        copied.trainer = view
         copied.log = lambda *_, **__: None
         for part in copied.modules():
             if isinstance(part, nn.RNNBase):
@@ -286,7 +286,7 @@ class _Rehearsal:
         return copied
 
 
-class _Onlooker:
+class _TrainerView:
     """A Trainer as a copy of the module sees it: nothing is logged, and values set on it are forgotten."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -297,7 +297,7 @@ class _Onlooker:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_trainer"], name)
 
-    def __deepcopy__(self, memo: Any) -> "_Onlooker":
+    def __deepcopy__(self, memo: Any) -> "_TrainerView":
         return self
 
 
@@ -344,33 +344,33 @@ def _alone(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def _compare_chunks(strategy: BalancedDataParallelStrategy, rehearsal: _Rehearsal, batch: int) -> GradientRecord | None:
+def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
     """Compare the chunks of `balanced_dp`, one after another on the first device; None if there is one chunk."""
-    _refuse([rehearsal.problem])
+    _refuse([step.problem])
     record = strategy.last_batch
-    chunks = [chunk for chunk in strategy.cut(rehearsal.batch) if chunk is not None]
+    chunks = [chunk for chunk in strategy.cut(step.batch) if chunk is not None]
     sizes = [size for size in record.sizes if size]
     parts = [(*part, weight) for *part, weight in zip(chunks, sizes, record.weights, strict=True) if weight]
     if len(parts) < 2:
         return None
-    columns = [rehearsal.gradients(chunk, transferred=False) for chunk, _, _ in parts]
-    columns.append(rehearsal.gradients(rehearsal.batch, transferred=False))
+    columns = [step.gradients(chunk, transferred=False) for chunk, _, _ in parts]
+    columns.append(step.gradients(step.batch, transferred=False))
     comparison = GradientComparison(len(parts))
-    for name, parameter in rehearsal.module.named_parameters():
+    for name, parameter in step.module.named_parameters():
         if any(name in column for column in columns):
             *of_parts, of_whole = (column.get(name, _zeros(parameter)) for column in columns)
             comparison.add(name, of_parts, of_whole)
     weights, sizes = [weight for _, _, weight in parts], [size for _, size, _ in parts]
-    return _judge(batch, comparison, weights, sizes, rehearsal)
+    return _judge(batch, comparison, weights, sizes, step)
 
 
-def _compare_ranks(strategy: ExplicitDDPStrategy, rehearsal: _Rehearsal, batch: int) -> GradientRecord | None:
+def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
     """Compare the batches of the ranks; every rank returns the same. None if fewer than two batches have a weight."""
     assert strategy.reducer is not None
     group, weight = strategy.reducer.process_group, strategy.batch_weight
-    problem, packed, samples = rehearsal.problem, None, None
+    problem, packed, samples = step.problem, None, None
     if weight and not problem:
-        packed, samples = pack(rehearsal.batch), samples_or_none(rehearsal.batch)
+        packed, samples = pack(step.batch), samples_or_none(step.batch)
         if packed.left_out:
             problem = f"batches hold {packed.name_left_out()}, which cannot be sent to another rank"
     problems, weights, sizes = zip(*gather_objects([problem, weight, samples], group), strict=True)
@@ -384,17 +384,17 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, rehearsal: _Rehearsal, batch: 
     own, whole = {}, {}
     try:
         if is_first:
-            whole = rehearsal.gradients(_join(received, getattr(strategy, "batch_dim", 0), rehearsal.module.device))
+            whole = step.gradients(_join(received, getattr(strategy, "batch_dim", 0), step.module.device))
         if weight:
-            own = rehearsal.gradients(rehearsal.batch)
+            own = step.gradients(step.batch)
     except _ImpossibleError as error:
         problem = str(error)
-    problems, draws, names = zip(*gather_objects([problem, rehearsal.draws, [*{**own, **whole}]], group), strict=True)
+    problems, draws, names = zip(*gather_objects([problem, step.draws, [*{**own, **whole}]], group), strict=True)
     _refuse(problems)
-    rehearsal.draws = any(draws)
+    step.draws = any(draws)
 
     comparison = GradientComparison(len(active))
-    for name, parameter in rehearsal.module.named_parameters():
+    for name, parameter in step.module.named_parameters():
         if any(name in found for found in names):
             rows = _gather(own.get(name, _zeros(parameter)), group)
             if is_first:
@@ -403,7 +403,7 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, rehearsal: _Rehearsal, batch: 
     if is_first:
         total = 1.0 if strategy.weight_by == "sum" else sum(weights)
         factors = [weights[rank] / total for rank in active]
-        record = asdict(_judge(batch, comparison, factors, [sizes[rank] for rank in active], rehearsal))
+        record = asdict(_judge(batch, comparison, factors, [sizes[rank] for rank in active], step))
     return GradientRecord(**broadcast_object(record, group, active[0]))
 
 
@@ -442,12 +442,12 @@ def _judge(
     comparison: GradientComparison,
     weights: list[float],
     sizes: Sequence[int | None],
-    rehearsal: _Rehearsal,
+    step: _StepCopy,
 ) -> GradientRecord:
-    tolerance, difference, fitted = rehearsal.tolerance, comparison.difference(weights), comparison.fit()
+    tolerance, difference, fitted = step.tolerance, comparison.difference(weights), comparison.fit()
     remedy = None
     if not difference <= tolerance:
-        remedy = _find_remedy(comparison, tolerance, fitted, sizes, rehearsal)
+        remedy = _find_remedy(comparison, tolerance, fitted, sizes, step)
     parameter, parameter_difference = comparison.most_different(weights)
     return GradientRecord(batch, difference, parameter, parameter_difference, tolerance, weights, fitted, remedy)
 
@@ -457,7 +457,7 @@ def _find_remedy(
     tolerance: float,
     fitted: list[float] | None,
     sizes: Sequence[int | None],
-    rehearsal: _Rehearsal,
+    step: _StepCopy,
 ) -> str:
     """Return the remedy that the weights which would fit point at."""
     parts = len(sizes)
@@ -484,12 +484,12 @@ def _find_remedy(
             "A gradient is not finite, such as that of a mean over nothing. Set `weight_by` to a function that returns"
             " 0 for a batch without anything to count."
         )
-    if rehearsal.draws:
+    if step.draws:
         return (
             "No weights fit. The step draws random numbers, others for each part than for the whole batch, which may"
             " be all there is to it. Draw them in the dataset, or switch them off, to check the rest."
         )
-    if rehearsal.normalises_batches:
+    if step.normalises_batches:
         return (
             "No weights fit. Batch normalisation computes with the statistics of each part. Use another normalisation,"
             " such as `GroupNorm`, or larger parts, if the difference matters."

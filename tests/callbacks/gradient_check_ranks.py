@@ -68,7 +68,11 @@ class Streams(IgnoreIndex):
 
 def fit(module: LightningModule, callbacks: list[Callback], strategy: Any, data: Any = None, **options: Any) -> Any:
     trainer = quiet_trainer(
-        strategy, 2, callbacks=callbacks, use_distributed_sampler=False, **{"max_epochs": 1, **options}
+        strategy,
+        int(os.environ["WORLD_SIZE"]),
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+        **{"max_epochs": 1, **options},
     )
     trainer.fit(module, data)
     return trainer
