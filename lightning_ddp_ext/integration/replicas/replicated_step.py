@@ -21,6 +21,7 @@ from lightning_ddp_ext.parallel.batches.weighting import WeightBy, combination_w
 from lightning_ddp_ext.parallel.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.parallel.replicas.batch_norm import BatchNormObserver
 from lightning_ddp_ext.parallel.replicas.buffers import BufferMerger
+from lightning_ddp_ext.parallel.replicas.parametrizations import SharedParametrizationCache
 from lightning_ddp_ext.parallel.replicas.randomness import SharedGenerator
 from lightning_ddp_ext.parallel.replicas.replicas import Replicas
 from lightning_ddp_ext.parallel.replicas.workers import ReplicaWorkers, Timer
@@ -108,6 +109,7 @@ class ReplicatedModule:
         for replica in replicas:
             adopt_device(replica.module, replica.device)
         self._generator.forget()
+        self._parametrizations = SharedParametrizationCache(replicas.master)
         self._batch_norm = BatchNormObserver(replicas)
         self._buffers = BufferMerger(replicas)
         self._metrics = MetricFolder(replicas)
@@ -139,10 +141,14 @@ class ReplicatedModule:
             index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
             for index in scattered.active
         }
-        in_order = self._generator.forces_order(step) or watches_one_thread(self._module.trainer)
+        in_order = (
+            self._generator.forces_order(step)
+            or self._parametrizations.forces_order(step)
+            or watches_one_thread(self._module.trainer)
+        )
         scattered.record = BatchRecord(scattered.sizes, [], in_order)
         versions = self._replicas.versions(scattered.active)
-        with self._generator.watch(step):
+        with self._generator.watch(step), self._parametrizations.watch(step, in_order or len(jobs) == 1):
             results, timers = self._apply(jobs, scattered)
         self._replicas.check_untouched(versions, step)
         scattered.record.timers = [[timers[index]] if index in timers else [] for index in range(len(self._devices))]
