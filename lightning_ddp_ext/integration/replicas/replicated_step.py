@@ -15,6 +15,7 @@ from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.integration.replicas.log_replay import LogReplay
 from lightning_ddp_ext.integration.replicas.metric_folding import MetricFolder, copy_metric
 from lightning_ddp_ext.integration.replicas.profiling import actions_named_by_replica, watches_one_thread
+from lightning_ddp_ext.parallel.batches.arrays import rows_of_graphs
 from lightning_ddp_ext.parallel.batches.chunking import merge_single_samples
 from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, split_batch
 from lightning_ddp_ext.parallel.batches.weighting import WeightBy, combination_weights
@@ -58,6 +59,7 @@ class ScatteredBatch:
         active: Indices of the replicas that have samples.
         weights: What each active replica's loss counts in the loss of the batch.
         record: What is measured of it.
+        other_rows: Numbers of rows, other than the sizes, that outputs of the active replicas may have.
     """
 
     batch: Any
@@ -66,6 +68,7 @@ class ScatteredBatch:
     active: list[int]
     weights: list[float]
     record: BatchRecord
+    other_rows: list[tuple[int, ...]]
 
     @property
     def active_sizes(self) -> list[int]:
@@ -193,10 +196,12 @@ class ReplicatedModule:
         self._scattered = None
         chunks, sizes = self._cut(batch)
         active = [index for index, size in enumerate(sizes) if size]
+        other_rows = list(zip(*(rows_of_graphs(chunks[index]) for index in active), strict=False))
         for index in active:
             chunks[index] = self._transfer(chunks[index], index, dataloader_idx)
         weights = combination_weights(self._weight_by, [chunks[i] for i in active], [sizes[i] for i in active])
-        self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights, BatchRecord(sizes, []))
+        record = BatchRecord(sizes, [])
+        self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights, record, other_rows)
         return self._scattered
 
     def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
