@@ -29,8 +29,8 @@ PRIVATE_STRATEGY_NAMES = frozenset({"_configure_launcher", "_layer_sync"})
 _POPEN = "popen"  # of `DDPStrategy`; strategies without a choice do the same
 
 # Attributes of a `LightningModule` that a replica has values of its own for: its device, the cache of its metrics'
-# names, which is keyed by object id, and the `log` that records.
-REPLICA_ATTRIBUTES = frozenset({"_device", "_metric_attributes", "log"})
+# names, which is keyed by object id, and the `log` and `log_dict` that record.
+REPLICA_ATTRIBUTES = frozenset({"_device", "_metric_attributes", "log", "log_dict"})
 
 
 def adopt_device(module: nn.Module, device: Device) -> None:

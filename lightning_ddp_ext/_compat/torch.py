@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils import parametrize
 
 # Instance attributes of `nn.Module` that hold the module tree rather than the user's attributes. A replica has its own.
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
@@ -40,6 +41,11 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was used; torch has no public question."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def parametrization_cache() -> object:
+    """Return the cache of `parametrize.cached()`; the end of its outermost use in the process puts a new one there."""
+    return parametrize._cache
 
 
 def ignored_by_ddp(module: nn.Module) -> list[str]:

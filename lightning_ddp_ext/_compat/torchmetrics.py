@@ -96,7 +96,9 @@ def _merge_one(reduction: Any, values: list[Any]) -> Tensor | list[Tensor]:
         return [item for value in values for item in (value if isinstance(value, list) else [value])]
     if reduction is dim_zero_cat:
         return torch.cat(values)
-    stacked = torch.stack(values)
+    # States such as those of `R2Score` begin as one number and have one for each output after the first update.
+    shape = max((value.shape for value in values), key=len)
+    stacked = torch.stack([value.expand(shape) if value.ndim == 0 else value for value in values])
     if reduction is dim_zero_sum:
         return stacked.sum(0)
     return stacked.amax(0) if reduction is dim_zero_max else stacked.amin(0)

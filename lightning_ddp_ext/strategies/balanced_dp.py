@@ -197,7 +197,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         if not isinstance(outputs[0], Mapping):
             return self._pending.value
         extras = [{name: value for name, value in output.items() if name != "loss"} for output in outputs]
-        return {"loss": self._pending.value, **gather(extras, scattered.active_sizes, self.root_device, self.batch_dim)}
+        return {"loss": self._pending.value, **self._gather(extras, scattered)}
 
     def _run(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], ScatteredBatch]:
         if self._replicated is None:
@@ -263,8 +263,10 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
             return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        outputs, scattered = self._run(step, *args, **kwargs)
-        return gather(outputs, scattered.active_sizes, self.root_device, self.batch_dim)
+        return self._gather(*self._run(step, *args, **kwargs))
+
+    def _gather(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> Any:
+        return gather(outputs, scattered.active_sizes, self.root_device, self.batch_dim, scattered.other_rows)
 
     @override
     def save_checkpoint(

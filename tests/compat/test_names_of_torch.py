@@ -90,3 +90,13 @@ def test_a_reference_to_a_storage_keeps_its_address_but_not_its_memory():
     assert reference.expired()
     later = [torch.ones(1000) for _ in range(50)]
     assert all(compat_torch.WeakStorage(other.untyped_storage()) != reference for other in later)
+
+
+def test_the_end_of_a_use_of_the_cache_of_parametrizations_puts_a_new_one_in_its_place():
+    before = compat_torch.parametrization_cache()
+    assert compat_torch.parametrization_cache() is before
+    with nn.utils.parametrize.cached():
+        with nn.utils.parametrize.cached():
+            pass
+        assert compat_torch.parametrization_cache() is before
+    assert compat_torch.parametrization_cache() is not before

@@ -7,7 +7,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
-from tests.parity import Classifier, dataset, quiet_trainer, seeded
+from tests.parity import Classifier, balanced, dataset, quiet_trainer, seeded
+
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:You called `self.log\(.*but the value needs to be floating"),
+    pytest.mark.filterwarnings(r"ignore:`self.log\('(count|rows)', ...\)` logs whole numbers"),
+]
 
 
 class Logging(Classifier):
@@ -54,7 +59,6 @@ def run(strategy, devices, module=Logging, **options):
     return values.values, {name: float(value) for name, value in trainer.callback_metrics.items()}, trained
 
 
-@pytest.mark.filterwarnings(r"ignore:You called `self.log\('(count|last_label|first_label)', ...\)`")
 @pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([2, 3, 3], 3), (None, 2)])
 def test_every_step_and_every_epoch_logs_what_one_device_logs(split, devices):
     steps, epoch, _ = run(BalancedDataParallelStrategy(split=split), devices)
@@ -69,6 +73,98 @@ def test_the_test_fails_when_chunks_weigh_the_same():
     _, epoch, _ = run(BalancedDataParallelStrategy(split=[2, 6], weight_by="ranks"), 2)
     _, expected, _ = run("auto", 1)
     assert abs(epoch["both_epoch"] - expected["both_epoch"]) > 1e-3
+
+
+class Whole(Classifier):
+    """Logs whole numbers and truth values; replicas have chunks of 2 and 6 of the 8 samples."""
+
+    def training_step(self, batch, batch_idx):
+        scores = batch[0][:, 0]
+        positive = (scores > 0).sum()
+        self.log("yes", torch.tensor(True))
+        self.log("yes_mean", torch.tensor(True), reduce_fx="avg")
+        self.log("any", (scores > 1).any(), reduce_fx="max")
+        self.log("all", bool((scores > 0).all()), reduce_fx="min")
+        self.log("most", positive, reduce_fx=torch.max)
+        self.log("position", batch_idx)
+        self.log("rows", len(scores))
+        self.log("total", int(positive), reduce_fx="sum")
+        self.log_dict({"counted": positive, "counted_too": int(positive)})
+        return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+
+class WholeMeans(Classifier):
+    def training_step(self, batch, batch_idx):
+        positive = (batch[0][:, 0] > 0).sum()
+        self.log("tensor", positive, reduce_fx="mean")
+        self.log("number", int(positive), reduce_fx=torch.mean)
+        self.log("average", positive, reduce_fx="AVG")
+        self.log_dict({"dictionary": positive}, reduce_fx="mean")
+        self.log("expected", positive.double())
+        self.log("constant", 7)
+        return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:`self.log.*logs whole numbers without")
+def test_whole_numbers_and_truth_values_equal_those_of_one_device():
+    steps, epoch, _ = run(balanced([2, 6]), 2, Whole)
+    expected_steps, expected_epoch, _ = run("auto", 1, Whole)
+    assert len(epoch) == 10
+    for values, expected in zip([*steps, epoch], [*expected_steps, expected_epoch], strict=True):
+        most, expected_most = values.pop("most"), expected.pop("most")
+        assert 0 < most <= expected_most  # the largest of the chunks, as asked for
+        assert values == expected
+
+
+def test_a_chosen_mean_of_whole_numbers_is_the_mean_over_chunks():
+    steps, _, _ = run(balanced([2, 6]), 2, WholeMeans)
+    assert len(steps) == 8
+    for values in steps:
+        assert values.pop("constant") == 7
+        assert len(values) == 5
+        assert list(values.values()) == pytest.approx([values["expected"]] * 5, abs=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [[4, 4], [1, 1]])
+def test_a_number_that_grows_is_not_taken_for_a_chunk_size_when_it_meets_one(chunks):
+    class Counting(Classifier):
+        def training_step(self, batch, batch_idx):
+            self.log("step", self.global_step)
+            return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    values = StepValues()
+    trainer = quiet_trainer(balanced(chunks), 2, precision="64-true", max_epochs=1, callbacks=[values])
+    trainer.fit(seeded(Counting), DataLoader(dataset(64), batch_size=sum(chunks)))
+    assert [value["step"] for value in values.values] == list(range(64 // sum(chunks)))
+
+
+def test_a_warning_names_each_key_whose_whole_numbers_are_added_up_and_no_other():
+    class Warned(Classifier):
+        def training_step(self, batch, batch_idx):
+            scores = batch[0][:, 0]
+            self.log("added", (scores > 0).sum())
+            self.log("added_too", len(scores))
+            self.log("mixed", scores.abs().argmin() == 0)
+            self.log("constant", 3)
+            self.log("chosen", (scores > 0).sum(), reduce_fx="mean")
+            return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    with pytest.warns(UserWarning, match="self.log") as caught:
+        run(balanced([2, 6]), 2, Warned)
+    texts = [str(warning.message) for warning in caught if "needs to be floating" not in str(warning.message)]
+    named = [text.split("'")[1] for text in texts if text.startswith("`self.log(")]
+    assert sorted(named) == ["added", "added_too", "mixed"]
+
+
+@pytest.mark.parametrize("value", ["warmup", torch.zeros(2), {"inner": {"a": 1.0}}], ids=["text", "vector", "nested"])
+def test_a_value_that_cannot_be_logged_is_refused_with_its_key(value):
+    class Wrong(Classifier):
+        def training_step(self, batch, batch_idx):
+            self.log("phase", value)
+            return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    with pytest.raises(ValueError, match=r"self\.log\(phase, .*was called, but"):
+        run(balanced([2, 6]), 2, Wrong)
 
 
 def test_a_weight_by_callable_weighs_logged_means_too():

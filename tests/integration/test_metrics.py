@@ -209,3 +209,42 @@ def test_metrics_outside_of_the_module_tree_are_warned_about():
     trainer = quiet_trainer(BalancedDataParallelStrategy(), 2, max_steps=1)
     with pytest.warns(UserWarning, match=r"`self.losses` holds a metric that is no submodule"):
         trainer.fit(seeded(Hidden), DataLoader(dataset(8, torch.float32), batch_size=8))
+
+
+class Multioutput(Classifier):
+    """Metrics whose states get one value per output, and metrics in a list inside another."""
+
+    def __init__(self):
+        super().__init__()
+        self.r2 = torchmetrics.R2Score(multioutput="raw_values")
+        self.explained = torchmetrics.ExplainedVariance(multioutput="raw_values")
+        self.separate = torchmetrics.MultioutputWrapper(torchmetrics.R2Score(), CLASSES)
+        self.correlated = torchmetrics.MultioutputWrapper(torchmetrics.PearsonCorrCoef(), CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        features, labels = batch
+        logits = self.network(features)
+        for name in ("r2", "explained", "separate", "correlated"):
+            value = getattr(self, name)(logits.detach(), features[:, :CLASSES])
+            self.log_dict({f"{name}{output}": item for output, item in enumerate(value)}, on_step=True, on_epoch=False)
+        return functional.cross_entropy(logits, labels)
+
+    def on_train_epoch_end(self):
+        metrics = {name: getattr(self, name) for name in ("r2", "explained", "separate", "correlated")}
+        self.results = {name: metric.compute().clone() for name, metric in metrics.items()}
+        for metric in metrics.values():
+            metric.reset()
+
+
+@pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([2, 3, 3], 3)])
+def test_metrics_of_several_outputs_equal_one_device(split, devices):
+    def run(strategy, devices):
+        trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2)
+        module = seeded(Multioutput)
+        trainer.fit(module, DataLoader(dataset(32), batch_size=8))
+        return {**module.results, **trainer.callback_metrics}
+
+    found, expected = run(BalancedDataParallelStrategy(split=split), devices), run("auto", 1)
+    assert len(expected) == 4 + 4 * CLASSES
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)

@@ -36,6 +36,9 @@ def boxes(n):
         ({"views": [{"x": torch.zeros(8, 2)}, {"x": torch.zeros(8, 2)}]}, r"`batch\['views'\]` has 8 or 2"),
         # columns of texts, as the default collate function makes them, or rows
         ([("a", "b", "c"), ("x", "y", "z")], "`batch` has 3 or 2"),
+        # one column of texts, or one sample of several; and one without labels
+        ([("a", "b", "c")], "`batch` has 3 or 1"),
+        ([["a", "b", "c"], None], "`batch` has 3 or 2"),
         ({"text": ["a", "b", "c"], "tag": ["x", "y"]}, r"`batch\['text'\]` has 3, `batch\['tag'\]` has 2"),
     ],
 )
@@ -70,6 +73,24 @@ def test_one_reading_is_taken(batch, size):
     assert batch_size_of(batch) == size
     sizes = [1, size - 1] if size > 1 else [1]
     assert [batch_size_of(chunk) for chunk in split_batch(batch, sizes)] == sizes
+
+
+@pytest.mark.parametrize("other", [0.5, "train", {"ids": [1, 2, 3]}], ids=["number", "text", "mapping"])
+def test_entries_of_several_kinds_are_columns(other):
+    first, second = split_batch((["a", "b", "c"], other), [1, 2])
+    assert (first[0], second[0]) == (["a"], ["b", "c"])
+    expected = ({"ids": [1]}, {"ids": [2, 3]}) if isinstance(other, dict) else (other, other)
+    assert (first[1], second[1]) == expected
+
+
+def test_one_sample_that_was_not_collated_is_not_cut_into_its_columns():
+    with pytest.raises(BatchSplitError, match="`tuple` has no tensor"):
+        split_batch(("a text", 3), [1, 1])
+
+
+def test_samples_of_one_kind_are_cut_one_by_one():
+    for batch in ([1, 2.5, True], ["a", None, "b"], [["a"], ["b", "c"], []], [{"a": ["x"]}, {"a": ["y"]}, {"b": 1}]):
+        assert split_batch(batch, [1, 2]) == [batch[:1], batch[1:]]
 
 
 @pytest.mark.parametrize("batch", [{"a": torch.zeros(8), "b": torch.zeros(4)}, [torch.zeros(8), torch.zeros(4)]])

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.replicas.replicated_step import ReplicatedModule, ScatteredBatch
 
 
@@ -27,9 +28,23 @@ class CombinedLoss:
         self._scattered = scattered
         self._leaves = [loss.detach().to(device).requires_grad_(loss.requires_grad) for loss in losses]
         # A chunk that counts nothing is left out: its loss may be a mean over nothing, and 0 * nan is nan.
+        for leaf in self._leaves:
+            if leaf.requires_grad:
+                leaf.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
         terms = [leaf * weight for leaf, weight in zip(self._leaves, scattered.weights, strict=True) if weight]
         self.value = torch.stack(terms).sum(0)
 
     def backward(self, replicated: ReplicatedModule) -> None:
         """Take the gradient that the sum has got through the replicas' graphs, and add up what comes out."""
         replicated.backward(self._losses, [leaf.grad for leaf in self._leaves], self._scattered)
+
+
+def _refuse_second_order(gradient: Tensor) -> None:
+    # Autograd records gradients in a backward pass only with `create_graph=True`.
+    if torch.is_grad_enabled():
+        raise UnsupportedFeatureError(
+            "`balanced_dp` cannot run `backward(create_graph=True)`: the module's gradients are sums over replicas and"
+            " have no graph to differentiate. Train optimizers that need second-order gradients, such as AdaHessian,"
+            ' with `strategy="auto", devices=1`; a gradient penalty may call'
+            " `torch.autograd.grad(..., create_graph=True)` inside `training_step`."
+        )

@@ -21,17 +21,20 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point())
 
 
-def can_join(values: Sequence[Any]) -> bool:
-    """Tell whether what each replica has given makes what one call is given."""
+def can_join(values: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Tell whether what each replica has given makes what one call is given; `sizes` are those of the chunks."""
     first = values[0]
     if isinstance(first, dict):
         return all(value.keys() == first.keys() for value in values) and all(
-            can_join([value[key] for value in values]) for key in first
+            can_join([value[key] for value in values], sizes) for key in first
         )
     if isinstance(first, tuple):
-        return len(set(map(len, values))) == 1 and all(map(can_join, zip(*values, strict=True)))
+        return len(set(map(len, values))) == 1 and all(can_join(items, sizes) for items in zip(*values, strict=True))
+    if isinstance(first, list):
+        has_tensors = any(isinstance(item, Tensor) for value in values for item in value)
+        return not has_tensors or _are_columns(values, sizes) or list(map(len, values)) == list(sizes)
     # Equal texts may be two samples.
-    is_joined = isinstance(first, Tensor | list) or is_scalar(first)
+    is_joined = isinstance(first, Tensor) or is_scalar(first)
     return is_joined or (not isinstance(first, str) and all(value is first for value in values))
 
 
@@ -45,8 +48,8 @@ def join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], 
         device: Where the argument is needed.
 
     Returns:
-        Tensors and lists are concatenated, floating-point scalars averaged by weight, whole numbers that were counted
-        are added; of anything else the first.
+        Tensors and lists are concatenated, lists of columns column by column, floating-point scalars averaged by
+        weight, whole numbers that were counted are added; of anything else the first.
     """
     first = values[0]
     if isinstance(first, Tensor) and first.ndim:
@@ -58,8 +61,25 @@ def join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], 
     if isinstance(first, tuple):
         return tuple(join(items, weights, sizes, device) for items in zip(*values, strict=True))
     if isinstance(first, list):
+        if _are_columns(values, sizes):
+            return [join(items, weights, sizes, device) for items in zip(*values, strict=True)]
         return [to_device(item, device) for value in values for item in value]
     return first
+
+
+def _are_columns(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
+    """Return True if lists hold tensors with a row per sample, such as `[target, weight]`; a weight may be None."""
+
+    def has_row_per_sample(items: tuple[Any, ...]) -> bool:
+        return all(
+            isinstance(item, Tensor) and item.ndim > 0 and item.size(0) == size
+            for item, size in zip(items, sizes, strict=True)
+        )
+
+    if len(set(map(len, lists))) > 1:
+        return False
+    columns = [items for items in zip(*lists, strict=True) if any(item is not None for item in items)]
+    return bool(columns) and all(map(has_row_per_sample, columns))
 
 
 def _join_scalars(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:

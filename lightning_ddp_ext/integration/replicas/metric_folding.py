@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -73,17 +73,20 @@ class _Call:
 class _Entry:
     metric: Metric
     copies: list[Metric]
-    depths: InitVar[Sequence[list[int]]]
+    depths: Sequence[list[int]]
+    is_held: bool
     calls: list[list[_Call]] = field(default_factory=list)
 
-    def __post_init__(self, depths: Sequence[list[int]]) -> None:
+    def __post_init__(self) -> None:
         self.calls = [[] for _ in self.copies]
-        for calls, copied, depth in zip(self.calls, self.copies, depths, strict=True):
+        for calls, copied, depth in zip(self.calls, self.copies, self.depths, strict=True):
             record_calls(copied, partial(_record, calls), depth)
 
     def empty(self, index: int) -> None:
-        """Let a replica begin anew, which is no call of its own."""
-        type(self.copies[index]).reset(self.copies[index])
+        """Let a replica begin anew, which is no call of its own, nor of the metrics inside."""
+        self.depths[index][0] += 1
+        self.copies[index].reset()
+        self.depths[index][0] -= 1
         take_dtype(self.copies[index], self.metric)
         self.calls[index].clear()
 
@@ -99,8 +102,8 @@ class MetricFolder:
     States that follow from the chunks' states (sums, concatenations, maxima and minima) are merged in the order of the
     replicas. Every other metric - and a call whose only scalars are floating-point numbers, which are means of a chunk
     as a rule - is given the replicas' arguments once more, joined to those of the whole batch: tensors and lists are
-    concatenated, floating-point scalars are averaged by weight, whole numbers that were counted are added. What cannot
-    be joined, such as texts, is given one replica after the other.
+    concatenated, lists of columns column by column, floating-point scalars are averaged by weight, whole numbers that
+    were counted are added. What cannot be joined, such as texts, is given one replica after the other.
 
     What `forward` returns to a step is the value of a chunk; `of_whole_batch` tells that of the batch.
 
@@ -115,8 +118,15 @@ class MetricFolder:
         modules = [module for module in replicas.master.modules() if not isinstance(module, Metric)]
         metrics = {id(child): child for module in modules for child in module.children() if isinstance(child, Metric)}
         depths: list[list[int]] = [[0] for _ in replicas]
+        # A metric that another one holds as well has a state to which calls of that other one add.
+        held = {id(part) for metric in metrics.values() for part in metric.modules() if part is not metric}
         self._entries = [
-            _Entry(metric, [replica.references.find(metric) for replica in replicas], depths)  # type: ignore[misc]
+            _Entry(
+                metric,
+                [replica.references.find(metric) for replica in replicas],  # type: ignore[misc]
+                depths,
+                id(metric) in held,
+            )
             for metric in metrics.values()
         ]
         self._collections = [m for m in replicas.master.modules() if isinstance(m, MetricCollection)]
@@ -163,7 +173,8 @@ class MetricFolder:
             was_reset = any(call.method == "reset" for call in calls)
             one_value = len(calls) == len(called) or all(call.method == "update" for call in calls)
             indices, weights_of_calls, sizes_of_calls = zip(*called, strict=True)
-            if has_mergeable_state(entry.metric) and one_value and not was_reset and _states_tell(entry.metric, calls):
+            is_merged = has_mergeable_state(entry.metric) and not entry.is_held
+            if is_merged and one_value and not was_reset and _states_tell(entry.metric, calls):
                 self._merge(entry, indices)
             else:
                 self._replay(entry, indices, weights_of_calls, sizes_of_calls)
@@ -188,7 +199,7 @@ class MetricFolder:
         by_replica = [entry.calls[index] for index in indices]
         same_calls = len({tuple(call.method for call in calls) for calls in by_replica}) == 1
         groups = list(zip(*by_replica, strict=False))
-        are_joined = same_calls and all(map(_can_join_calls, groups))
+        are_joined = same_calls and all(_can_join_calls(group, sizes) for group in groups)
         if not are_joined or _is_extreme(entry.metric, by_replica[0]):
             for calls in by_replica:
                 for call in calls:
@@ -247,10 +258,10 @@ def _is_extreme(metric: Metric, calls: Sequence[_Call]) -> bool:
     return isinstance(metric, MaxMetric | MinMetric) and any(call.scalars for call in calls)
 
 
-def _can_join_calls(calls: Sequence[_Call]) -> bool:
+def _can_join_calls(calls: Sequence[_Call], sizes: Sequence[int]) -> bool:
     """Tell whether the arguments of replicas' calls make those of one call for the whole batch."""
     options = [{key: value for key, value in call.kwargs.items() if not isinstance(value, str)} for call in calls]
     texts = [{key: value for key, value in call.kwargs.items() if isinstance(value, str)} for call in calls]
     return all(text == texts[0] for text in texts) and can_join(
-        [(call.args, option) for call, option in zip(calls, options, strict=True)]
+        [(call.args, option) for call, option in zip(calls, options, strict=True)], sizes
     )

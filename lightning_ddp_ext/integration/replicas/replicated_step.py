@@ -15,12 +15,14 @@ from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.integration.replicas.log_replay import LogReplay
 from lightning_ddp_ext.integration.replicas.metric_folding import MetricFolder, copy_metric
 from lightning_ddp_ext.integration.replicas.profiling import actions_named_by_replica, watches_one_thread
+from lightning_ddp_ext.parallel.batches.arrays import rows_of_graphs
 from lightning_ddp_ext.parallel.batches.chunking import merge_single_samples
 from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, split_batch
 from lightning_ddp_ext.parallel.batches.weighting import WeightBy, combination_weights
 from lightning_ddp_ext.parallel.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.parallel.replicas.batch_norm import BatchNormObserver
 from lightning_ddp_ext.parallel.replicas.buffers import BufferMerger
+from lightning_ddp_ext.parallel.replicas.parametrizations import SharedParametrizationCache
 from lightning_ddp_ext.parallel.replicas.randomness import SharedGenerator
 from lightning_ddp_ext.parallel.replicas.replicas import Replicas
 from lightning_ddp_ext.parallel.replicas.workers import ReplicaWorkers, Timer
@@ -59,6 +61,7 @@ class ScatteredBatch:
         active: Indices of the replicas that have samples.
         weights: What each active replica's loss counts in the loss of the batch.
         record: What is measured of it.
+        other_rows: Numbers of rows, other than the sizes, that outputs of the active replicas may have.
     """
 
     batch: Any
@@ -67,6 +70,7 @@ class ScatteredBatch:
     active: list[int]
     weights: list[float]
     record: BatchRecord
+    other_rows: list[tuple[int, ...]]
 
     @property
     def active_sizes(self) -> list[int]:
@@ -110,6 +114,7 @@ class ReplicatedModule:
         for replica in replicas:
             adopt_device(replica.module, replica.device)
         self._generator.forget()
+        self._parametrizations = SharedParametrizationCache(replicas.master)
         self._batch_norm = BatchNormObserver(replicas)
         self._buffers = BufferMerger(replicas)
         self._metrics = MetricFolder(replicas)
@@ -141,10 +146,14 @@ class ReplicatedModule:
             index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
             for index in scattered.active
         }
-        in_order = self._generator.forces_order(step) or watches_one_thread(self._module.trainer)
+        in_order = (
+            self._generator.forces_order(step)
+            or self._parametrizations.forces_order(step)
+            or watches_one_thread(self._module.trainer)
+        )
         scattered.record = BatchRecord(scattered.sizes, [], in_order, scattered.weights)
         versions = self._replicas.versions(scattered.active)
-        with self._generator.watch(step):
+        with self._generator.watch(step), self._parametrizations.watch(step, in_order or len(jobs) == 1):
             results, timers = self._apply(jobs, scattered)
         self._replicas.check_untouched(versions, step)
         scattered.record.timers = [[timers[index]] if index in timers else [] for index in range(len(self._devices))]
@@ -189,11 +198,13 @@ class ReplicatedModule:
         self._scattered = None
         chunks, sizes = self.cut(batch)
         active = [index for index, size in enumerate(sizes) if size]
+        other_rows = list(zip(*(rows_of_graphs(chunks[index]) for index in active), strict=False))
         for index in active:
             replica = self._replicas[index]
             chunks[index] = transfer(chunks[index], self._module, replica.module, replica.device, dataloader_idx)
         weights = combination_weights(self._weight_by, [chunks[i] for i in active], [sizes[i] for i in active])
-        self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights, BatchRecord(sizes, []))
+        record = BatchRecord(sizes, [])
+        self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights, record, other_rows)
         return self._scattered
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:

@@ -16,7 +16,13 @@ from lightning_ddp_ext.parallel.batches.containers import (
 )
 
 
-def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, batch_dim: int = 0) -> Any:
+def gather(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    device: torch.device,
+    batch_dim: int = 0,
+    other_rows: Sequence[Sequence[int]] = (),
+) -> Any:
     """Put the outputs of the replicas together as one device would have returned them.
 
     Tensors with one row per sample are concatenated in the order of the batch; floating-point tensors without
@@ -28,6 +34,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, b
         sizes: Chunk size of each of them.
         device: Where tensors are gathered.
         batch_dim: The dimension of tensors that counts samples.
+        other_rows: Other numbers of rows that the tensors of each replica may have, such as one per node of its graphs.
 
     Returns:
         The gathered output.
@@ -36,14 +43,16 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, b
     if len(outputs) == 1:
         return to_device(first, device)
     if isinstance(first, Tensor):
-        return _gather_tensors([to_device(output, device) for output in outputs], sizes, batch_dim)
+        return _gather_tensors([to_device(output, device) for output in outputs], sizes, batch_dim, other_rows)
     if isinstance(first, Mapping) and all(output.keys() == first.keys() for output in outputs):
-        items = {key: gather([output[key] for output in outputs], sizes, device, batch_dim) for key in first}
+        items = {
+            key: gather([output[key] for output in outputs], sizes, device, batch_dim, other_rows) for key in first
+        }
         return rebuild_mapping(first, items)
     if is_object(first):
         values = {name: [getattr(output, name, None) for output in outputs] for name in fields(first)}
         return rebuild_object(
-            first, {name: gather(column, sizes, device, batch_dim) for name, column in values.items()}
+            first, {name: gather(column, sizes, device, batch_dim, other_rows) for name, column in values.items()}
         )
     if isinstance(first, list | tuple):
         lengths = [len(output) for output in outputs]
@@ -52,7 +61,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device, b
             return rebuild(first, [to_device(item, device) for output in outputs for item in output])
         if same_length:
             columns = zip(*outputs, strict=True)
-            return rebuild(first, [gather(column, sizes, device, batch_dim) for column in columns])
+            return rebuild(first, [gather(column, sizes, device, batch_dim, other_rows) for column in columns])
     if all(output is None for output in outputs):
         return None
     return [to_device(output, device) for output in outputs]
@@ -67,11 +76,13 @@ def _is_columnar(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
     )
 
 
-def _gather_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], batch_dim: int) -> Any:
+def _gather_tensors(
+    tensors: Sequence[Tensor], sizes: Sequence[int], batch_dim: int, other_rows: Sequence[Sequence[int]]
+) -> Any:
     if all(tensor.ndim == 0 and tensor.is_floating_point() for tensor in tensors):
         total = sum(sizes)
         return sum(tensor * (size / total) for tensor, size in zip(tensors, sizes, strict=True))
-    for dim in dict.fromkeys((batch_dim, 0)):
-        if all(tensor.ndim > dim and tensor.size(dim) == size for tensor, size in zip(tensors, sizes, strict=True)):
+    for dim, rows in [(batch_dim, sizes), (0, sizes), *((0, rows) for rows in other_rows)]:
+        if all(tensor.ndim > dim and tensor.size(dim) == size for tensor, size in zip(tensors, rows, strict=True)):
             return torch.cat(list(tensors), dim)
     return list(tensors)

@@ -3,6 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy
@@ -28,6 +29,7 @@ _REMEDY = (
     " module: it calls `split(number_of_samples)` for the chunk sizes and returns one chunk for each, None for size 0."
 )
 _NUMBERS = (int, float, complex)
+_KINDS = (Number, str | bytes, list | tuple, Mapping)
 _NAMED = 6  # a list of samples may have hundreds of entries
 
 
@@ -163,11 +165,14 @@ def _read(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> "_Cut":
 
 def _read_without_arrays(batch: Any, batch_dim: int, found: Sequence[_Entry]) -> "_Cut":
     if isinstance(batch, list | tuple) and batch and not is_record(batch) and not hides_array(batch):
-        if len(batch) > 1 and all(isinstance(item, list | tuple) and _are_alike(item) for item in batch):
-            lengths = {len(item) for item in batch}
-            if len(lengths) == 1:
+        given = [item for item in batch if item is not None]
+        if all(isinstance(item, list | tuple) and _are_alike(item) for item in given):
+            lengths = {len(item) for item in given}
+            if len(lengths) == 1 and (len(batch), *lengths) != (1, 1):
                 raise _ambiguous([_Entry("batch", tuple(lengths), len(batch))])
-        return _Cut(len(batch), batch_dim, by_rows=False, flat=True)
+        # Samples are of one kind; anything else are columns, such as texts and a number for all of them.
+        if len({_kind(item) for item in given}) <= 1:
+            return _Cut(len(batch), batch_dim, by_rows=False, flat=True)
     lists = [entry for entry in found if entry.certain]
     length = _common([(entry.length,) for entry in lists if entry.length is not None])
     if length is not None:
@@ -205,6 +210,10 @@ def _form(value: Any) -> Any:
     if isinstance(value, list | tuple) and not is_array(value) and not _are_alike(value):
         return type(value), len(value)
     return None
+
+
+def _kind(value: Any) -> Any:
+    return next((kind for kind in _KINDS if isinstance(value, kind)), object)
 
 
 def _are_alike(values: Sequence[Any]) -> bool:
