@@ -62,7 +62,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
     `on_after_backward`, so that clipping, logged norms and callbacks see those of the whole batch, whose parts may
-    differ in size from rank to rank and from micro-batch to micro-batch.
+    differ in size from rank to rank and from micro-batch to micro-batch. A rank whose `training_step` returns None has
+    no weight in the step; if all return None, there is no new gradient, as on one device.
 
     Args:
         accelerator: See `lightning.pytorch.strategies.DDPStrategy`, also for the arguments up to `start_method`.
@@ -216,7 +217,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._step is not None
         self._step.begin(next(iter((*args, *kwargs.values()))))
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        return self._step.skip() if output is None and self._module.automatic_optimization else output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
