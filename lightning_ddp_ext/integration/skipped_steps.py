@@ -19,8 +19,8 @@ class SkipWarning:
             return
         self._is_shown = True
         warnings.warn(
-            f"`training_step` returned None on {part}, whose samples have no weight in the gradient of this step. Ignore"
-            " this warning if that is on purpose. Log with `sync_dist=True` before returning None, if at all.",
+            f"`training_step` returned None on {part}, whose samples have no weight in the gradient of this step."
+            " Ignore this warning if that is on purpose. Log with `sync_dist=True` before returning None, if at all.",
             category=UserWarning,
             stacklevel=3,
         )
