@@ -17,12 +17,17 @@ from typing import Any, TypeGuard
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import device as Device
 from torch import nn
+from typing_extensions import override
+
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 PRIVATE_STRATEGY_NAMES = frozenset({"_configure_launcher", "_layer_sync"})
 
@@ -51,7 +56,43 @@ def data_hook_owner(trainer: Trainer, hook: str) -> Any:
 
 def takes_dataloader_iter(module: LightningModule, step: str) -> bool:
     """Tell whether a step asks for the iterator itself, `training_step(self, dataloader_iter)`."""
-    return is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True)
+    method = getattr(module, step)  # None switches a step off
+    return method is not None and is_param_in_hook_signature(method, "dataloader_iter", explicit=True)
+
+
+class OneTrainerStrategy(Strategy):
+    """A strategy that says what to do when it is passed to a second Trainer.
+
+    Lightning refuses that as well, but takes the settings of the first Trainer for the user's and names conflicts that
+    nobody has caused. It reads `_accelerator` before any other setting of a strategy, and only in a Trainer's
+    constructor; everything else reads `accelerator`, which a Trainer sets when it takes the strategy.
+    """
+
+    _given_accelerator: Accelerator | None = None
+    _has_trainer = False
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        if self._has_trainer:
+            raise UnsupportedFeatureError(
+                f"this `{type(self).__name__}` has been passed to a Trainer already, whose devices, precision and"
+                " plugins it keeps. Create a new strategy for each Trainer."
+            )
+        return self._given_accelerator
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._given_accelerator = accelerator
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._given_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        self._given_accelerator = accelerator
+        self._has_trainer = True
 
 
 def takes_batch_idx(module: LightningModule) -> bool:
@@ -73,6 +114,14 @@ def give_checkpoint_io(strategy: Strategy, checkpoint_io: CheckpointIO) -> None:
 def is_wrapping(checkpoint_io: object) -> TypeGuard[_WrappingCheckpointIO]:
     """Tell whether a `CheckpointIO` leaves writing to another one, as `AsyncCheckpointIO` does."""
     return isinstance(checkpoint_io, _WrappingCheckpointIO)
+
+
+def in_interactive_session() -> bool:
+    """Return True if the Trainer takes this process for a notebook or an interactive interpreter.
+
+    It then refuses strategies that start processes in another way than by fork.
+    """
+    return bool(accelerator_connector._IS_INTERACTIVE)  # type: ignore[attr-defined]  # imported there from Fabric
 
 
 def repeats_the_command(strategy: Strategy) -> bool:

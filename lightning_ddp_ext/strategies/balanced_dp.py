@@ -1,7 +1,7 @@
 """One process, several devices: each batch is cut into chunks, one for each replica of the module."""
 
-import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from lightning_ddp_ext.integration.clusters.connecting import check_objects
 from lightning_ddp_ext.integration.replicas.batch_split import BatchSplit
 from lightning_ddp_ext.integration.replicas.combined_loss import CombinedLoss
 from lightning_ddp_ext.integration.replicas.replicated_step import BatchRecord, ReplicatedModule, ScatteredBatch
+from lightning_ddp_ext.integration.skipped_steps import SkipWarning
 from lightning_ddp_ext.parallel.batches.gathering import gather
 from lightning_ddp_ext.parallel.batches.weighting import WeightBy, check_weight_by
 from lightning_ddp_ext.strategies.single_process import SingleProcessStrategy
@@ -35,6 +36,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
     combined by weight, so that the gradient that reaches the optimizer is the one a single device would compute on the
     whole batch; only the module itself has an optimizer, callbacks and checkpoints. The forward must treat samples
     independently: batch normalisation and in-batch negatives see their chunk only, as in every data-parallel system.
+    A replica whose `training_step` returns None has no weight in the step; if all do, there is no new gradient.
 
     Registered as `"balanced_dp"`. On the CPU, `devices=n` makes n logical replicas.
 
@@ -102,7 +104,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         self._unobserved: BatchRecord | None = None
         self._pending: CombinedLoss | None = None
         self._dataloader_idx = 0
-        self._warned_of_skip = False
+        self._skip_warning = SkipWarning()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -185,8 +187,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         with self.precision_plugin.train_step_context():
             outputs, scattered = self._run("training_step", *args, **kwargs)
         if any(output is None for output in outputs):
-            self._warn_of_skip(outputs, scattered)
-            return None
+            outputs, scattered = self._without_skipped(outputs, scattered)
         if not any(scattered.weights):
             return None  # as one device does that leaves out a batch of which nothing counts
         found = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
@@ -198,6 +199,18 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
             return self._pending.value
         extras = [{name: value for name, value in output.items() if name != "loss"} for output in outputs]
         return {"loss": self._pending.value, **self._gather(extras, scattered)}
+
+    def _without_skipped(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> tuple[list[Any], ScatteredBatch]:
+        """Return the outputs that are not None, and their part of the batch, whose weights are those of a whole one."""
+        kept = [position for position, output in enumerate(outputs) if output is not None]
+        active = [scattered.active[position] for position in kept]
+        if kept:  # otherwise Lightning warns
+            skipping = [index for index in scattered.active if index not in active]
+            self._skip_warning.show(f"the replicas {skipping}")
+        weights = [scattered.weights[position] for position in kept]
+        total = 1.0 if self.weight_by == "sum" else sum(weights) or 1.0
+        weights = [weight / total for weight in weights]
+        return [outputs[position] for position in kept], replace(scattered, active=active, weights=weights)
 
     def _run(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], ScatteredBatch]:
         if self._replicated is None:
@@ -214,17 +227,6 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         last, self._unobserved = self._unobserved, None
         if last is not None:
             self._split.observe(last)
-
-    def _warn_of_skip(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> None:
-        if not self._warned_of_skip and any(output is not None for output in outputs):
-            self._warned_of_skip = True
-            skipping = [index for index, output in zip(scattered.active, outputs, strict=True) if output is None]
-            warnings.warn(
-                f"`training_step` returned None on the replicas {skipping} and a loss on others. The whole batch is"
-                " skipped, as one device would have done.",
-                category=UserWarning,
-                stacklevel=2,
-            )
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

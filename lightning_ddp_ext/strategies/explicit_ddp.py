@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,12 @@ from lightning_ddp_ext._compat.loops import restore_signal_handling
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
 from lightning_ddp_ext.integration.checkpoints.atomic_checkpoint_io import AtomicSaving
 from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
-from lightning_ddp_ext.integration.clusters.connecting import Connection, check_objects, check_start_method
+from lightning_ddp_ext.integration.clusters.connecting import (
+    Connection,
+    StartMethod,
+    check_objects,
+    choose_start_method,
+)
 from lightning_ddp_ext.integration.ranks.batch_samplers import keep_batch_samplers
 from lightning_ddp_ext.integration.ranks.loader_workers import shield_workers
 from lightning_ddp_ext.integration.ranks.preemption import leave_at_once
@@ -57,7 +62,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
     `on_after_backward`, so that clipping, logged norms and callbacks see those of the whole batch, whose parts may
-    differ in size from rank to rank and from micro-batch to micro-batch.
+    differ in size from rank to rank and from micro-batch to micro-batch. A rank whose `training_step` returns None has
+    no weight in the step; if all return None, there is no new gradient, as on one device.
 
     Args:
         accelerator: See `lightning.pytorch.strategies.DDPStrategy`, also for the arguments up to `start_method`.
@@ -72,7 +78,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         process_group_backend: `"gloo"`, `"nccl"` and so on; by default what suits the devices.
         timeout: How long ranks wait for each other at the start, and the time limit of one collective; a timedelta or
             seconds.
-        start_method: How this process starts the others of its node.
+        start_method: How this process starts the others of its node: `"popen"`, `"spawn"`, `"fork"` or
+            `"forkserver"`. By default `"fork"` in interactive sessions, such as notebooks, and `"popen"` elsewhere.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
         weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
             samples; `"sum"` for losses that are sums; `"ranks"` counts every batch once, as torch does; a callable maps
@@ -107,7 +114,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = _THIRTY_MINUTES,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod | None = None,
         bucket_cap_mb: float = 25.0,
         weight_by: WeightBy = "samples",
         init_method: str | None = None,
@@ -130,7 +137,6 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             "model_averaging_period": model_averaging_period,
         }
         check_objects(**objects)
-        check_start_method(start_method)
         timeout = as_timeout("timeout", _THIRTY_MINUTES if timeout is None else timeout)
         self._connection = Connection(
             backend=process_group_backend,
@@ -145,7 +151,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             ddp_comm_state=ddp_comm_state,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            start_method=start_method,
+            start_method=choose_start_method(start_method),
         )
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
@@ -157,6 +163,9 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         self._step: SynchronizedStep | None = None
         self._run: ResumableRun | None = None
         self._resumed: dict[str, Any] | None = None
+        # Undoes the set-up of a run. It stays empty in a process that only starts others: there is nothing to undo, and
+        # the module has no trainer.
+        self._cleanup = ExitStack()
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -176,6 +185,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
 
     @override
     def setup_distributed(self) -> None:
+        self._resumed = None
         self.set_world_ranks()
         self._connection.open(self)
         super().setup_distributed()  # finds a process group, and leaves it at that
@@ -185,7 +195,9 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             leave_at_once(trainer)
+        self._cleanup.callback(restore_signal_handling, trainer)
         keep_batch_samplers(trainer)
+        self._cleanup.callback(restore_preparation, trainer)
         super().setup(trainer)
 
     @override
@@ -193,6 +205,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         assert self.model is not None
         check_weighable(self._module, self.weight_by)
         compare_setups({**describe_versions(), **describe_arguments(self._arguments())})
+        self._cleanup.callback(self._recomputing.stop, self._module)
         self._recomputing.start(self.model)
         reducer = GradientReducer(
             self.model,
@@ -209,7 +222,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._step is not None
         self._step.begin(next(iter((*args, *kwargs.values()))))
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        return self._step.skip() if output is None and self._module.automatic_optimization else output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -283,8 +297,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._resumed = checkpoint.get(RANKS)
+        self._resumed = checkpoint.get(RANKS)  # used by a run that fits, and forgotten when another run begins
         return checkpoint
 
     @override
@@ -292,10 +305,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         with ExitStack() as stack:  # the last first, and the others too if one fails
             stack.callback(self._watch.stop)
             stack.callback(super().teardown)
-            if self.lightning_module is not None:
-                stack.callback(self._recomputing.stop, self.lightning_module)
-                stack.callback(restore_signal_handling, self._module.trainer)
-                stack.callback(restore_preparation, self._module.trainer)
+            stack.callback(self._cleanup.close)
             if self._run is not None:
                 stack.callback(self._run.close)
             if self._step is not None:

@@ -2,8 +2,12 @@
 
 from typing import Any
 
+from typing_extensions import override
 
-class Registered:
+from lightning_ddp_ext._compat.lightning import OneTrainerStrategy
+
+
+class Registered(OneTrainerStrategy):
     """Part of a strategy that has a name.
 
     Attributes:
@@ -13,6 +17,7 @@ class Registered:
     strategy_name = ""
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make the name known to Lightning, unless it is."""
         if cls.strategy_name not in strategy_registry:

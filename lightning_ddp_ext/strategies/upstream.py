@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_ddp_ext.arguments import as_timeout, check_choice
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
-from lightning_ddp_ext.integration.clusters.connecting import Connection, check_start_method
+from lightning_ddp_ext.integration.clusters.connecting import Connection, check_start_method, device_type_of
 
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -64,9 +64,9 @@ class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.root_device.type != "cuda":
+        if device_type_of(self) != "cuda":
             raise UnsupportedFeatureError(
-                f"`fsdp` shards over CUDA devices, got {self.root_device.type}. Use `strategy=ddp` on the CPU."
+                f"`fsdp` shards over CUDA devices, got {device_type_of(self)}. Use `strategy=ddp` on the CPU."
             )
         super()._configure_launcher()
 

@@ -10,12 +10,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext._compat import loaders as compat_loaders
 from lightning_ddp_ext._compat import loops as compat_loops
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.strategies import balanced_dp, ddp_checkpoint, explicit_ddp, single_process, upstream
 
 
@@ -181,3 +184,22 @@ def test_steps_with_two_arguments_take_the_batch_index():
 
     assert compat_lightning.takes_batch_idx(Two())
     assert not compat_lightning.takes_batch_idx(One())
+
+
+def test_the_trainer_knows_an_interactive_session(monkeypatch):
+    """And it refuses strategies that do not start processes by fork there."""
+    assert accelerator_connector._IS_INTERACTIVE is compat_lightning.in_interactive_session() is False
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    assert compat_lightning.in_interactive_session()
+    with pytest.raises(MisconfigurationException, match="is not compatible with an interactive environment"):
+        Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False)
+
+
+def test_a_trainer_reads_the_accelerator_of_a_strategy_before_its_other_settings():
+    """`OneTrainerStrategy` relies on it; nothing but a Trainer's constructor reads the private name."""
+    strategy = single_process.SingleProcessStrategy()
+    Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(UnsupportedFeatureError, match="Create a new strategy for each Trainer"):
+        Trainer(strategy=strategy, accelerator="cpu", precision="64-true", plugins=[LightningEnvironment()])
+    sources = [inspect.getsource(cls).count("self._accelerator") for cls in (Strategy, ParallelStrategy, DDPStrategy)]
+    assert sources == [3, 0, 0]  # the constructor, and both sides of `accelerator`

@@ -1,13 +1,14 @@
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, UnsupportedFeatureError
-from tests.parity import Classifier, dataset, quiet_trainer
+from tests.parity import Classifier, balanced, dataset, quiet_trainer, relative_difference, seeded, train
 
 
 @pytest.mark.parametrize(
@@ -195,22 +196,49 @@ def test_what_hooks_do_to_the_batch_before_the_step_is_seen_by_the_step():
     assert values == [[7.0], [7.0]]
 
 
-def test_a_step_that_some_replicas_skip_is_skipped_as_a_whole_and_said_once():
-    class Skipping(Classifier):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return None if batch[0].size(0) == 3 else loss
+class Skipping(Classifier):
+    """Returns None for chunks that begin with the first sample of the data, which is one of 0."""
 
-    module = Skipping()
-    before = [p.clone() for p in module.double().parameters()]
-    strategy = BalancedDataParallelStrategy(split=[1, 3])
-    trainer = quiet_trainer(strategy, 2, max_epochs=2, precision="64-true")
+    def __init__(self, as_mapping: bool = False) -> None:
+        super().__init__(torch.optim.SGD)
+        self.as_mapping = as_mapping
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if (batch[0][0] == 0).all():
+            return None
+        return {"loss": loss, "labels": batch[1]} if self.as_mapping else loss
+
+
+@pytest.mark.parametrize("as_mapping", [False, True])
+@pytest.mark.parametrize("weight_by", ["samples", "ranks", "sum", lambda chunk: float(len(chunk[1]))])
+def test_replicas_whose_step_returns_none_have_no_weight(weight_by, as_mapping):
+    data = dataset(6)
+    data.tensors[0][1] = 0  # the first sample of the second replica
+    strategy = BalancedDataParallelStrategy(split=[1, 3, 2], weight_by=weight_by)
+    rest = Subset(data, [0, 4, 5])  # without those of the second replica
+    weights = {"split": [1, 2], "weight_by": weight_by}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(dataset(4), batch_size=4))
-    ours = [w for w in caught if "returned None on the replicas [1]" in str(w.message)]
+        found = train(seeded(partial(Skipping, as_mapping)), strategy, 3, loader=DataLoader(data, batch_size=6))
+    expected = train(
+        seeded(Skipping), BalancedDataParallelStrategy(**weights), 2, loader=DataLoader(rest, batch_size=3)
+    )
+    assert relative_difference(found.gradients.before_step, expected.gradients.before_step) < 1e-12
+    whole = train(seeded(Skipping), balanced([1, 5]), 2, loader=DataLoader(dataset(6), batch_size=6))
+    assert relative_difference(found.gradients.before_step, whole.gradients.before_step) > 1e-3
+    ours = [w for w in caught if "returned None on the replicas [1], whose samples have no weight" in str(w.message)]
     assert len(ours) == 1
-    assert all(torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_that_all_replicas_skip_is_skipped_as_on_one_device():
+    data = dataset(8)
+    data.tensors[0][4:] = 0
+    ways = {"strategy": "auto", "devices": 1}, {"strategy": balanced([1, 3]), "devices": 2}
+    single, parallel = (train(seeded(Skipping), **way, loader=DataLoader(data, batch_size=4)) for way in ways)
+    assert relative_difference(parallel.parameters, single.parameters) < 1e-12
+    assert parallel.trainer.global_step == single.trainer.global_step
 
 
 def test_importing_twice_and_registering_again_is_harmless():

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_ddp_ext._compat.lightning import in_interactive_session
 from lightning_ddp_ext.arguments import as_timeout, check_choice, check_integer, check_text
 from lightning_ddp_ext.integration.clusters.slurm_cluster import check_tasks, meeting_ports
 from lightning_ddp_ext.integration.clusters.sweeping import check_sweep
@@ -23,7 +24,7 @@ from lightning_ddp_ext.network.interfaces import check_interface
 from lightning_ddp_ext.network.process_group import init_process_group
 from lightning_ddp_ext.network.slurm_ports import step_name
 
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _KINDS: dict[str, Any] = {
     "accelerator": Accelerator,
@@ -82,13 +83,14 @@ class Connection:
             UnsupportedFeatureError: If every process that is started would begin a sweep again.
         """
         environment = strategy.cluster_environment
-        check_backend(self.backend, strategy.root_device.type)
+        device_type = device_type_of(strategy)
+        check_backend(self.backend, device_type)
         check_mpirun(environment is not None and environment.creates_processes_externally)
         check_tasks(
             environment,
             num_nodes=strategy.num_nodes,
             devices=strategy.num_processes,
-            uses_gpus=strategy.root_device.type == "cuda",
+            uses_gpus=device_type == "cuda",
         )
         check_interface(self.network_interface, strategy.num_nodes)
         check_sweep(strategy)
@@ -124,6 +126,19 @@ class Connection:
             rank_zero_info(f"{network}")
 
 
+def device_type_of(strategy: DDPStrategy | FSDPStrategy) -> str:
+    """Return the type of a strategy's devices, such as `"cuda"`.
+
+    `root_device` raises an IndexError if a launcher has started more processes than there are devices; Lightning
+    explains that when the run starts.
+
+    Args:
+        strategy: A strategy that its Trainer has given its devices.
+    """
+    assert strategy.parallel_devices is not None
+    return strategy.parallel_devices[0].type
+
+
 def check_start_method(start_method: object) -> None:
     """Refuse a way to start processes that there is not.
 
@@ -133,7 +148,30 @@ def check_start_method(start_method: object) -> None:
     Raises:
         ValueError: If it is none of those that Lightning has.
     """
-    check_choice("start_method", start_method, _START_METHODS, 'Use "popen" for processes that run the program again.')
+    check_choice(
+        "start_method", start_method, get_args(StartMethod), 'Use "popen" for processes that run the program again.'
+    )
+
+
+def choose_start_method(start_method: StartMethod | None) -> StartMethod:
+    """Return how a strategy starts the other processes of its node.
+
+    Args:
+        start_method: The argument of the strategy; None for "fork" in an interactive session, and "popen" elsewhere.
+
+    Raises:
+        ValueError: If Lightning has no such start method, or it cannot work in an interactive session.
+    """
+    is_interactive = in_interactive_session()
+    if start_method is None:
+        return "fork" if is_interactive else "popen"
+    check_start_method(start_method)
+    if is_interactive and start_method != "fork":
+        raise ValueError(
+            '`start_method` must be "fork" in an interactive session (a notebook, `python -i`), whose code no new'
+            f" interpreter can import, got {start_method!r}. Leave it out, or run the code as a script."
+        )
+    return start_method
 
 
 def check_objects(*, parallel_devices: object = None, model_averaging_period: object = None, **objects: object) -> None:

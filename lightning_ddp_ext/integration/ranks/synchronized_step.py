@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,6 +16,7 @@ from lightning_ddp_ext.data.lockstep_loader import Votes
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.ranks.preemption import Departure
 from lightning_ddp_ext.integration.ranks.step_guard import StepGuard
+from lightning_ddp_ext.integration.skipped_steps import SkipWarning
 from lightning_ddp_ext.parallel.batches.weighting import GradientWeights, WeightBy
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
 
@@ -51,6 +52,7 @@ class SynchronizedStep:
         self._weights = GradientWeights(weight_by)
         self._guard = StepGuard(trainer, module, reducer)
         self._departure = departure
+        self._skip_warning = SkipWarning()
         self._blocked = False
         self._synchronized = False
         self._last_weight = 0.0
@@ -73,6 +75,19 @@ class SynchronizedStep:
         """Have no micro-batch, while other ranks have one."""
         self._begin()
         self._weights.set_no_batch()
+
+    def skip(self) -> Tensor:
+        """Give the micro-batch no weight, because `training_step` has returned None.
+
+        Lightning refuses None on several ranks, and would leave the backward pass out, for which the others wait.
+
+        Returns:
+            A loss of zero that depends on no parameter, instead of None.
+        """
+        self._weights.skip_batch()
+        self._skip_warning.show(f"rank {self._trainer.global_rank}")
+        dtype = cast(torch.dtype, self._module.dtype)
+        return torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
 
     @property
     def is_blocked(self) -> bool:

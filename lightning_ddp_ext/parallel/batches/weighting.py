@@ -102,6 +102,10 @@ class GradientWeights:
         self._batch = 0.0
         self._counted = False
 
+    def skip_batch(self) -> None:
+        """Give the micro-batch no weight in the gradient, instead of `count`. Values logged in its step keep theirs."""
+        self._counted = True
+
     @property
     def of_batch(self) -> float:
         """What the micro-batch counts."""

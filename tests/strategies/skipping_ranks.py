@@ -1,0 +1,88 @@
+"""Training on ranks on which `training_step` returns None for some batches; every rank imports this module."""
+
+import os
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
+from tests.strategies.ddp_modules import CLASSES, FEATURES, Adam, Classifier, Momentum, SumLoss
+from tests.strategies.ddp_ranks import Case, Outcome, batches_of, fit, fit_alone
+
+SKIPPED = 7  # the size of batches for which the step returns None
+STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
+
+
+def skipping(base: type[Classifier]) -> type[Classifier]:
+    """Return a class whose step returns None for batches of `SKIPPED` samples, and for those without samples."""
+
+    class Skipping(base):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            loss = super().training_step(batch, batch_idx)
+            self.log("weight", self.network[0].weight.detach().norm(), sync_dist=True)
+            return None if len(batch[1]) in (0, SKIPPED) else loss
+
+    return Skipping
+
+
+class Normalised(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
+
+
+def scaled(case: Case) -> Case:
+    """Return a case whose losses are scaled, as under half precision."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    options = {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    return replace(case, module=partial(_double, case.module), trainer={**case.trainer, **options})
+
+
+def _double(make: Any) -> Any:
+    return make().double()
+
+
+CASES = {
+    "one rank": Case([[3, 7, 2], [1, 2, 7]], skipping(Momentum)),
+    "all ranks": Case([[3, 7, 2, 7], [1, 7, 4, 7]], skipping(Adam)),
+    "the first batch": Case([[7, 3], [7, 2]], skipping(Adam)),
+    "accumulated": Case(
+        [[3, 7, 7, 2, 7, 7, 3], [1, 2, 7, 4, 7, 7, 7]], skipping(Momentum), {"accumulate_grad_batches": 2}, windows=2
+    ),
+    "sums": Case([[3, 7, 2, 7], [1, 2, 7, 7]], skipping(SumLoss), strategy={"weight_by": "sum"}),
+    "equal weights": Case([[4, 7, 4], [4, 4, 4]], skipping(Momentum), strategy={"weight_by": "ranks"}),
+    "clipped": Case([[3, 7, 7], [1, 2, 7]], skipping(Momentum), {"gradient_clip_val": 0.05}),
+    "scaled": scaled(Case([[3, 7, 2, 7], [1, 2, 7, 7]], skipping(Momentum))),
+}
+UNEVEN = {"without data": Case([[3, 7, 2, 7, 7, 4], [1, 2, 7]], skipping(Momentum))}
+NORMALISED = Case([[3, 7, 7, 2], [4, 2, 7, 7]], skipping(Normalised))
+
+
+def without_skipped(case: Case) -> Case:
+    """Return a case without the samples that are skipped."""
+    return replace(case, sizes=[[0 if size == SKIPPED else size for size in sizes] for sizes in case.sizes])
+
+
+def alone(case: Case) -> Outcome:
+    warnings.simplefilter("ignore")
+    return fit_alone(without_skipped(case))
+
+
+def fit_skipping(name: str) -> dict[str, tuple[Outcome, list[str]]]:
+    """Run the cases under a strategy; returns each outcome, and the warnings about None."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    cases = {**CASES, "normalised": NORMALISED, **(UNEVEN if name == "ddp_join" else {})}
+    found = {}
+    for key, case in cases.items():
+        strategy = STRATEGIES[name](process_group_backend="gloo", **case.strategy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outcome = fit(case, batches_of(case.sizes, rank), strategy=strategy, devices=2)
+        found[key] = outcome, [str(one.message) for one in caught if "returned None" in str(one.message)]
+    return found
