@@ -1,7 +1,7 @@
 """One process per device; gradients are synchronised explicitly, after any backward pass."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import surround_launch
-from lightning_ddp_ext._compat.loaders import restore_preparation
+from lightning_ddp_ext._compat.loaders import replace_loaders, restore_loaders, restore_preparation
 from lightning_ddp_ext._compat.loops import restore_signal_handling
-from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
+from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap, check_integer
 from lightning_ddp_ext.integration.checkpoints.atomic_checkpoint_io import AtomicSaving
 from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
 from lightning_ddp_ext.integration.clusters.connecting import Connection, check_objects, check_start_method
 from lightning_ddp_ext.integration.ranks.batch_samplers import keep_batch_samplers
+from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples, combine_counted
 from lightning_ddp_ext.integration.ranks.loader_workers import shield_workers
 from lightning_ddp_ext.integration.ranks.preemption import leave_at_once
 from lightning_ddp_ext.integration.ranks.recomputing import Recomputing
@@ -36,6 +37,7 @@ from lightning_ddp_ext.integration.ranks.reductions import widened
 from lightning_ddp_ext.integration.ranks.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.integration.ranks.synchronized_step import SynchronizedStep, check_weighable
+from lightning_ddp_ext.integration.ranks.weighted_logging import WeightedLogging
 from lightning_ddp_ext.parallel.batches.weighting import WeightBy, check_weight_by
 from lightning_ddp_ext.parallel.consistency.setups import (
     compare_setups,
@@ -78,6 +80,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             samples; `"sum"` for losses that are sums; `"ranks"` counts every batch once, as torch does; a callable maps
             a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window are weighed in
             the same way, so that a short last window is exact too.
+        batch_dim: Dimension of a batch's tensors that counts samples, where the loader does not draw them: iterables
+            that are no `DataLoader`, `batch_size=None`, or a class that iterates in its own way.
         init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
         network_interface: Name of an interface that every host has; `"auto"` for the one that leads to the other hosts;
             `"loopback"` for one host; None to leave the choice to the back-end.
@@ -110,6 +114,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         bucket_cap_mb: float = 25.0,
         weight_by: WeightBy = "samples",
+        batch_dim: int = 0,
         init_method: str | None = None,
         network_interface: str | None = None,
         activation_checkpointing: ActivationCheckpointingPolicy | None = None,
@@ -118,6 +123,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     ) -> None:
         refuse_unknown(unknown, ExplicitDDPStrategy)
         check_weight_by(weight_by)
+        check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_bucket_cap(bucket_cap_mb)
         objects: dict[str, Any] = {
             "accelerator": accelerator,
@@ -149,6 +155,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         )
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
+        self.batch_dim = batch_dim
         self._comm_hook = ddp_comm_hook
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
             self._comm_hook = ddp_comm_wrapper(ddp_comm_hook)
@@ -157,11 +164,25 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         self._step: SynchronizedStep | None = None
         self._run: ResumableRun | None = None
         self._resumed: dict[str, Any] | None = None
+        self._samples = BatchSamples(batch_dim)
+        self._logging: WeightedLogging | None = None
+        self._prepares_loader = False
 
     @property
     def reducer(self) -> GradientReducer | None:
         """What synchronises the gradients; None unless the Trainer is fitting."""
         return None if self._step is None else self._step.reducer
+
+    def count_samples(self, batch: Any) -> float | None:
+        """Return the number of samples of the batch that a loop is at.
+
+        Args:
+            batch: The batch; its tensors decide only if the loader has not drawn its samples.
+
+        Returns:
+            The number of samples, the mean over loaders if several contribute to the batch; None if it is not known.
+        """
+        return self._samples.count(batch)
 
     @override
     def _configure_launcher(self) -> None:
@@ -180,8 +201,22 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             leave_at_once(trainer)
-        keep_batch_samplers(trainer)
+        keep_batch_samplers(trainer, self._preparing_loader)
+        replace_loaders(trainer, combine_counted)
+        self._watch_logging(trainer)
         super().setup(trainer)
+
+    def _watch_logging(self, trainer: Trainer) -> None:
+        self._logging = WeightedLogging(trainer, self._samples)
+
+    @contextmanager
+    def _preparing_loader(self) -> Iterator[None]:
+        """Lightning, not the user, asks for arguments of a sampler within this block."""
+        self._prepares_loader = True
+        try:
+            yield
+        finally:
+            self._prepares_loader = False
 
     @override
     def configure_ddp(self) -> None:
@@ -198,13 +233,37 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         )
         trainer = self._module.trainer
         self._run = ResumableRun(trainer, reducer, self._resumed)
-        self._step = SynchronizedStep(trainer, self._module, reducer, self.weight_by, self._run.departure)
+        self._step = SynchronizedStep(
+            trainer, self._module, reducer, self.weight_by, self._samples, self._run.departure
+        )
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._step is not None
         self._step.begin(next(iter((*args, *kwargs.values()))))
-        return super().training_step(*args, **kwargs)
+        with self._logging_by(self._step.batch_weight):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._logging_by(self._samples.weight(next(iter((*args, *kwargs.values()))))):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._logging_by(self._samples.weight(next(iter((*args, *kwargs.values()))))):
+            return super().test_step(*args, **kwargs)
+
+    def _logging_by(self, weight: float) -> AbstractContextManager[None]:
+        return nullcontext() if self._logging is None else self._logging.step(weight)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._take_batch(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _take_batch(self, batch: Any) -> None:
+        self._samples.take(self._module.trainer, self._module)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -259,7 +318,11 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
-        return super().reduce(widened(tensor, reduce_op), group, reduce_op)
+        tensor = widened(tensor, reduce_op)
+        mean = None
+        if self._logging is not None and reduce_op == "mean":
+            mean = self._logging.average(tensor, partial(super().reduce, group=group, reduce_op="sum"))
+        return super().reduce(tensor, group, reduce_op) if mean is None else mean
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -291,11 +354,14 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
                 stack.callback(self._recomputing.stop, self.lightning_module)
                 stack.callback(restore_signal_handling, self._module.trainer)
                 stack.callback(restore_preparation, self._module.trainer)
+                stack.callback(restore_loaders, self._module.trainer)
+            if self._logging is not None:
+                stack.callback(self._logging.close)
             if self._run is not None:
                 stack.callback(self._run.close)
             if self._step is not None:
                 stack.callback(self._step.close)
-            self._step = self._run = self._resumed = None
+            self._step = self._run = self._resumed = self._logging = None
 
     def _arguments(self) -> dict[str, object]:
         """What has to be the same on every rank."""
@@ -305,6 +371,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             "process_group_backend": self.process_group_backend,
             "bucket_cap_mb": self.bucket_cap_mb,
             "weight_by": self.weight_by,
+            "batch_dim": self.batch_dim,
             "ddp_comm_hook": self._comm_hook,
             "activation_checkpointing": self._recomputing.policy,
             "stall_timeout": self._watch.limit,
