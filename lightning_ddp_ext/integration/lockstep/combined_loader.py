@@ -78,7 +78,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
 
     @property
     def _ranked(self) -> list[RankedLoader]:
-        return [ranked(loader, self._group) for loader in self.flattened]
+        return [ranked(loader) for loader in self.flattened]
 
     def _together(self, skip: int) -> Iterator[tuple[Any, Turn, float | None, int, int]]:
         combined = CountedCombinedLoader(self.iterables, self._mode)

@@ -86,15 +86,20 @@ class RankedLoader:
 
     Args:
         loader: This rank's loader.
-        group: The ranks.
+        group: The ranks; None if there is one.
     """
 
-    def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
+    def __init__(self, loader: Any, group: dist.ProcessGroup | None = None) -> None:
+        def gather(own: int | None) -> list[int] | None:
+            if group is None:
+                return None if own is None else [own]
+            return gather_lengths(own, group)
+
         self.__dict__.update(
             loader=loader,
-            lengths=gather_lengths(sized_len(loader), group),
-            samples=gather_lengths(_count_samples(loader), group),
-            batch_sizes=gather_lengths(getattr(loader, "batch_size", None), group),
+            lengths=gather(sized_len(loader)),
+            samples=gather(_count_samples(loader)),
+            batch_sizes=gather(getattr(loader, "batch_size", None)),
         )
 
     @property  # type: ignore[misc]
@@ -125,9 +130,9 @@ class RankedLoader:
         return [min(samples, number * batch_size) for samples, batch_size, number in of_ranks]
 
 
-def ranked(loader: Any, group: dist.ProcessGroup) -> RankedLoader:
-    """Return a loader as one that knows the lengths of all ranks. Communicates if it is not one yet."""
-    return loader if type(loader) is RankedLoader else RankedLoader(loader, group)
+def ranked(loader: Any) -> RankedLoader:
+    """Return a loader as one that knows the lengths of all ranks. If it is not one yet, there is one rank."""
+    return loader if type(loader) is RankedLoader else RankedLoader(loader)
 
 
 def _count_samples(loader: object) -> int | None:
