@@ -17,16 +17,15 @@ class CountedLoader:
     def __init__(self, loader: Any, counts: list[int | None]) -> None:
         self._loader = loader
         self._counts = counts
-        self._batches: Iterator[Any] = iter(())
 
-    def __iter__(self) -> "CountedLoader":
-        self._batches = iterate_counting(self._loader)
-        return self
+    def __iter__(self) -> Iterator[Any]:
+        batches = iterate_counting(self._loader)  # at once, as loaders draw their seeds here
 
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._counts.append(samples_of(self._batches))
-        return batch
+        def count(batch: Any) -> Any:
+            self._counts.append(samples_of(batches))
+            return batch
+
+        return map(count, batches)
 
     def __len__(self) -> int:
         return len(self._loader)

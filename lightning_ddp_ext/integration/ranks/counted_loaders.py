@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -116,7 +116,7 @@ class BatchSamples:
 
     def count(self, batch: Any) -> float | None:
         """Return the number of samples drawn for the batch, or read from its tensors; None if there is neither."""
-        if self._drawn is not None:
+        if self._drawn is not None or isinstance(batch, Iterator):  # which a step takes to fetch its batch itself
             return self._drawn
         try:
             return float(count_samples(batch, self._batch_dim))
