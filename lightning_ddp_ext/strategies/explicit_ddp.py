@@ -241,21 +241,22 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._step is not None
         self._step.begin(next(iter((*args, *kwargs.values()))))
-        with self._logging_by(self._step.batch_weight):
+        with nullcontext() if self._logging is None else self._logging.step(self._step.batch_weight):
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._logging_by(self._samples.weight(next(iter((*args, *kwargs.values()))))):
+        with self._evaluating(*args, *kwargs.values()):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._logging_by(self._samples.weight(next(iter((*args, *kwargs.values()))))):
+        with self._evaluating(*args, *kwargs.values()):
             return super().test_step(*args, **kwargs)
 
-    def _logging_by(self, weight: float) -> AbstractContextManager[None]:
-        return nullcontext() if self._logging is None else self._logging.step(weight)
+    def _evaluating(self, batch: Any, *_: Any) -> AbstractContextManager[None]:
+        """Weigh what a step of evaluation logs by the samples of its batch."""
+        return nullcontext() if self._logging is None else self._logging.step(self._samples.weight(batch))
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -63,31 +63,32 @@ def same(samples):
 SIZES = [[0, 1, 2, 3], [4], [5, 6]]
 
 CASES = {
-    "another dimension": (DataLoader(Numbers(), 3, collate_fn=across_time), [3, 3, 1]),
-    "without the last": (DataLoader(Numbers(), 3, drop_last=True), [3, 3]),
-    "a batch sampler": (DataLoader(Numbers(), batch_sampler=SIZES, collate_fn=across_time), [4, 1, 2]),
-    "a stream": (DataLoader(Stream(), 3, collate_fn=across_time), [3, 3, 1]),
-    "broken samples": (DataLoader(Broken(), 4, collate_fn=without_broken), [2, 2]),
-    "workers": (DataLoader(Numbers(), batch_sampler=SIZES, num_workers=2, collate_fn=across_time), [4, 1, 2]),
+    "another dimension": (lambda: DataLoader(Numbers(), 3, collate_fn=across_time), [3, 3, 1]),
+    "without the last": (lambda: DataLoader(Numbers(), 3, drop_last=True), [3, 3]),
+    "a batch sampler": (lambda: DataLoader(Numbers(), batch_sampler=SIZES, collate_fn=across_time), [4, 1, 2]),
+    "a stream": (lambda: DataLoader(Stream(), 3, collate_fn=across_time), [3, 3, 1]),
+    "broken samples": (lambda: DataLoader(Broken(), 4, collate_fn=without_broken), [2, 2]),
+    "workers": (lambda: DataLoader(Numbers(), batch_sampler=SIZES, num_workers=2, collate_fn=across_time), [4, 1, 2]),
     "workers that persist": (
-        DataLoader(Numbers(), batch_sampler=SIZES, num_workers=2, persistent_workers=True), [4, 1, 2],
+        lambda: DataLoader(Numbers(), batch_sampler=SIZES, num_workers=2, persistent_workers=True), [4, 1, 2],
     ),
-    "one batch each": (DataLoader([torch.zeros(2), torch.zeros(5)], 1, collate_fn=first), [None, None]),
-    "no batches": (DataLoader([torch.zeros(2), torch.zeros(5)], batch_size=None), [None, None]),
-    "nothing but holes": (DataLoader([None] * 4, 2, collate_fn=len), [None, None]),
-    "columns": (DataLoader(Table(), 4, collate_fn=same), [None, None]),
-    "an iteration of its own": (OwnIteration(Numbers(), 3), [None, None, None]),
-    "an iterator of its own": (OwnIterator(Numbers(), 3), [None, None, None]),
-    "no loader": ([torch.zeros(2), torch.zeros(5)], [None, None]),
+    "one batch each": (lambda: DataLoader([torch.zeros(2), torch.zeros(5)], 1, collate_fn=first), [None, None]),
+    "no batches": (lambda: DataLoader([torch.zeros(2), torch.zeros(5)], batch_size=None), [None, None]),
+    "nothing but holes": (lambda: DataLoader([None] * 4, 2, collate_fn=len), [None, None]),
+    "columns": (lambda: DataLoader(Table(), 4, collate_fn=same), [None, None]),
+    "an iteration of its own": (lambda: OwnIteration(Numbers(), 3), [None, None, None]),
+    "an iterator of its own": (lambda: OwnIterator(Numbers(), 3), [None, None, None]),
+    "no loader": (lambda: [torch.zeros(2), torch.zeros(5)], [None, None]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_samples_are_counted_as_they_are_drawn(name):
-    loader, expected = CASES[name]
+    make, expected = CASES[name]
+    loader = make()
     counts = []
     counted = CountedLoader(loader, counts)
-    plain = list(loader) if name != "workers that persist" else list(DataLoader(Numbers(), batch_sampler=SIZES))
+    plain = list(make())
     for _ in range(2):
         counts.clear()
         batches = list(counted)

@@ -119,7 +119,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
             limit,
             skip,
             self._votes,
-            lambda: counted.samples[-1] if counted.samples else None,
+            count=lambda: counted.samples[-1] if counted.samples else None,
         )
         for number, (batch, turn) in enumerate(steps, skip):
             self._say_what_is_left_out(steps, dataloader_idx)
