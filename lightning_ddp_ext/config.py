@@ -35,6 +35,7 @@ class ExplicitDDPConfig:
     start_method: str = "popen"
     bucket_cap_mb: float = 25.0
     weight_by: Any = "samples"
+    batch_dim: int = 0
     activation_checkpointing: Any = None
     stall_timeout: Any = None
 

@@ -23,21 +23,25 @@ def current_results(trainer: Trainer) -> _ResultCollection | None:
 def watch_logging(
     trainer: Trainer,
     update: Callable[[str, _ResultMetric, Callable[[], None]], None],
+    count: Callable[[Any], int | None],
     end_batch: Callable[[], None],
-    end_epoch: Callable[[], None],
-    reduced: Callable[[], None],
+    end_epoch: Callable[[], None] = lambda: None,
+    reduced: Callable[[], None] = lambda: None,
 ) -> None:
     """Follow what is logged, in every loop.
 
     Args:
         trainer: The Trainer.
         update: Called instead of each update, with its key, its record and a function that updates it.
+        count: Returns the number of samples of a batch; None leaves it to Lightning, which takes the first size of the
+            first tensor. An explicit `batch_size` wins.
         end_batch: Called after the last hook of a batch, before its values are passed on.
         end_epoch: Called when an epoch of training or evaluation ends, before any hook or callback sees its values.
         reduced: Called when all hooks have run and all values of the epoch have been reduced.
     """
     for results in _result_collections(trainer):
         _watch(results, update)
+        _count_batches(results, count)
     connector = trainer._logger_connector
     _surround(connector, "on_batch_end", before=end_batch)
     _surround(connector, "epoch_end_reached", before=end_epoch)
@@ -64,10 +68,20 @@ def _watch(results: _ResultCollection, update: Callable[[str, _ResultMetric, Cal
     results.update_metrics = update_metrics
 
 
+def _count_batches(results: _ResultCollection, count: Callable[[Any], int | None]) -> None:
+    def extract_batch_size(metric: _ResultMetric, batch_size: int | None, meta: _Metadata) -> int:
+        if batch_size is None and results.batch_size is None and results.batch is not None:
+            results.batch_size = count(results.batch)  # until the end of the batch
+        return _ResultCollection._extract_batch_size(results, metric, batch_size, meta)
+
+    vars(results)["_extract_batch_size"] = extract_batch_size
+
+
 def unwatch_logging(trainer: Trainer) -> None:
     """Undo `watch_logging`."""
     for results in _result_collections(trainer):
-        results.__dict__.pop("update_metrics", None)
+        for name in ("update_metrics", "_extract_batch_size"):
+            results.__dict__.pop(name, None)
     for name in ("on_batch_end", "epoch_end_reached", "on_epoch_end"):
         trainer._logger_connector.__dict__.pop(name, None)
 

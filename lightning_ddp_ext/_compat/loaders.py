@@ -5,6 +5,7 @@ calls to save and load its position.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -54,18 +55,24 @@ def wrapped_sampler(sampler: DistributedSampler[Any]) -> Any:
     return sampler.dataset._sampler  # type: ignore[attr-defined]
 
 
-def replace_preparation(trainer: Trainer, show: Callable[[DataLoader[Any]], DataLoader[Any]]) -> None:
+def replace_preparation(
+    trainer: Trainer,
+    show: Callable[[DataLoader[Any]], DataLoader[Any]],
+    preparing: Callable[[], AbstractContextManager[None]],
+) -> None:
     """Replace the loaders that Lightning looks at when it injects samplers; there is no hook before that.
 
     Args:
         trainer: The Trainer.
         show: Returns the loader that is looked at; one that gets no sampler stays the user's.
+        preparing: Makes a context that is put around what Lightning does with the loader.
     """
     connector = trainer._data_connector
 
     def prepare(loader: Any, *args: Any, **kwargs: Any) -> Any:
         shown = show(loader) if isinstance(loader, DataLoader) else loader
-        prepared = type(connector)._prepare_dataloader(connector, shown, *args, **kwargs)
+        with preparing():
+            prepared = type(connector)._prepare_dataloader(connector, shown, *args, **kwargs)
         return loader if prepared is shown else prepared
 
     vars(connector)["_prepare_dataloader"] = prepare

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext.arguments import check_flag, check_path, check_picture
 from lightning_ddp_ext.callbacks.join_picture import draw_ranks
-from lightning_ddp_ext.parallel.batches.weighting import samples_or_one
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _MUCH = 0.2  # of an epoch
@@ -107,8 +106,10 @@ class JoinReport(Callback):
         if not isinstance(trainer.strategy, DDPJoinStrategy):
             return
         seconds = time.perf_counter() - self._started
-        is_ghost = trainer.strategy.is_ghost
-        step = [0, 0, 1, seconds, seconds] if is_ghost else [1, samples_or_one(batch), 0, 0, seconds]
+        if trainer.strategy.is_ghost:
+            step = [0, 0, 1, seconds, seconds]
+        else:
+            step = [1, trainer.strategy.count_samples(batch) or 1, 0, 0, seconds]
         self._counts = [sum(pair) for pair in zip(self._counts, step, strict=True)]
 
     @override

@@ -4,7 +4,7 @@ import copy
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,9 +130,11 @@ class LockstepLoader:
         limit: Number of steps after which to stop in any case.
         skip: Steps that have been made before, in the run that this one resumes.
         votes: How ranks vote; by default each time with a message.
+        count: Returns how many samples the source has drawn for the batch it has just yielded; None if not known.
 
     Attributes:
         length: Number of steps, if it is known, before the first one.
+        samples: Number of samples drawn for the batch that was yielded last; None if that is not known.
         left_out: How many batches of each rank `uneven_inputs="stop"` leaves out. Where lengths are not known, it is
             known after the end, and at least that many.
         left_out_samples: How many samples these are, where lengths are not known and samples can be counted.
@@ -153,6 +155,7 @@ class LockstepLoader:
         limit: float = float("inf"),
         skip: int = 0,
         votes: Votes | None = None,
+        count: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._source = source
         self._lengths = lengths
@@ -166,6 +169,8 @@ class LockstepLoader:
         self._turn: Turn | None = None
         self._filler: Any = None
         self._has_filler = False
+        self._count = count
+        self.samples: float | None = None
         self.length: int | None = None
         self.left_out: list[int] = []
         self.left_out_samples: int | None = None
@@ -188,6 +193,7 @@ class LockstepLoader:
             if step in lengths:
                 present = [length > step for length in lengths]
             batch = self._fetch(batches, own, step) if step < own else None
+            self.samples = self._count() if step < own else None
             if step == own - 1 < steps - 1:
                 self._keep(batch)
             yield self._take_turn(present, batch)
@@ -198,14 +204,16 @@ class LockstepLoader:
         self._pass_over(batches, self._skip)
         step = self._skip
         has_batch, batch = _advance(batches)
+        samples = self._count()
         self._votes.cast(has_batch)
         while any(present := self._votes.count()) and step < self._limit:
             if self._uneven_inputs != "join" and not all(present):
-                self._end_early(present, step, batch)
+                self._end_early(present, step, batch, samples)
                 return
-            given = batch
+            given, self.samples = batch, samples
             if has_batch:
                 has_batch, batch = _advance(batches)
+                samples = self._count()
                 if not has_batch:
                     self._keep(given)
             self._votes.cast(has_batch)
@@ -253,7 +261,7 @@ class LockstepLoader:
         except Exception:  # whatever users' classes raise: such a batch can be trained on, and another one stands in
             self._filler, self._has_filler = None, False
 
-    def _end_early(self, present: Sequence[bool], step: int, batch: Any) -> None:
+    def _end_early(self, present: Sequence[bool], step: int, batch: Any, drawn: float | None) -> None:
         missing = [rank for rank, has_batch in enumerate(present) if not has_batch]
         if self._uneven_inputs == "error":
             raise UnevenInputsError(
@@ -261,7 +269,8 @@ class LockstepLoader:
                 ' equally many batches, or use `uneven_inputs="join"`.'
             )
         self.left_out = [int(has_batch) for has_batch in present]
-        samples = gather_lengths(samples_or_none(batch) if present[self._rank] else 0, self._group)
+        own = (samples_or_none(batch) if drawn is None else int(drawn)) if present[self._rank] else 0
+        samples = gather_lengths(own, self._group)
         self.left_out_samples = None if samples is None else sum(samples)
 
     def _fetch(self, batches: Iterator[Any], length: int, step: int) -> Any:

@@ -88,6 +88,10 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         self._begin_lockstep(trainer)  # `configure_optimizers` may ask for the number of steps, which loads the data
         super().setup_optimizers(trainer)
 
+    @override
+    def _watch_logging(self, trainer: Trainer) -> None:
+        """Leave it to the lockstep, which reduces the values of a step together."""
+
     def _begin_lockstep(self, trainer: Trainer) -> None:
         if self._lockstep is None:
             own = [] if self.reducer is None else [self.reducer.process_group]
@@ -96,7 +100,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             self._module.allow_zero_length_dataloader_with_multiple_devices = True
             fetches = None if self._run is None else self._run.fetches
             self._lockstep = Lockstep(
-                trainer, self._module, self.uneven_inputs, self._timeout, own, self._watch, fetches
+                trainer, self._module, self.uneven_inputs, self._timeout, own, self._watch, fetches, self._samples
             )
             if self._step is not None:
                 self._step.votes = self._lockstep.votes
@@ -104,25 +108,26 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self._module.trainer.predicting:
+        given = super().distributed_sampler_kwargs
+        rank, ranks = given["rank"], given["num_replicas"]
+        if self._prepares_loader and self._module.trainer.predicting:
             # Lightning's sampler for predictions refuses ranks without samples.
-            return {"num_replicas": 1, "rank": InjectedRank(self.global_rank, self.world_size, value=0)}
-        rank = InjectedRank(self.global_rank, self.world_size)
-        return {"num_replicas": self.world_size, "rank": rank}
+            return {"num_replicas": 1, "rank": InjectedRank(rank, ranks, value=0)}
+        return {"num_replicas": ranks, "rank": InjectedRank(rank, ranks)}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         unpad(dataloader)
-        if self._lockstep is None or self._module.trainer.predicting:
+        if self._lockstep is None or self.world_size == 1 or self._module.trainer.predicting:
             return dataloader
         return RankedLoader(dataloader, self._lockstep.group)
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+    def _take_batch(self, batch: Any) -> None:
+        super()._take_batch(batch)
         if self._lockstep is not None:
             self._lockstep.take_turn(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

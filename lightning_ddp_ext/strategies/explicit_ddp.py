@@ -1,7 +1,7 @@
 """One process per device; gradients are synchronised explicitly, after any backward pass."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import surround_launch
-from lightning_ddp_ext._compat.loaders import restore_preparation
+from lightning_ddp_ext._compat.loaders import replace_loaders, restore_loaders, restore_preparation
 from lightning_ddp_ext._compat.loops import restore_signal_handling
-from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap
+from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap, check_integer
 from lightning_ddp_ext.integration.checkpoints.atomic_checkpoint_io import AtomicSaving
 from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
 from lightning_ddp_ext.integration.clusters.connecting import (
@@ -34,6 +34,7 @@ from lightning_ddp_ext.integration.clusters.connecting import (
     choose_start_method,
 )
 from lightning_ddp_ext.integration.ranks.batch_samplers import keep_batch_samplers
+from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples, combine_counted
 from lightning_ddp_ext.integration.ranks.loader_workers import shield_workers
 from lightning_ddp_ext.integration.ranks.preemption import leave_at_once
 from lightning_ddp_ext.integration.ranks.recomputing import Recomputing
@@ -41,6 +42,7 @@ from lightning_ddp_ext.integration.ranks.reductions import widened
 from lightning_ddp_ext.integration.ranks.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.integration.ranks.synchronized_step import SynchronizedStep, check_weighable
+from lightning_ddp_ext.integration.ranks.weighted_logging import WeightedLogging
 from lightning_ddp_ext.parallel.batches.weighting import WeightBy, check_weight_by
 from lightning_ddp_ext.parallel.consistency.setups import (
     compare_setups,
@@ -85,6 +87,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             samples; `"sum"` for losses that are sums; `"ranks"` counts every batch once, as torch does; a callable maps
             a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window are weighed in
             the same way, so that a short last window is exact too.
+        batch_dim: Dimension of a batch's tensors that counts samples, where the loader does not draw them: iterables
+            that are no `DataLoader`, `batch_size=None`, or a class that iterates in its own way.
         init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
         network_interface: Name of an interface that every host has; `"auto"` for the one that leads to the other hosts;
             `"loopback"` for one host; None to leave the choice to the back-end.
@@ -117,6 +121,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         start_method: StartMethod | None = None,
         bucket_cap_mb: float = 25.0,
         weight_by: WeightBy = "samples",
+        batch_dim: int = 0,
         init_method: str | None = None,
         network_interface: str | None = None,
         activation_checkpointing: ActivationCheckpointingPolicy | None = None,
@@ -125,6 +130,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     ) -> None:
         refuse_unknown(unknown, ExplicitDDPStrategy)
         check_weight_by(weight_by)
+        check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_bucket_cap(bucket_cap_mb)
         objects: dict[str, Any] = {
             "accelerator": accelerator,
@@ -155,6 +161,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         )
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
+        self.batch_dim = batch_dim
         self._comm_hook = ddp_comm_hook
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
             self._comm_hook = ddp_comm_wrapper(ddp_comm_hook)
@@ -166,6 +173,9 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         # Undoes the set-up of a run. It stays empty in a process that only starts others: there is nothing to undo, and
         # the module has no trainer.
         self._cleanup = ExitStack()
+        self._samples = BatchSamples(batch_dim)
+        self._logging: WeightedLogging | None = None
+        self._prepares_loader = False
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -176,6 +186,17 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def batch_weight(self) -> float:
         """Weight of this rank's last training batch in the gradient; 0 on a rank without data."""
         return 0.0 if self._step is None else self._step.batch_weight
+
+    def count_samples(self, batch: Any) -> float | None:
+        """Return the number of samples of the batch that a loop is at.
+
+        Args:
+            batch: The batch; its tensors decide only if the loader has not drawn its samples.
+
+        Returns:
+            The number of samples, the mean over loaders if several contribute to the batch; None if it is not known.
+        """
+        return self._samples.count(batch)
 
     @override
     def _configure_launcher(self) -> None:
@@ -196,9 +217,24 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         if trainer.state.fn != TrainerFn.FITTING:
             leave_at_once(trainer)
         self._cleanup.callback(restore_signal_handling, trainer)
-        keep_batch_samplers(trainer)
+        keep_batch_samplers(trainer, self._preparing_loader)
         self._cleanup.callback(restore_preparation, trainer)
+        replace_loaders(trainer, combine_counted)
+        self._cleanup.callback(restore_loaders, trainer)
+        self._watch_logging(trainer)
         super().setup(trainer)
+
+    def _watch_logging(self, trainer: Trainer) -> None:
+        self._logging = WeightedLogging(trainer, self._samples)
+
+    @contextmanager
+    def _preparing_loader(self) -> Iterator[None]:
+        """Lightning, not the user, asks for arguments of a sampler within this block."""
+        self._prepares_loader = True
+        try:
+            yield
+        finally:
+            self._prepares_loader = False
 
     @override
     def configure_ddp(self) -> None:
@@ -216,14 +252,39 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         )
         trainer = self._module.trainer
         self._run = ResumableRun(trainer, reducer, self._resumed)
-        self._step = SynchronizedStep(trainer, self._module, reducer, self.weight_by, self._run.departure)
+        self._step = SynchronizedStep(
+            trainer, self._module, reducer, self.weight_by, self._samples, self._run.departure
+        )
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._step is not None
         self._step.begin(next(iter((*args, *kwargs.values()))))
-        output = super().training_step(*args, **kwargs)
+        with nullcontext() if self._logging is None else self._logging.step(self._step.batch_weight):
+            output = super().training_step(*args, **kwargs)
         return self._step.skip() if output is None and self._module.automatic_optimization else output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluating(*args, *kwargs.values()):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._evaluating(*args, *kwargs.values()):
+            return super().test_step(*args, **kwargs)
+
+    def _evaluating(self, batch: Any, *_: Any) -> AbstractContextManager[None]:
+        """Weigh what a step of evaluation logs by the samples of its batch."""
+        return nullcontext() if self._logging is None else self._logging.step(self._samples.weight(batch))
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._take_batch(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _take_batch(self, batch: Any) -> None:
+        self._samples.take(self._module.trainer, self._module)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -278,7 +339,11 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def reduce(
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
-        return super().reduce(widened(tensor, reduce_op), group, reduce_op)
+        tensor = widened(tensor, reduce_op)
+        mean = None
+        if self._logging is not None and reduce_op == "mean":
+            mean = self._logging.average(tensor, partial(super().reduce, group=group, reduce_op="sum"))
+        return super().reduce(tensor, group, reduce_op) if mean is None else mean
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -306,11 +371,13 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             stack.callback(self._watch.stop)
             stack.callback(super().teardown)
             stack.callback(self._cleanup.close)
+            if self._logging is not None:
+                stack.callback(self._logging.close)
             if self._run is not None:
                 stack.callback(self._run.close)
             if self._step is not None:
                 stack.callback(self._step.close)
-            self._step = self._run = self._resumed = None
+            self._step = self._run = self._resumed = self._logging = None
 
     def _arguments(self) -> dict[str, object]:
         """What has to be the same on every rank."""
@@ -320,6 +387,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             "process_group_backend": self.process_group_backend,
             "bucket_cap_mb": self.bucket_cap_mb,
             "weight_by": self.weight_by,
+            "batch_dim": self.batch_dim,
             "ddp_comm_hook": self._comm_hook,
             "activation_checkpointing": self._recomputing.policy,
             "stall_timeout": self._watch.limit,

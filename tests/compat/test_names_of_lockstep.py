@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -155,11 +156,19 @@ def test_loaders_are_shown_to_lightning_before_it_injects_samplers():
         shown.append(loader)
         return DataLoader(loader.dataset, batch_size=5)
 
-    loaders.replace_preparation(trainer, show)
+    entered = []
+
+    @contextmanager
+    def preparing():
+        entered.append(len(shown))
+        yield
+
+    loaders.replace_preparation(trainer, show, preparing)
     loader = DataLoader(range(4))
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (5, 2)
     assert trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=None) is loader
     assert len(shown) == 2
+    assert entered == [1, 2]
     loaders.restore_preparation(trainer)
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (1, 2)
 
@@ -241,7 +250,12 @@ def test_logging_is_followed_and_described():
         described.append(json.dumps(lightning_logging.describe_logged(key, metric)))
 
     lightning_logging.watch_logging(
-        trainer, update, lambda: events.append("batch"), lambda: events.append("epoch"), lambda: events.append("end")
+        trainer,
+        update,
+        lambda batch: 7,
+        lambda: events.append("batch"),
+        lambda: events.append("epoch"),
+        lambda: events.append("end"),
     )
     trainer.fit(module := Logging())
     key = "training_step.loss"
@@ -253,8 +267,12 @@ def test_logging_is_followed_and_described():
     assert lightning_logging.latest(results[key]) == 3
     lightning_logging.set_latest(results[key], torch.tensor(5.0))
     assert lightning_logging.latest(results[key]) == 5
+    results.batch = torch.zeros(2)
+    metric = results[key]
+    assert [results._extract_batch_size(metric, given, metric.meta) for given in (3, None)] == [3, 7]
     lightning_logging.unwatch_logging(trainer)
-    assert "update_metrics" not in vars(results)
+    assert not {"update_metrics", "_extract_batch_size"} & set(vars(results))
+    assert "batch_size = self._extract_batch_size(self[key], batch_size, meta)" in inspect.getsource(type(results).log)
     assert not {"on_batch_end", "epoch_end_reached", "on_epoch_end"} & set(vars(trainer._logger_connector))
 
 

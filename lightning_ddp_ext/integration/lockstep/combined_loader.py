@@ -9,18 +9,20 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from typing_extensions import override
 
 from lightning_ddp_ext.data.lockstep_loader import LockstepLoader, Turn, UnevenInputs, Votes, number_of_steps
+from lightning_ddp_ext.integration.lockstep.ranked_loaders import RankedLoader, ranked
+from lightning_ddp_ext.integration.ranks.counted_loaders import CountedCombinedLoader
 
 ENDLESS = float("inf")
 
 
-class LockstepCombinedLoader(CombinedLoader):
+class LockstepCombinedLoader(CountedCombinedLoader):
     """Combines loaders as a `CombinedLoader` does on each rank, and makes the same number of steps on every rank.
 
     A rank has run out of data when its own combination of loaders would end. One after another ("sequential"), ranks
     are in the same loader at any time.
 
     Args:
-        iterables: Loaders, of which `flattened` is to be set to `RankedLoader`.
+        iterables: Loaders; several ranks set `flattened` to a `RankedLoader` of each.
         mode: See `CombinedLoader`.
         group: The ranks, over a back-end that has CPU tensors.
         uneven_inputs: See `number_of_steps`.
@@ -40,18 +42,20 @@ class LockstepCombinedLoader(CombinedLoader):
         self._uneven_inputs = uneven_inputs
         self._votes = votes
         self._said: set[int] = set()
-        self._steps: Iterator[tuple[Any, Turn, int, int]] = iter(())
+        self._steps: Iterator[tuple[Any, Turn, float | None, int, int]] = iter(())
 
     @override
     def __iter__(self) -> "LockstepCombinedLoader":
         self.turns.clear()
+        self.samples.clear()
         self._steps = self._one_after_another() if self._mode == "sequential" else self._together(0)
         return self
 
     @override
     def __next__(self) -> tuple[Any, int, int]:
-        batch, turn, batch_idx, dataloader_idx = next(self._steps)
+        batch, turn, samples, batch_idx, dataloader_idx = next(self._steps)
         self.turns.append(turn)
+        self.samples.append(samples)
         return batch, batch_idx, dataloader_idx
 
     @override
@@ -72,33 +76,54 @@ class LockstepCombinedLoader(CombinedLoader):
         self.reset()
         del self._group, self._votes
 
-    def _together(self, skip: int) -> Iterator[tuple[Any, Turn, int, int]]:
-        combined = CombinedLoader(self.iterables, self._mode)
+    @property
+    def _ranked(self) -> list[RankedLoader]:
+        return [ranked(loader) for loader in self.flattened]
+
+    def _together(self, skip: int) -> Iterator[tuple[Any, Turn, float | None, int, int]]:
+        combined = CountedCombinedLoader(self.iterables, self._mode)
+        combined.flattened = [loader.loader for loader in self._ranked]
         combined.limits = self.limits
-        known = all(loader.lengths is not None for loader in self.flattened)
+        known = all(loader.lengths is not None for loader in self._ranked)
         lengths = [int(length) for length in self._lengths_of_ranks()[0]] if known else None
         limit = combine_lengths(self._mode, self.limits or [ENDLESS])
         # A rank that has run out of data passes over no more than it has.
         own = skip if lengths is None else min(skip, lengths[self._rank])
-        batches = _Batches(self._fetched(combined, own, looks_ahead=not known))
-        yield from self._make_steps(batches, lengths, limit, 0, skip)
+        batches = self._fetched(combined, own, looks_ahead=not known)
+        yield from self._make_steps(batches, combined, lengths, limit, 0, skip)
 
     def _fetched(self, combined: CombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:
         """Return what is iterated over once to fetch the batches of this rank."""
         return combined
 
-    def _one_after_another(self) -> Iterator[tuple[Any, Turn, int, int]]:
+    def _one_after_another(self) -> Iterator[tuple[Any, Turn, float | None, int, int]]:
         limits = self.limits or [ENDLESS] * len(self.flattened)
-        for dataloader_idx, (loader, limit) in enumerate(zip(self.flattened, limits, strict=True)):
-            yield from self._make_steps(loader, loader.lengths, limit, dataloader_idx)
+        for dataloader_idx, (loader, limit) in enumerate(zip(self._ranked, limits, strict=True)):
+            counted = CountedCombinedLoader([loader.loader], "sequential")
+            yield from self._make_steps(counted, counted, loader.lengths, limit, dataloader_idx)
 
     def _make_steps(
-        self, source: Iterable[Any], lengths: list[int] | None, limit: float, dataloader_idx: int, skip: int = 0
-    ) -> Iterator[tuple[Any, Turn, int, int]]:
-        steps = LockstepLoader(source, lengths, self._group, self._uneven_inputs, limit, skip, self._votes)
+        self,
+        fetched: Iterable[tuple[Any, int, int]],
+        counted: CountedCombinedLoader,
+        lengths: list[int] | None,
+        limit: float,
+        dataloader_idx: int,
+        skip: int = 0,
+    ) -> Iterator[tuple[Any, Turn, float | None, int, int]]:
+        steps = LockstepLoader(
+            _Batches(fetched),
+            lengths,
+            self._group,
+            self._uneven_inputs,
+            limit,
+            skip,
+            self._votes,
+            count=lambda: counted.samples[-1] if counted.samples else None,
+        )
         for number, (batch, turn) in enumerate(steps, skip):
             self._say_what_is_left_out(steps, dataloader_idx)
-            yield batch, turn, number, dataloader_idx
+            yield batch, turn, steps.samples, number, dataloader_idx
         self._say_what_is_left_out(steps, dataloader_idx)
 
     def _lengths_of_ranks(self) -> list[list[float]]:
@@ -106,7 +131,7 @@ class LockstepCombinedLoader(CombinedLoader):
         limits = self.limits or [ENDLESS] * len(self.flattened)
         lengths = [
             [min(length, limit) for length in loader.lengths or [ENDLESS] * self._world_size]
-            for loader, limit in zip(self.flattened, limits, strict=True)
+            for loader, limit in zip(self._ranked, limits, strict=True)
         ]
         if self._mode == "sequential":
             return lengths
@@ -125,15 +150,15 @@ class LockstepCombinedLoader(CombinedLoader):
         rank_zero_info(f'`uneven_inputs="stop"` leaves out {at_least}{batches}{counted}{each}.')
 
     def _count_samples_left_out(self, steps: LockstepLoader) -> int | None:
-        if steps.length is None:
-            return steps.left_out_samples
         if len(self.flattened) > 1:
             return None
-        loader = self.flattened[0]
+        if steps.length is None:
+            return steps.left_out_samples
+        loader = self._ranked[0]
         kept, given = (
             loader.samples_in([steps.length + more * number for number in steps.left_out]) for more in (0, 1)
         )
-        return None if kept is None else sum(given) - sum(kept)
+        return None if kept is None or given is None else sum(given) - sum(kept)
 
 
 def combine_lengths(mode: str, lengths: Sequence[float]) -> float:

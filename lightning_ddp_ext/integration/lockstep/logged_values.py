@@ -23,6 +23,7 @@ from lightning_ddp_ext._compat.lightning_logging import (
 )
 from lightning_ddp_ext.data.lockstep_loader import Turn, Votes
 from lightning_ddp_ext.errors import LoggedKeysError
+from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
 from lightning_ddp_ext.parallel.messages.exchange import gather_integer, gather_integers, gather_objects
 
 _HASH_BITS = 31
@@ -44,6 +45,7 @@ class LoggedValues:
         module: Its module.
         votes: What travels with the keys of a training step.
         group: The ranks, over a back-end for the module's device and for CPU tensors.
+        samples: Knows how many samples a batch has, by which the mean of an epoch weighs.
         end_batch: Called after the last hook of a batch.
         after_epoch: Called at the end of an epoch, when every rank has got there.
     """
@@ -54,6 +56,7 @@ class LoggedValues:
         module: LightningModule,
         votes: Votes,
         group: dist.ProcessGroup,
+        samples: BatchSamples,
         end_batch: Callable[[], None],
         after_epoch: Callable[[], None],
     ) -> None:
@@ -69,7 +72,7 @@ class LoggedValues:
         self._adopted: set[str] = set()  # of this epoch, and not logged by this rank itself
         self._begins_evaluation = True  # ranks compare keys after the first batch, and when there are any
         self._after_epoch = after_epoch
-        watch_logging(trainer, self._update, end_batch, self._end_epoch, self._check_epoch)
+        watch_logging(trainer, self._update, samples.rounded, end_batch, self._end_epoch, self._check_epoch)
 
     def close(self) -> None:
         """Stop following what is logged."""
@@ -195,7 +198,7 @@ class LoggedValues:
     def _reduce_all(self, values: Sequence[Tensor], operations: Sequence[str], weight: float) -> list[Tensor]:
         """Reduce values of any operations over ranks; those of a ghost step count nothing.
 
-        Where all weigh nothing, each rank counts once in a mean.
+        If all weights are zero, or one is not known and thus nan, the mean weighs ranks equally.
         """
         stacked = torch.stack([value.detach().double() for value in values])
         sums = torch.zeros(2, len(values) + 1, dtype=torch.float64, device=stacked.device)

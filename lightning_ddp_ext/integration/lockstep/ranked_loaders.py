@@ -69,29 +69,42 @@ def unpad(loader: object) -> None:
     """Make the sampler that Lightning has injected into a loader deal out every sample exactly once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler) and isinstance(sampler.rank, InjectedRank):
-            kind = UnpaddedSamplerWrapper if is_sampler_wrapper(sampler) else UnpaddedDistributedSampler
-            sampler.shuffle = sampler.shuffle and not is_sampler_wrapper(sampler)
+        is_wrapper = is_sampler_wrapper(sampler)
+        # A class of the user's own may have been given the same arguments, `trainer.distributed_sampler_kwargs`.
+        if not isinstance(sampler, DistributedSampler) or not (is_wrapper or type(sampler) is DistributedSampler):
+            continue
+        if isinstance(sampler.rank, InjectedRank):
+            kind = UnpaddedSamplerWrapper if is_wrapper else UnpaddedDistributedSampler
+            sampler.shuffle = sampler.shuffle and not is_wrapper
             kind.take_over(sampler, sampler.rank.rank, sampler.rank.world_size)
 
 
 class RankedLoader:
     """A loader that knows how many batches every rank has of it. Its length is the largest of these.
 
-    Everything else is the loader's. Constructing it communicates once.
+    Everything else is the loader's, its class for `isinstance` too. Constructing it communicates.
 
     Args:
         loader: This rank's loader.
-        group: The ranks.
+        group: The ranks; None if there is one.
     """
 
-    def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
+    def __init__(self, loader: Any, group: dist.ProcessGroup | None = None) -> None:
+        def gather(own: int | None) -> list[int] | None:
+            if group is None:
+                return None if own is None else [own]
+            return gather_lengths(own, group)
+
         self.__dict__.update(
             loader=loader,
-            lengths=gather_lengths(sized_len(loader), group),
-            samples=gather_lengths(_count_samples(loader), group),
-            batch_sizes=gather_lengths(getattr(loader, "batch_size", None), group),
+            lengths=gather(sized_len(loader)),
+            samples=gather(_count_samples(loader)),
+            batch_sizes=gather(getattr(loader, "batch_size", None)),
         )
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.__dict__.get("loader", self))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
@@ -116,12 +129,10 @@ class RankedLoader:
         of_ranks = zip(self.samples, self.batch_sizes, steps, strict=True)
         return [min(samples, number * batch_size) for samples, batch_size, number in of_ranks]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the position in an epoch is that of all loaders. Without it, Lightning warns."""
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load nothing."""
+def ranked(loader: Any) -> RankedLoader:
+    """Return a loader as one that knows the lengths of all ranks. If it is not one yet, there is one rank."""
+    return loader if type(loader) is RankedLoader else RankedLoader(loader)
 
 
 def _count_samples(loader: object) -> int | None:

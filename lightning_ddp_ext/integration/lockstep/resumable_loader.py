@@ -125,12 +125,12 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
 
     def _taken(self, steps: int) -> list[int] | None:
         """Return how many samples the ranks have taken in so many steps, if that can be known."""
-        loader = self.flattened[0]
+        loader = self._ranked[0]
         return loader.samples_in([steps] * self._world_size) if len(self.flattened) == 1 else None
 
     def _deal_rest(self, dealt: list[list[int]], before: int, ranks: int, seed: int | None) -> None:
         """Deal out what is left of the epoch. Communicates."""
-        loader = self.flattened[0]
+        loader = self._ranked[0]
         sampler = getattr(loader, "sampler", None)
         if len(self.flattened) > 1 or not isinstance(sampler, UnpaddedDistributedSampler) or loader.lengths is None:
             self._refuse(ranks)
@@ -138,7 +138,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         limit = ENDLESS if self.limits is None or self.limits[0] >= len(loader) else self.limits[0] - before
         sampler.seed = sampler.seed if seed is None else seed  # what has been dealt depends on it
         sampler.leave_out(dealt)
-        self.flattened = [RankedLoader(loader.loader, self._group)]
+        self.flattened = [RankedLoader(loader.loader, self._group)]  # with other lengths
         self.limits = [max(0, limit)]
         self._dealt, self._before = dealt, before
         self._reload_after_epoch(partial(sampler.leave_out, ()))

@@ -31,8 +31,8 @@ from lightning_ddp_ext.integration.lockstep.combined_loader import LockstepCombi
 from lightning_ddp_ext.integration.lockstep.logged_values import LoggedValues
 from lightning_ddp_ext.integration.lockstep.metric_states import synchronize_states
 from lightning_ddp_ext.integration.lockstep.resumable_loader import ResumableLockstepLoader
+from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
 from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
-from lightning_ddp_ext.parallel.batches.weighting import samples_or_one
 from lightning_ddp_ext.parallel.messages.exchange import own_group
 from lightning_ddp_ext.parallel.messages.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.messages.tail_collectives import TailCollectives
@@ -51,6 +51,7 @@ class Lockstep:
         own: Other process groups in which every rank takes part at any time.
         watch: Knows what any rank has failed of.
         fetches: Knows the random states of this process, if it trains.
+        samples: Knows how many samples a batch has.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Lockstep:
         own: Iterable[dist.ProcessGroup],
         watch: StallWatch,
         fetches: RepeatableFetches | None,
+        samples: BatchSamples,
     ) -> None:
         self.group = own_group(timeout)
         self.turn: Turn | None = None
@@ -76,11 +78,14 @@ class Lockstep:
         watch.on_failure(self._messages.wake)
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
-        self._samples = 1.0
+        self._samples = samples
+        self._weight = 0.0  # of a batch in evaluation
         self._last_tail: Turn | None = None
         self._is_among_active = False
         self._turn_stack = ExitStack()
-        self.logged = LoggedValues(trainer, module, self.votes, self.group, self._end_batch, self._messages.forget)
+        self.logged = LoggedValues(
+            trainer, module, self.votes, self.group, self._samples, self._end_batch, self._messages.forget
+        )
         self._loaders: WeakSet[LockstepCombinedLoader] = WeakSet()
         replace_loaders(trainer, self._combine)
         watch_synchronization(synchronize_states)
@@ -131,7 +136,8 @@ class Lockstep:
             )
         turn = self.turn = combined.turns.popleft()
         self.logged.begin(turn)
-        self._samples = 1.0 if self._trainer.training else samples_or_one(batch)
+        if not self._trainer.training:
+            self._weight = self._samples.weight(batch)
         if not turn.is_tail:
             return
         self._tail.prepare(turn.active)
@@ -184,7 +190,7 @@ class Lockstep:
         if not self._trainer.training and self.turn is not None:
             self._turn_stack.close()
             self._tell_ghosts()
-            self.logged.synchronize(self._samples)
+            self.logged.synchronize(self._weight)
         self.turn = None
         self.logged.end()
 

@@ -1,6 +1,8 @@
 """Batch samplers of users, and the samplers in them, where Lightning injects samplers of its own."""
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -13,7 +15,7 @@ class _GivenBatchSampler(BatchSampler):
     """A batch sampler that Lightning makes anew with another sampler, because it is not torch's class itself."""
 
 
-def keep_batch_samplers(trainer: Trainer) -> None:
+def keep_batch_samplers(trainer: Trainer, preparing: Callable[[], AbstractContextManager[None]]) -> None:
     """Let loaders that were given a batch sampler keep the size of their batches and the sampler inside.
 
     Lightning 2.6.6 makes such a loader anew. If the batch sampler is one of torch's class itself, it puts a sampler in
@@ -22,8 +24,9 @@ def keep_batch_samplers(trainer: Trainer) -> None:
 
     Args:
         trainer: The Trainer.
+        preparing: Makes a context that is put around Lightning's own work on a loader.
     """
-    replace_preparation(trainer, _show_samplers)
+    replace_preparation(trainer, _show_samplers, preparing)
 
 
 def _show_samplers(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -9,12 +9,13 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.loaders import combination_mode, has_state
 from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.integration.ranks.counted_loaders import CountedCombinedLoader, combine_counted
 
 POSITION = "position"
 WORLD_SIZE = "world_size"
 
 
-class ResumableCombinedLoader(CombinedLoader):
+class ResumableCombinedLoader(CountedCombinedLoader):
     """Combines loaders as a `CombinedLoader` does, and passes over batches that an interrupted run has used.
 
     Args:
@@ -50,6 +51,7 @@ class ResumableCombinedLoader(CombinedLoader):
                     f"the checkpoint was saved after {skip} batches of an epoch, which has only {passed} now. Resume"
                     " with the same data, batch size and number of ranks, or from a checkpoint of the end of an epoch."
                 )
+        self.samples.clear()
         return self
 
     @override
@@ -100,5 +102,5 @@ def make_resumable(given: Any, fetches: RepeatableFetches, world_size: int, may_
     combined = ResumableCombinedLoader(iterables, mode, fetches, world_size, may_look_ahead)
     if any(has_state(loader) for loader in combined.flattened):
         fetches.leave_to_loaders()
-        return given
+        return combine_counted(given, is_training=True)
     return combined

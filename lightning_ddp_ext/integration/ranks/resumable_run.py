@@ -23,6 +23,7 @@ from lightning_ddp_ext._compat.resuming import (
     resume_training_data,
 )
 from lightning_ddp_ext.data.repeatable_fetches import FetchRecord, RepeatableFetches
+from lightning_ddp_ext.integration.ranks.counted_loaders import combine_counted
 from lightning_ddp_ext.integration.ranks.preemption import Departure
 from lightning_ddp_ext.integration.ranks.resumable_data import make_resumable
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
@@ -98,7 +99,7 @@ class ResumableRun:
 
     def _combine(self, given: Any, is_training: bool) -> Any:
         if not is_training:
-            return given
+            return combine_counted(given, is_training)
         may_look_ahead = not takes_dataloader_iter(self._trainer.lightning_module, "training_step")
         return make_resumable(given, self.fetches, self._trainer.world_size, may_look_ahead)
 

@@ -1,5 +1,6 @@
 """What a training step is on a rank: micro-batches that are weighed, and backward passes that are synchronised."""
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,11 +15,13 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.data.lockstep_loader import Votes
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
 from lightning_ddp_ext.integration.ranks.preemption import Departure
 from lightning_ddp_ext.integration.ranks.step_guard import StepGuard
 from lightning_ddp_ext.integration.skipped_steps import SkipWarning
 from lightning_ddp_ext.parallel.batches.weighting import GradientWeights, WeightBy
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+from lightning_ddp_ext.parallel.messages.exchange import gather_integer
 
 _PASSES = 1000  # more than there are synchronised backward passes in a batch
 
@@ -31,6 +34,7 @@ class SynchronizedStep:
         module: Its module.
         reducer: Synchronises the gradients of the module.
         weight_by: What a batch counts.
+        samples: Knows how many samples a batch has.
         departure: Lets all ranks leave together.
 
     Attributes:
@@ -44,12 +48,18 @@ class SynchronizedStep:
         module: LightningModule,
         reducer: GradientReducer,
         weight_by: WeightBy,
+        samples: BatchSamples,
         departure: Departure,
     ) -> None:
         self.reducer = reducer
         self._trainer = trainer
         self._module = module
         self._weights = GradientWeights(weight_by)
+        self._samples = samples
+        self._is_by_samples = weight_by == "samples" and not takes_dataloader_iter(module, "training_step")
+        self._is_equal: bool | None = None  # whether all batches weigh the same, since some cannot be counted
+        self._last_samples = 1.0
+        self._has_warned = False
         self._guard = StepGuard(trainer, module, reducer)
         self._departure = departure
         self._skip_warning = SkipWarning()
@@ -67,13 +77,15 @@ class SynchronizedStep:
             batch: What `training_step` is about to be called with.
         """
         self._begin()
-        self._weights.set_batch(batch)
+        self._weights.set_batch(batch, self._count(batch) if self._is_by_samples else 1.0)
         if leaves_out_backward(self._trainer):
             self._weights.count()
 
     def begin_without_data(self) -> None:
         """Have no micro-batch, while other ranks have one."""
         self._begin()
+        if self._is_by_samples:
+            self._agree(is_counted=True)
         self._weights.set_no_batch()
 
     def skip(self) -> Tensor:
@@ -104,6 +116,39 @@ class SynchronizedStep:
     def batch_weight(self) -> float:
         """What the micro-batch counts."""
         return self._weights.of_batch
+
+    def _count(self, batch: Any) -> float:
+        """Return the number of samples of a batch, or 1 for all batches if ranks have agreed on that."""
+        samples = self._samples.count(batch)
+        if self._agree(samples is not None):
+            samples = 1.0
+        elif samples is None:
+            # Ranks would have to agree in every step. Batches of a loader hardly differ in size.
+            self._warn(f"This one weighs {self._last_samples:g} samples, as the one before it.")
+            samples = self._last_samples
+        self._last_samples = samples
+        return samples
+
+    def _agree(self, is_counted: bool) -> bool:
+        """Return True if all batches weigh the same: a rank could not count the samples of its first one."""
+        if self._is_equal is None:
+            counted = gather_integer(is_counted, self.reducer.process_group)
+            self._is_equal = not all(counted)
+            if self._is_equal and counted.index(0) == self._trainer.global_rank:
+                self._warn("All batches weigh the same.")
+        return self._is_equal
+
+    def _warn(self, consequence: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"rank {self._trainer.global_rank}: the samples of a batch cannot be counted: {self._samples.problem}"
+                f" {consequence} Pass a callable `weight_by`, which returns the weight of a batch, such as `len` for a"
+                " list of samples; or `batch_dim`, if samples are in another dimension of all tensors; or"
+                ' `weight_by="ranks"`, if batches are equally large on all ranks.',
+                category=UserWarning,
+                stacklevel=2,
+            )
 
     def _begin(self) -> None:
         index = self._trainer.fit_loop.epoch_loop.batch_idx

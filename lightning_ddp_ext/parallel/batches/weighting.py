@@ -1,7 +1,7 @@
 """What a part of a batch counts when losses, gradients and logged values of the parts are combined."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from lightning_ddp_ext.errors import BatchSplitError
@@ -84,17 +84,17 @@ class GradientWeights:
         """Forget the micro-batches so far: their gradients have been dropped."""
         self._first = self._total = 0.0
 
-    def set_batch(self, batch: Any) -> None:
+    def set_batch(self, batch: Any, samples: float = 1.0) -> None:
         """Measure a micro-batch.
 
         Args:
             batch: A batch.
+            samples: Its number of samples, or the same number for all batches that cannot be compared.
 
         Raises:
-            BatchSplitError: If its samples count and cannot be counted.
             ValueError: If a callable returns a negative number, or one that is not finite.
         """
-        self._batch = self._measure(batch)
+        self._batch = self._measure(batch, samples)
         self._counted = False
 
     def set_no_batch(self) -> None:
@@ -134,12 +134,10 @@ class GradientWeights:
         self._counted = False
         return total, first
 
-    def _measure(self, batch: Any) -> float:
-        if self._weight_by in ("ranks", "sum") or isinstance(batch, Iterator):
-            return 1.0  # a step that takes `dataloader_iter` fetches its batch itself
-        if self._weight_by == "samples":
-            return float(_count_samples(batch))
-        weight = float(self._weight_by(batch))  # type: ignore[operator]
+    def _measure(self, batch: Any, samples: float) -> float:
+        if not callable(self._weight_by):
+            return samples if self._weight_by == "samples" else 1.0
+        weight = float(self._weight_by(batch))
         if not 0 <= weight < math.inf:
             raise ValueError(
                 f"`weight_by` returned {weight} for a batch. Return a finite number of at least 0, such as its number"
@@ -148,26 +146,9 @@ class GradientWeights:
         return weight
 
 
-def _count_samples(batch: Any) -> int:
-    try:
-        return count_samples(batch)
-    except BatchSplitError as error:
-        raise BatchSplitError(
-            error.problem,
-            "Pass a callable `weight_by`, which returns what a batch counts, such as `len` for a list of samples, or"
-            ' `weight_by="ranks"` if batches are equally large on all ranks.',
-        ) from error
-
-
 def samples_or_none(batch: Any) -> int | None:
     """Count the samples of a batch; None where they cannot be counted."""
     try:
         return count_samples(batch)
     except BatchSplitError:
         return None
-
-
-def samples_or_one(batch: Any) -> float:
-    """Count the samples of a batch; 1 where they cannot be counted."""
-    samples = samples_or_none(batch)
-    return 1.0 if samples is None else float(samples)

@@ -1,0 +1,57 @@
+"""Means over ranks of values that a step logs, in one process that plays all ranks."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
+from lightning_ddp_ext.integration.ranks.weighted_logging import WeightedLogging
+
+
+@pytest.fixture
+def logging():
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+    logging = WeightedLogging(trainer, BatchSamples(0))
+    yield logging
+    logging.close()
+
+
+def averages(logging, values, weights):
+    """What each rank finds, if all log in a step."""
+    sent, found = [], []
+
+    def log(value, weight, add_up):
+        with logging.step(weight):
+            logging._update("loss", None, lambda: found.append(logging.average(torch.tensor(value), add_up)))
+
+    for value, weight in zip(values, weights, strict=True):
+        log(value, weight, lambda part: sent.append(part) or part)
+    found.clear()
+    for value, weight in zip(values, weights, strict=True):
+        log(value, weight, lambda part: sum(sent))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "expected"),
+    [
+        ([1.0, 4.0], [2.0, 1.0], 2.0),
+        ([math.nan, 4.0], [0.0, 1.0], 4.0),  # a mean over nothing
+        ([1.0, 4.0], [0.0, 0.0], 2.5),
+        ([1.0, 4.0], [math.nan, 7.0], 2.5),  # one rank cannot count its samples
+    ],
+)
+def test_values_of_steps_are_weighted(logging, values, weights, expected):
+    found = averages(logging, values, weights)
+    assert [value.item() for value in found] == [expected, expected]
+    assert found[0].dtype == torch.float32
+
+
+def test_anything_else_is_left_to_lightning(logging):
+    with logging.step(2.0):
+        assert logging.average(torch.ones(()), sum) is None  # the step itself reduces a tensor
+    found = []
+    logging._update("hook", None, lambda: found.append(logging.average(torch.ones(()), sum)))
+    assert found == [None]

@@ -1,0 +1,274 @@
+"""Batches whose tensors do not tell how many samples they have, on two ranks and in one process."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
+from tests.strategies.ddp_ranks import digest_of, quiet_trainer
+
+TIMES, FEATURES = 7, 3
+EVEN = [[[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14], [15, 16]], [[17, 18], [19], [20], [21]]]
+UNEVEN = [EVEN[0], [[17, 18, 19], [20, 21]]]
+STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
+
+
+def joined(lists: Sequence[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+class Series(Dataset):
+    """Time series of shape (time, features), with a target at each time."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        values = torch.randn(TIMES, FEATURES + 1, generator=torch.Generator().manual_seed(index))
+        return values[:, 1:].double(), values[:, 0].double() + index
+
+    def __len__(self) -> int:
+        return 22
+
+
+def across_time(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(column, dim=1) for column in zip(*samples, strict=True))
+
+
+class Graphs(Series):
+    """A different number of nodes in each graph, and a target for all of them."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        features, targets = super().__getitem__(index)
+        return features[: 1 + index % TIMES], targets[0]
+
+
+class GraphBatch:
+    """The nodes of all graphs in a row, and the graph of each node."""
+
+    def __init__(self, samples: list[tuple[Tensor, Tensor]]) -> None:
+        self.nodes = torch.cat([nodes for nodes, _ in samples])
+        self.graphs = torch.cat([torch.full((len(nodes),), graph) for graph, (nodes, _) in enumerate(samples)])
+        self.targets = torch.stack([target for _, target in samples])
+
+    def to(self, device: torch.device, **_: Any) -> "GraphBatch":
+        self.nodes, self.graphs, self.targets = (
+            tensor.to(device) for tensor in (self.nodes, self.graphs, self.targets)
+        )
+        return self
+
+
+class Stream(IterableDataset):
+    """Graphs one after another."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[Any]:
+        return (Graphs()[index] for index in self.indices)
+
+
+class Regression(LightningModule):
+    """Learns from series, graphs, or a list of graph batches that weigh the same."""
+
+    def __init__(self, count: Callable[[Any], int] | None = None) -> None:
+        super().__init__()
+        self.network = nn.Linear(FEATURES, 1)
+        self.count = count
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, list) and isinstance(batch[0], GraphBatch):
+            return torch.stack([self.loss(part) for part in batch]).mean()
+        if isinstance(batch, GraphBatch):
+            pooled = batch.nodes.new_zeros(len(batch.targets), FEATURES).index_add(0, batch.graphs, batch.nodes)
+            return functional.mse_loss(self.network(pooled).squeeze(-1), batch.targets)
+        return functional.mse_loss(self.network(batch[0]).squeeze(-1), batch[1])
+
+    def _log(self, name: str, value: Tensor, batch: Any) -> None:
+        size = None if self.count is None else self.count(batch)
+        self.log(name, value.detach(), on_step=True, on_epoch=True, sync_dist=True, batch_size=size)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self._log("loss", loss, batch)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log("val_loss", self.loss(batch), batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+class Logged(DummyLogger):
+    """Keeps what is logged; the strategies log the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.values.append({name: value for name, value in metrics.items() if name != "epoch"})
+
+
+@dataclass
+class Outcome:
+    """What a rank is left with."""
+
+    parameters: Tensor
+    digest: str
+    logged: list[dict[str, float]]
+    warned: list[str] = field(default_factory=list)
+
+
+def series(batches: list[list[int]]) -> DataLoader:
+    return DataLoader(Series(), batch_sampler=batches, collate_fn=across_time)
+
+
+def graphs(batches: list[list[int]]) -> DataLoader:
+    return DataLoader(Graphs(), batch_sampler=batches, collate_fn=GraphBatch, num_workers=1, persistent_workers=True)
+
+
+def streamed(batches: list[list[int]]) -> DataLoader:
+    return DataLoader(Stream(joined(batches)), batch_size=len(batches[0]), collate_fn=GraphBatch)
+
+
+def ready_series(batches: list[list[int]]) -> DataLoader:
+    return DataLoader(list(series(batches)), batch_size=None)
+
+
+def ready_graphs(batches: list[list[int]]) -> DataLoader:
+    return DataLoader([GraphBatch([Graphs()[index] for index in batch]) for batch in batches], batch_size=None)
+
+
+# How loaders are made; arguments of the strategy; for `ddp_join` batches of streams that end where they do.
+CASES: dict[str, tuple[Callable[[list[list[int]]], DataLoader], dict[str, Any]]] = {
+    "series": (series, {}),
+    "graphs": (graphs, {}),
+    "streamed graphs": (streamed, {}),
+    "ready series": (ready_series, {"batch_dim": 1}),
+    "ready series along another dimension": (ready_series, {}),
+    "ready graphs": (ready_graphs, {}),
+}
+
+
+def batches_of(case: str, strategy: str) -> list[list[list[int]]]:
+    if case == "streamed graphs":  # of one size but for the last
+        return [[[0, 1, 2, 3], [4, 5, 6]], [[7], [8]]] if strategy == "ddp_checkpoint" else [[[0, 1, 2], [3, 4]], [[5]]]
+    return EVEN if strategy == "ddp_checkpoint" else UNEVEN
+
+
+def fit(loader: DataLoader, count: Callable[[Any], int] | None = None, **options: Any) -> Outcome:
+    seed_everything(0, verbose=False)
+    module, logger = Regression(count), Logged()
+    trainer = quiet_trainer(
+        max_epochs=2, precision="64-true", num_sanity_val_steps=0, logger=logger, log_every_n_steps=1, **options
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader, loader)
+    warned = [str(one.message) for one in caught if "cannot be counted" in str(one.message)]
+    parameters = nn.utils.parameters_to_vector(module.parameters()).detach()
+    return Outcome(parameters, digest_of(module, trainer), logger.values, warned)
+
+
+def fit_cases() -> dict[tuple[str, str], Outcome]:
+    """Run every case on this rank, under both strategies."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    return {
+        # Lightning wants to be given the size of a batch that it cannot read and no loader has drawn.
+        (case, name): fit(
+            make(batches_of(case, name)[rank]),
+            (lambda batch: len(batch.targets)) if case == "ready graphs" else None,
+            strategy=kind(**options),
+        )
+        for case, (make, options) in CASES.items()
+        for name, kind in STRATEGIES.items()
+    }
+
+
+def fit_alone(case: str, strategy: str, batches: list[list[list[int]]] | None = None) -> Outcome:
+    """Train in one process on what all ranks have for each step, as one batch."""
+    of_ranks = batches or batches_of(case, strategy)
+    steps = [[of_rank[step] for of_rank in of_ranks if step < len(of_rank)] for step in range(max(map(len, of_ranks)))]
+    if case == "ready graphs":
+        parts = [[GraphBatch([Graphs()[index] for index in part]) for part in step] for step in steps]
+        return fit(DataLoader(parts, batch_size=None), lambda batch: 1, devices=1)
+    if "series" in case:
+        return fit(series([joined(step) for step in steps]), lambda batch: batch[0].shape[1], devices=1)
+    loader = DataLoader(Graphs(), batch_sampler=[joined(step) for step in steps], collate_fn=GraphBatch)
+    return fit(loader, lambda batch: len(batch.targets), devices=1)
+
+
+class Backwards(DistributedSampler):
+    """Of a user: this rank's samples from the last to the first."""
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(list(super().__iter__()))
+
+
+class OwnLoader(DataLoader):
+    pass
+
+
+class Predicting(LightningModule):
+    """Makes its sampler of what the Trainer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[int] = []
+
+    def loader(self, shuffle: bool) -> DataLoader:
+        data = torch.arange(8)
+        sampler = Backwards(data, shuffle=shuffle, **self.trainer.distributed_sampler_kwargs)
+        return OwnLoader(data, batch_size=2, sampler=sampler, num_workers=1, persistent_workers=True, pin_memory=True)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.loader(shuffle=False)
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader(shuffle=False)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> list[int]:
+        return batch.tolist()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += batch.tolist()
+        return self.layer(batch[:, None].float()).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def use_own_sampler(strategy: str) -> dict[str, Any]:
+    module = Predicting()
+    trainer = quiet_trainer(strategy=strategy, use_distributed_sampler=True, max_epochs=1)
+    predicted = trainer.predict(module)
+    trainer = quiet_trainer(
+        strategy=strategy, use_distributed_sampler=True, max_epochs=1, reload_dataloaders_every_n_epochs=1
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    loader = trainer.train_dataloader
+    return {
+        "predicted": joined(predicted or []),
+        "seen": module.seen,
+        "sampler": type(loader.sampler).__name__,
+        "is a loader": [isinstance(loader, DataLoader), isinstance(loader, OwnLoader), isinstance(loader, Trainer)],
+        "advice": [str(one.message) for one in caught if "can lead to instability" in str(one.message)],
+    }
+
+
+def run() -> tuple[dict[tuple[str, str], Outcome], dict[str, Any]]:
+    warnings.simplefilter("ignore")
+    return fit_cases(), {name: use_own_sampler(name) for name in ("ddp", *STRATEGIES)}

@@ -1,0 +1,95 @@
+"""Batches whose tensors do not tell their samples: gradients and logged values are those of one process."""
+
+import pytest
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext import DDPCheckpointStrategy
+from tests.processes import run_processes
+from tests.strategies import drawn_ranks as ranks
+
+COUNTED = [case for case in ranks.CASES if not case.endswith("along another dimension")]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_processes(ranks.run, 2, timeout=240)
+
+
+def difference(outcome, expected):
+    return float((outcome.parameters - expected.parameters).norm() / expected.parameters.norm())
+
+
+@pytest.mark.parametrize("strategy", ranks.STRATEGIES)
+@pytest.mark.parametrize("case", COUNTED)
+def test_gradients_are_those_of_one_process(found, case, strategy):
+    expected = ranks.fit_alone(case, strategy)
+    outcomes = [of_rank[0][case, strategy] for of_rank in found]
+    assert outcomes[0].digest == outcomes[1].digest
+    assert difference(outcomes[0], expected) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ranks.STRATEGIES)
+def test_the_dimension_of_time_fails_the_same_check(found, strategy):
+    expected = ranks.fit_alone("series", strategy)
+    assert difference(found[0][0]["ready series along another dimension", strategy], expected) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", ranks.STRATEGIES)
+@pytest.mark.parametrize("case", [case for case in COUNTED if case != "ready graphs"])
+def test_logged_values_are_those_of_one_process(found, case, strategy):
+    expected = ranks.fit_alone(case, strategy).logged
+    names = {name for values in expected for name in values}
+    assert names == {"loss_step", "loss_epoch", "val_loss_step", "val_loss_epoch"}
+    for of_rank in found:
+        logged = of_rank[0][case, strategy].logged
+        assert len(logged) == len(expected)
+        for values, wanted in zip(logged, expected, strict=True):
+            assert values == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ranks.STRATEGIES)
+def test_batches_that_cannot_be_counted_weigh_the_same_and_one_warning_says_so(found, strategy):
+    for case in ranks.CASES:
+        warned = [warning for of_rank in found for warning in of_rank[0][case, strategy].warned]
+        if case == "ready graphs":
+            (warning,) = warned
+            assert warning.startswith("rank 0: the samples of a batch cannot be counted: `batch` of type `GraphBatch`")
+            assert "All batches weigh the same. Pass a callable `weight_by`" in warning
+        else:
+            assert warned == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *ranks.STRATEGIES])
+def test_a_sampler_of_the_users_own_stays(found, strategy):
+    for rank in range(2):
+        own = found[rank][1][strategy]
+        assert own["predicted"] == own["seen"] == list(range(8))[rank::2][::-1]
+        assert own["sampler"] == "Backwards"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *ranks.STRATEGIES])
+def test_lightning_and_users_see_the_class_of_the_loader(found, strategy):
+    own = found[0][1][strategy]
+    assert own["is a loader"] == [True, True, False]
+    assert len(own["advice"]) == 1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *ranks.STRATEGIES])
+def test_arguments_of_a_sampler_are_known_before_a_run(strategy):
+    options = {"accelerator": "cpu", "devices": 2, "num_nodes": 2, "logger": False}
+    trainer = Trainer(strategy=strategy, **options)
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 0}
+
+
+def test_one_rank_has_the_loader_of_the_user():
+    loader = DataLoader(ranks.Series(), batch_size=5)
+    trainer = ranks.quiet_trainer(strategy="ddp_join", devices=1, max_epochs=1, precision="64-true")
+    trainer.fit(ranks.Regression(), loader, loader)
+    assert trainer.train_dataloader is trainer.val_dataloaders is loader
+
+
+@pytest.mark.parametrize("value", [-1, 0.5])
+def test_a_dimension_is_a_number(value):
+    with pytest.raises((TypeError, ValueError), match="`batch_dim` must be"):
+        DDPCheckpointStrategy(batch_dim=value)
