@@ -1,7 +1,7 @@
 """Run what depends on the version of torch on several versions: `python -m tests.versions.run [VERSION ...]`.
 
 Without arguments it runs on all versions that `pyproject.toml` allows. Each has an environment in the folder
-`.venv-torch-VERSION` of the checkout, about 1.5 GB, which stays for later runs: torch from pip's indices, without the
+`.venv-torch-VERSION` of the checkout, about 1.2 GB, which stays for later runs: torch from pip's indices, without the
 CUDA libraries that it depends on; all other packages are those of this interpreter. Needs gcc and readelf.
 """
 
