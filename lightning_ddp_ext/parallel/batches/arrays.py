@@ -27,7 +27,7 @@ def is_array(value: Any) -> bool:
 
 def is_graph_batch(value: Any) -> bool:
     """Return True if a value can be taken apart into graphs and rebuilt from them, as PyTorch Geometric's `Batch`."""
-    return all(callable(getattr(type(value), name, None)) for name in ("to_data_list", "from_data_list"))
+    return hasattr(type(value), "to_data_list") and hasattr(type(value), "from_data_list")
 
 
 def can_be_cut(array: Any) -> bool:
