@@ -54,12 +54,12 @@ class WeightedLogging:
         """
         if self._weight is None or not self._is_logging:
             return None
-        value = tensor.double()
-        one = torch.ones_like(value)
+        equal = torch.stack([tensor.double(), tensor.new_ones((), dtype=torch.float64)])
         # The loss of a batch without weight may be a mean over nothing, thus nan.
-        weighted = [value * self._weight, one * self._weight] if self._weight else [one * 0.0, one * 0.0]
-        total, weight, plain, ranks = add_up(torch.stack([*weighted, value, one]))
-        return torch.where(weight > 0, total / weight, plain / ranks).to(tensor.dtype)
+        weighted = equal * self._weight if self._weight else torch.zeros_like(equal)
+        totals, weights = add_up(torch.stack([weighted, equal], dim=1))
+        mean, equal_mean = totals / weights
+        return torch.where(weights[0] > 0, mean, equal_mean).to(tensor.dtype)
 
     def _update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
         self._is_logging = True
