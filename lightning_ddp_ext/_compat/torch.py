@@ -1,6 +1,7 @@
 """Private names of torch, each with its reason. Checked on torch 2.13.0; `tests/compat` fails when one moves."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,8 @@ WeakStorage = StorageWeakRef
 
 # The base of every layer with running statistics, those of instances among them.
 Normalisation = _NormBase
+
+_VERSION = attrgetter("_version")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -66,6 +69,14 @@ def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def version_of(tensor: Tensor) -> int:
     """Return a number that every change in place increases; tensors made in inference mode have none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def versions_of(values: Sequence[Any]) -> list[int]:
+    """Return `version_of` each tensor, in one call where all of them are ordinary ones; 0 for what is no tensor."""
+    try:
+        return [*map(_VERSION, values)]
+    except (AttributeError, RuntimeError):
+        return [version_of(value) if isinstance(value, Tensor) else 0 for value in values]
 
 
 def never_compiled(function: _Function) -> _Function:

@@ -32,7 +32,10 @@ def test_tensors_count_changes_in_place():
     tensor.add_(1)
     assert compat_torch.version_of(tensor) > before
     with torch.inference_mode():
-        assert compat_torch.version_of(torch.zeros(2)) == -1
+        inferred = torch.zeros(2)
+    assert compat_torch.version_of(inferred) == -1
+    assert compat_torch.versions_of([tensor, tensor]) == [compat_torch.version_of(tensor)] * 2
+    assert compat_torch.versions_of([tensor, inferred, None]) == [compat_torch.version_of(tensor), -1, 0]
 
 
 def test_modules_keep_their_tree_and_hooks_where_expected():

@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from lightning_ddp_ext import DDPJoinStrategy
 from tests.processes import run_processes
-from tests.strategies.join_cases import batch_samplers, evaluation, run_cases
+from tests.strategies.join_cases import batch_samplers, changing, evaluation, run_cases
 from tests.strategies.join_cases import samplers as own_samplers
 from tests.strategies.join_ranks import samples
 
@@ -258,6 +258,42 @@ def test_manual_optimization_synchronises_what_is_logged_around_backward_passes(
 def test_steps_for_averaged_weights_synchronise_what_they_log(found):
     means = [1, 0.5, 0, 0]  # of the ranks with data: all, 0 and 1, 0, 0
     assert [found[rank]["values_of_steps_for_averaged_weights"] for rank in RANKS] == [means] * 3
+
+
+@pytest.mark.parametrize("counts", [(8, 4, 2), (2, 4, 8)], ids=str)
+@pytest.mark.parametrize("name", changing.CHANGES)
+def test_what_a_step_changes_is_changed_on_ranks_without_data(found, name, counts):
+    alone, unchanged = (
+        changing.fit_changing(change, changing.whole_batches(counts), strategy="auto", devices=1)[0]
+        for change in (changing.CHANGES[name], lambda module: None)
+    )
+    for rank in RANKS:
+        kept = found[rank]["changes_of_steps"][name, counts]
+        for step, (own, first, expected) in enumerate(
+            zip(kept, found[0]["changes_of_steps"][name, counts], alone, strict=True)
+        ):
+            assert torch.equal(own["tensors"], first["tensors"]), step
+            torch.testing.assert_close(own["tensors"], expected["tensors"], rtol=0, atol=1e-12)
+            assert {**own, "tensors": 0} == {**expected, "tensors": 0}, step
+    settings = [[one[key] for key in one if key != "tensors"] for one in (alone[-1], unchanged[-1])]
+    same_size = alone[-1]["tensors"].shape == unchanged[-1]["tensors"].shape
+    assert (
+        settings[0] != settings[1]
+        or not same_size
+        or not torch.allclose(*(one[-1]["tensors"] for one in (alone, unchanged)))
+    )
+
+
+def test_a_counter_of_samples_in_a_step_is_that_of_the_rank(found):
+    assert [found[rank]["counters_of_samples"] for rank in RANKS] == [(16, 16), (8, 8), (0, 0)]
+
+
+def test_second_order_optimizers_have_the_same_loss_on_ranks_without_data_in_any_precision(found):
+    expected = changing.fit_second_order(changing.whole_batches((8, 4, 2)), strategy="auto", devices=1)
+    for rank in RANKS:
+        parameters = found[rank]["second_order_in_another_precision"]
+        assert torch.equal(parameters, found[0]["second_order_in_another_precision"])
+        torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sized", "stream", "accumulated stream"])
