@@ -1,7 +1,7 @@
 """Giving the training state that a step has changed to ranks that did not run the step."""
 
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from enum import Enum
 from functools import lru_cache, partial
 from itertools import chain
@@ -308,37 +308,50 @@ class _Entries:
     """
 
     def __init__(self, dictionaries: Iterable[tuple[Any, dict[Any, Any]]], without: Set[str] = frozenset()) -> None:
-        named = ((key, entries, [name for name in entries if name not in without]) for key, entries in dictionaries)
-        self._watched = [(key, entries, names) for key, entries, names in named if names]
+        self._dictionaries = list(dictionaries)
         self._without = without
-        # Of one name, a getter returns no tuple.
-        self._getters = [(itemgetter(*names, names[0]), entries) for _, entries, names in self._watched]
+        self._sizes: list[int] = []
+        self._names: list[list[Any]] = []
+        self._getters: list[Callable[[dict[Any, Any]], tuple[Any, ...]]] = []
+        self._before: list[tuple[Any, ...]] | None = None
 
     def remember(self) -> None:
         """Remember the entries as they are."""
-        self._before = self._values()
-        self._sizes = [len(entries) for _, entries, _ in self._watched]
+        values = self._values()
+        if values is None:
+            self._names = [[name for name in one if name not in self._without] for _, one in self._dictionaries]
+            # Of one name, a getter returns no tuple; of none, there is no getter.
+            self._getters = [itemgetter(*names, names[0]) if names else _nothing for names in self._names]
+            self._sizes = [len(entries) for _, entries in self._dictionaries]
+        self._before = self._values() if values is None else values
 
     def have_changed(self) -> bool:
         """Tell whether any entry is another object now, has come or gone."""
-        if self._sizes != [len(entries) for _, entries, _ in self._watched]:
-            return True
-        try:
-            now = self._values()
-        except KeyError:
-            return True
-        return not all(map(is_, chain.from_iterable(self._before), chain.from_iterable(now)))
+        assert self._before is not None
+        now = self._values()
+        return now is None or not all(map(is_, chain.from_iterable(self._before), chain.from_iterable(now)))
 
     def differences(self) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
         """Find the entries that are other objects now; with values before and after, as `_differences` does."""
         if self.have_changed():
-            for (key, entries, names), values in zip(self._watched, self._before, strict=True):
+            assert self._before is not None
+            for (key, entries), names, values in zip(self._dictionaries, self._names, self._before, strict=True):
                 before = dict(zip(names, values, strict=False))
                 after = {name: value for name, value in entries.items() if name not in self._without}
                 yield from ((key, *difference) for difference in _differences(before, after))
 
-    def _values(self) -> list[tuple[Any, ...]]:
-        return [get(entries) for get, entries in self._getters]
+    def _values(self) -> list[tuple[Any, ...]] | None:
+        """Return the entries that were there when they were remembered; None if there are others now."""
+        if self._sizes != [len(entries) for _, entries in self._dictionaries]:
+            return None
+        try:
+            return [get(entries) for get, (_, entries) in zip(self._getters, self._dictionaries, strict=True)]
+        except KeyError:
+            return None
+
+
+def _nothing(entries: dict[Any, Any]) -> tuple[()]:
+    return ()
 
 
 def _differences(before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
