@@ -89,6 +89,7 @@ class SharedRandomNumbers:
         Args:
             number: The number of the block, the same on every rank. Another block draws other numbers.
         """
+        around = self._others  # of a block whose own numbers this one is among, or None
         self._others = [generator.get_state() for generator in self._generators]
         for generator in self._generators:
             # Spread over all seeds, so that runs with neighbouring seeds do not share numbers.
@@ -97,7 +98,7 @@ class SharedRandomNumbers:
             yield
         finally:
             self._exchange()
-            self._others = None
+            self._others = around
 
     @contextmanager
     def own(self) -> Iterator[None]:

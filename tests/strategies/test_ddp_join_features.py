@@ -335,6 +335,17 @@ def test_a_resumed_run_ends_as_the_whole_one(found, steps):
         assert resumed == whole != []
 
 
+def test_an_optimizer_draws_the_same_numbers_on_all_ranks_and_steps_draw_their_own(found):
+    of_ranks = [found[rank]["optimizers_that_draw"] for rank in RANKS]
+    for rank, (whole, resumed, drawn, drawn_again) in enumerate(of_ranks):
+        assert whole == of_ranks[0][0]
+        assert len(set(whole)) == 8
+        assert resumed == whole[3:]
+        # Rank 1 has two batches in an epoch, rank 2 has one; three steps were made before the interruption.
+        assert drawn_again == drawn[[3, 2, 1][rank] :]
+    assert len({number for _, _, drawn, _ in of_ranks for number in drawn}) == 2 * (4 + 2 + 1)
+
+
 def test_a_run_that_resumes_has_the_buckets_that_had_grown(found):
     """On three ranks sums would be rounded differently."""
     for rank in RANKS:
