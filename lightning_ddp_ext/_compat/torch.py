@@ -45,6 +45,17 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def post_accumulate_hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    """Return what `register_post_accumulate_grad_hook` has added, to be changed in place; torch has no public list."""
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+    return hooks
+
+
+def steps_in_backward(parameter: nn.Parameter) -> bool:
+    """Tell whether `torch.distributed.optim._apply_optimizer_in_backward` was used; it leaves this mark."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
 def ignored_by_ddp(module: nn.Module) -> list[str]:
     """Return what `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` was told for a module.
 

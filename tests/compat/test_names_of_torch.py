@@ -64,6 +64,26 @@ def test_gradient_hooks_of_parameters_are_recognised():
     assert [compat_torch.has_gradient_hooks(p) for p in (plain, hooked, late)] == [False, True, True]
 
 
+def test_a_hook_that_waits_for_a_gradient_can_be_replaced():
+    parameter, seen = nn.Parameter(torch.zeros(1)), []
+    assert compat_torch.post_accumulate_hooks(parameter) == {}
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: seen.append("first"))
+    assert torch.utils.hooks.RemovableHandle.next_id == handle.id + 1
+    compat_torch.post_accumulate_hooks(parameter)[handle.id] = lambda _: seen.append("second")
+    parameter.sum().backward()
+    handle.remove()
+    parameter.sum().backward()
+    assert seen == ["second"]
+
+
+def test_optimizers_inside_of_the_backward_pass_are_recognised():
+    plain, stepped = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    before = torch.utils.hooks.RemovableHandle.next_id
+    torch.distributed.optim._apply_optimizer_in_backward(torch.optim.SGD, [stepped], {"lr": 0.1})
+    assert torch.utils.hooks.RemovableHandle.next_id > before
+    assert [compat_torch.steps_in_backward(parameter) for parameter in (plain, stepped)] == [False, True]
+
+
 def test_the_innermost_hooks_for_saved_tensors_are_found():
     with pytest.raises(RuntimeError, match="no hooks for saved tensors"):
         compat_torch.saved_tensor_hooks()

@@ -202,7 +202,14 @@ def test_a_batch_sampler_predicts_every_sample_once(found):
 
 
 @pytest.mark.parametrize(
-    "name", ["batches_that_are_changed", "normalisation", "manual_optimization", "compressed_gradients"]
+    "name",
+    [
+        "batches_that_are_changed",
+        "normalisation",
+        "manual_optimization",
+        "compressed_gradients",
+        "an_optimizer_inside_of_the_backward_pass",
+    ],
 )
 def test_ranks_stay_identical(found, name):
     assert found[0][name] == found[1][name] == found[2][name]

@@ -146,3 +146,26 @@ def ranks_out_of_step() -> str:
     with reducer.synchronize(position=3 + dist.get_rank()):
         module(batch(0)).sum().backward()
     return "nothing was raised"
+
+
+@check
+def hooks_of_parameters_see_the_gradient_of_all_ranks() -> list[float]:
+    """Also those added later, in accumulation once; removed ones run no more, and `close` leaves them as they were."""
+    module = net()
+    seen: list[Tensor] = []
+    first = module[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    reducer = GradientReducer(module)
+    removed = module[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad * 5))
+    module[2].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad[:1, :1].clone()))
+    reducer.defer_hooks()
+    module(batch(dist.get_rank())).pow(2).sum().backward()
+    removed.remove()
+    with reducer.synchronize():
+        module(batch(dist.get_rank() + 5)).pow(2).sum().backward()
+    gradient = module[0].weight.grad
+    found = [float(len(seen)), spread(seen[0]), spread(seen[1]), float((seen[1] - gradient).abs().max())]
+    reducer.close()
+    module(batch(dist.get_rank())).pow(2).sum().backward()
+    first.remove()
+    module(batch(dist.get_rank())).pow(2).sum().backward()
+    return [*found, float(len(seen))]
