@@ -1,5 +1,7 @@
 """Fails when a private name of torch that `_compat` relies on moves."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -76,10 +78,12 @@ def test_a_hook_that_waits_for_a_gradient_can_be_replaced():
     assert seen == ["second"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_optimizers_inside_of_the_backward_pass_are_recognised():
     plain, stepped = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     before = torch.utils.hooks.RemovableHandle.next_id
-    torch.distributed.optim._apply_optimizer_in_backward(torch.optim.SGD, [stepped], {"lr": 0.1})
+    optim = importlib.import_module("torch.distributed.optim")  # not before, because it warns
+    optim._apply_optimizer_in_backward(torch.optim.SGD, [stepped], {"lr": 0.1})
     assert torch.utils.hooks.RemovableHandle.next_id > before
     assert [compat_torch.steps_in_backward(parameter) for parameter in (plain, stepped)] == [False, True]
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional
 
 FEATURES, CLASSES = 5, 3
@@ -75,6 +74,8 @@ class FusedEarly(Classifier):
 
 class InBackward(Classifier):
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        from torch.distributed.optim import _apply_optimizer_in_backward  # warns on import
+
         _apply_optimizer_in_backward(torch.optim.SGD, self.network.parameters(), {"lr": 0.1})
         return super().configure_optimizers()
 
