@@ -78,7 +78,7 @@ def test_a_hook_that_waits_for_a_gradient_can_be_replaced():
     assert seen == ["second"]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_optimizers_inside_of_the_backward_pass_are_recognised():
     plain, stepped = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     before = torch.utils.hooks.RemovableHandle.next_id
