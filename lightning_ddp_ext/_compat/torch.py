@@ -1,6 +1,7 @@
 """Private names of torch, each with its reason. Checked on torch 2.11 to 2.14; `tests/compat` fails when one moves."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,8 @@ WeakStorage = StorageWeakRef
 # The base of every layer with running statistics, those of instances among them.
 Normalisation = _NormBase
 
+_VERSION = attrgetter("_version")
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -46,6 +49,17 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 def parametrization_cache() -> object:
     """Return the cache of `parametrize.cached()`; the end of its outermost use in the process puts a new one there."""
     return parametrize._cache
+
+
+def post_accumulate_hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    """Return what `register_post_accumulate_grad_hook` has added, to be changed in place; torch has no public list."""
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+    return hooks
+
+
+def steps_in_backward(parameter: nn.Parameter) -> bool:
+    """Tell whether `torch.distributed.optim._apply_optimizer_in_backward` was used; it leaves this mark."""
+    return hasattr(parameter, "_in_backward_optimizers")
 
 
 def ignored_by_ddp(module: nn.Module) -> list[str]:
@@ -72,6 +86,14 @@ def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def version_of(tensor: Tensor) -> int:
     """Return a number that every change in place increases; tensors made in inference mode have none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def versions_of(values: Sequence[Any]) -> list[int]:
+    """Return `version_of` each tensor, in one call where all of them are ordinary ones; 0 for what is no tensor."""
+    try:
+        return [*map(_VERSION, values)]
+    except (AttributeError, RuntimeError):
+        return [version_of(value) if isinstance(value, Tensor) else 0 for value in values]
 
 
 def never_compiled(function: _Function) -> _Function:

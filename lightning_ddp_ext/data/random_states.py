@@ -2,6 +2,8 @@
 
 import random
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -10,6 +12,7 @@ from torch import Tensor
 
 _PYTHON_WORDS = 625  # of the Mersenne Twister: 624 and the index of the next one
 _NUMPY_WORDS = 624
+_SPREADING = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 _NONE = float("nan")  # of a Gaussian number that is kept for the next call
 
 
@@ -61,3 +64,57 @@ def restore_random_states(states: Tensor, device: torch.device | None = None) ->
     torch.set_rng_state(states[layout.size : layout.size + of_torch].clone())
     if device is not None and device.type == "cuda":
         torch.cuda.set_rng_state(states[layout.size + of_torch :].clone(), device)
+
+
+class SharedRandomNumbers:
+    """Lets all ranks draw the same random numbers from torch within a block, whatever each has drawn before.
+
+    Args:
+        seed: The same on every rank.
+        device: A CUDA device whose generator is among torch's; None or the CPU for none.
+    """
+
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
+        self._seed = seed
+        self._generators = [torch.default_generator]
+        if device is not None and device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._others: list[Tensor] | None = None  # within a block, the states that are not in use
+
+    @contextmanager
+    def shared(self, number: int) -> Iterator[None]:
+        """Draw shared numbers in a block. Afterwards the generators are as if nothing had been drawn.
+
+        Args:
+            number: The number of the block, the same on every rank. Another block draws other numbers.
+        """
+        around = self._others  # of a block whose own numbers this one is among, or None
+        self._others = [generator.get_state() for generator in self._generators]
+        for generator in self._generators:
+            # Spread over all seeds, so that runs with neighbouring seeds do not share numbers.
+            generator.manual_seed((self._seed + number * _SPREADING) % 2**63)
+        try:
+            yield
+        finally:
+            self._exchange()
+            self._others = around
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Draw this rank's own numbers in a block within `shared`; without effect elsewhere."""
+        if self._others is None:
+            yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        assert self._others is not None
+        now = [generator.get_state() for generator in self._generators]
+        for generator, state in zip(self._generators, self._others, strict=True):
+            generator.set_state(state)
+        self._others = now

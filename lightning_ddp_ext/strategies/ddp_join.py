@@ -17,7 +17,7 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.data.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.lockstep.mirroring import mirror_training
+from lightning_ddp_ext.integration.lockstep.mirroring import StepMirror
 from lightning_ddp_ext.integration.lockstep.ranked_loaders import InjectedRank, RankedLoader, unpad
 from lightning_ddp_ext.integration.lockstep.steps import Lockstep
 from lightning_ddp_ext.integration.ranks.reductions import widened
@@ -99,8 +99,17 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             self._allowed_no_batch = self._module.allow_zero_length_dataloader_with_multiple_devices
             self._module.allow_zero_length_dataloader_with_multiple_devices = True
             fetches = None if self._run is None else self._run.fetches
+            mirror = None if self.reducer is None else StepMirror(trainer, self._module, self.reducer)
             self._lockstep = Lockstep(
-                trainer, self._module, self.uneven_inputs, self._timeout, own, self._watch, fetches, self._samples
+                trainer,
+                self._module,
+                self.uneven_inputs,
+                self._timeout,
+                own,
+                self._watch,
+                fetches,
+                self._samples,
+                mirror,
             )
             if self._step is not None:
                 self._step.votes = self._lockstep.votes
@@ -139,25 +148,14 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         if lockstep.is_ghost:
             step.begin_without_data()
         output = lockstep.train(functools.partial(super().training_step, *args, **kwargs), self._synchronize_nothing)
-        is_manual = not self._module.automatic_optimization
-        if is_manual or leaves_out_backward(self._module.trainer):
+        if not self._module.automatic_optimization or leaves_out_backward(self._module.trainer):
             # Here, and not with the gradient: ranks without data know what has been logged when the step is over.
             lockstep.logged.synchronize(step.batch_weight)
-        if is_manual:
-            self._mirror_manual_step()
         return output
 
     def _synchronize_nothing(self) -> None:
         with self._synchronize():
             pass
-
-    def _mirror_manual_step(self) -> None:
-        lockstep, reducer = self._lockstep, self.reducer
-        assert lockstep is not None
-        assert reducer is not None
-        if lockstep.turn is not None and lockstep.is_tail:
-            source = lockstep.turn.active[0]
-            mirror_training(self._module.trainer, self._module, reducer, lockstep.group, source, take=lockstep.is_ghost)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -25,6 +25,7 @@ from lightning_ddp_ext._compat.lightning import surround_launch
 from lightning_ddp_ext._compat.loaders import replace_loaders, restore_loaders, restore_preparation
 from lightning_ddp_ext._compat.loops import restore_signal_handling
 from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap, check_integer
+from lightning_ddp_ext.data.random_states import SharedRandomNumbers
 from lightning_ddp_ext.integration.checkpoints.atomic_checkpoint_io import AtomicSaving
 from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
 from lightning_ddp_ext.integration.clusters.connecting import (
@@ -169,6 +170,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         self._recomputing = Recomputing(activation_checkpointing)
         self._step: SynchronizedStep | None = None
         self._run: ResumableRun | None = None
+        self._random: SharedRandomNumbers | None = None
         self._resumed: dict[str, Any] | None = None
         # Undoes the set-up of a run. It stays empty in a process that only starts others: there is nothing to undo, and
         # the module has no trainer.
@@ -255,6 +257,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         self._step = SynchronizedStep(
             trainer, self._module, reducer, self.weight_by, self._samples, self._run.departure
         )
+        self._random = SharedRandomNumbers(self._run.seed, self.root_device)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -325,8 +328,17 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._step is not None
-        return super().optimizer_step(optimizer, partial(self._step.watch, closure, optimizer), model, **kwargs)
+        step, numbers = self._step, self._random
+        assert step is not None
+        assert numbers is not None
+
+        def run_closure() -> Any:
+            with numbers.own():
+                return step.watch(closure, optimizer)
+
+        # What an optimizer draws, such as the noise of Langevin dynamics, has to be the same on all ranks.
+        with numbers.shared(self._module.trainer.global_step):
+            return super().optimizer_step(optimizer, run_closure, model, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -377,7 +389,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
                 stack.callback(self._run.close)
             if self._step is not None:
                 stack.callback(self._step.close)
-            self._step = self._run = self._resumed = self._logging = None
+            self._step = self._run = self._random = self._resumed = self._logging = None
 
     def _arguments(self) -> dict[str, object]:
         """What has to be the same on every rank."""

@@ -1,5 +1,7 @@
 """Fails when a private name of torch that `_compat` relies on moves."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -32,7 +34,10 @@ def test_tensors_count_changes_in_place():
     tensor.add_(1)
     assert compat_torch.version_of(tensor) > before
     with torch.inference_mode():
-        assert compat_torch.version_of(torch.zeros(2)) == -1
+        inferred = torch.zeros(2)
+    assert compat_torch.version_of(inferred) == -1
+    assert compat_torch.versions_of([tensor, tensor]) == [compat_torch.version_of(tensor)] * 2
+    assert compat_torch.versions_of([tensor, inferred, None]) == [compat_torch.version_of(tensor), -1, 0]
 
 
 def test_modules_keep_their_tree_and_hooks_where_expected():
@@ -59,6 +64,28 @@ def test_gradient_hooks_of_parameters_are_recognised():
     hooked.register_hook(lambda gradient: None)
     late.register_post_accumulate_grad_hook(lambda parameter: None)
     assert [compat_torch.has_gradient_hooks(p) for p in (plain, hooked, late)] == [False, True, True]
+
+
+def test_a_hook_that_waits_for_a_gradient_can_be_replaced():
+    parameter, seen = nn.Parameter(torch.zeros(1)), []
+    assert compat_torch.post_accumulate_hooks(parameter) == {}
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: seen.append("first"))
+    assert torch.utils.hooks.RemovableHandle.next_id == handle.id + 1
+    compat_torch.post_accumulate_hooks(parameter)[handle.id] = lambda _: seen.append("second")
+    parameter.sum().backward()
+    handle.remove()
+    parameter.sum().backward()
+    assert seen == ["second"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_optimizers_inside_of_the_backward_pass_are_recognised():
+    plain, stepped = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    before = torch.utils.hooks.RemovableHandle.next_id
+    optim = importlib.import_module("torch.distributed.optim")  # not before, because it warns
+    optim._apply_optimizer_in_backward(torch.optim.SGD, [stepped], {"lr": 0.1})
+    assert torch.utils.hooks.RemovableHandle.next_id > before
+    assert [compat_torch.steps_in_backward(parameter) for parameter in (plain, stepped)] == [False, True]
 
 
 def test_the_innermost_hooks_for_saved_tensors_are_found():

@@ -16,6 +16,7 @@ EXPECTED = {
     "a_late_parameter_of_a_bucket_that_has_left_gets_its_gradient": EXACT,
     "gradients_of_unused_parameters_stay_none": [False, False, True, True],
     "a_rank_without_data_gets_the_gradients_of_the_others": EXACT,
+    "hooks_of_parameters_see_the_gradient_of_all_ranks": [2, 0, 0, 0, 5],
     "a_loss_that_counts_nothing_may_be_nan": True,
     "what_only_ranks_that_count_nothing_have_used_stays_none": [False, True, True] * 3,
     "no_rank_with_data_leaves_no_gradient": [True] * 4,

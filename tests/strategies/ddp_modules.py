@@ -38,6 +38,48 @@ class Momentum(Classifier):
         super().__init__(torch.optim.SGD, momentum=0.9)
 
 
+class Fused(torch.optim.Optimizer):
+    """Steps inside of the backward pass, as LOMO does: no gradient is left when it has ended."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(self.update)
+
+    @torch.no_grad()
+    def update(self, parameter: Tensor) -> None:
+        parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+        parameter.grad = None
+
+    def step(self, closure: Any = None) -> Any:
+        return None if closure is None else closure()
+
+
+class FusedOptimizer(Classifier):
+    def __init__(self) -> None:
+        super().__init__(Fused)
+
+
+class FusedEarly(Classifier):
+    """Makes the optimizer in the constructor, before gradients are synchronised by anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = Fused(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
+
+class InBackward(Classifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        from torch.distributed.optim import _apply_optimizer_in_backward  # warns on import
+
+        _apply_optimizer_in_backward(torch.optim.SGD, self.network.parameters(), {"lr": 0.1})
+        return super().configure_optimizers()
+
+
 class SumLoss(Classifier):
     def loss(self, batch: Any) -> Tensor:
         return functional.cross_entropy(self.network(batch[0]), batch[1], reduction="sum") / 30

@@ -22,6 +22,7 @@ from lightning_ddp_ext import DDPCheckpointStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency
 from tests.strategies.ddp_modules import CLASSES, FEATURES, Classifier
 from tests.strategies.ddp_ranks import batches_of, digest_of, make_batch, quiet_trainer
+from tests.strategies.join_cases.resuming import Noisy
 
 
 class Normalised(Classifier):
@@ -43,6 +44,17 @@ class Normalised(Classifier):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+class Drawing(Normalised):
+    """Ranks draw different amounts of random numbers, and the optimizer adds noise."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        torch.rand(int(os.environ["RANK"]))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return Noisy(self.parameters(), lr=0.1)
 
 
 class DifferentSize(Classifier):
@@ -131,6 +143,7 @@ NAMES = (
     "post-local SGD",
     "compressed gradients",
     "recomputed layers",
+    "an optimizer that draws",
     "different modules",
     "different arguments",
 )
@@ -168,6 +181,7 @@ def features(folder: str) -> dict[str, dict[str, Any]]:
             )
         },
         "recomputed layers": {"strategy": DDPCheckpointStrategy(activation_checkpointing="torch.nn.Linear")},
+        "an optimizer that draws": {"module": Drawing},
         "different modules": {"module": DifferentSize},
         "different arguments": {"strategy": DDPCheckpointStrategy(bucket_cap_mb=5 + int(os.environ["RANK"]))},
     }

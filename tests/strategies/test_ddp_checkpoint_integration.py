@@ -14,7 +14,10 @@ from tests.strategies.ddp_modules import (
     ByTorch,
     ByTorchInClosure,
     ByTorchWithoutSynchronisation,
+    FusedEarly,
+    FusedOptimizer,
     GrownHead,
+    InBackward,
     LimitedMemory,
     Momentum,
     OwnTensor,
@@ -41,6 +44,8 @@ EXACT = {
         f"accumulation over {window}": Case(UNEVEN, Momentum, {"accumulate_grad_batches": window}, windows=window)
         for window in (2, 3, 4)
     },
+    "an optimizer inside of the backward pass": Case(UNEVEN, FusedOptimizer),
+    "an optimizer inside, made early, accumulated": Case(UNEVEN, FusedEarly, {"accumulate_grad_batches": 2}, windows=2),
     "weights by ranks": Case(EVEN, Momentum, strategy={"weight_by": "ranks"}),
     "a loss that is a sum": Case(UNEVEN, SumLoss, strategy={"weight_by": "sum"}),
     "a sum, accumulated": Case(UNEVEN, SumLoss, {"accumulate_grad_batches": 2}, {"weight_by": "sum"}, windows=2),
@@ -67,6 +72,7 @@ FAILING = {
     "a parameter of nobody": Case(EVEN, OwnTensor),
     "ambiguous batches": Case(EVEN, Momentum, strategy={"weight_by": count_nothing_right}),
     "uneven passes": Case(EVEN, UnevenPasses),
+    "torch's optimizer inside of the backward pass": Case(EVEN, InBackward),
 }
 
 
@@ -106,6 +112,12 @@ def test_a_parameter_that_no_other_rank_knows_of_is_refused(outcomes, case, para
     for rank, found in enumerate(outcomes):
         message = f"rank {rank}: `SGD` is about to step with the gradient of {parameter}, which was not part of"
         assert message in found[case].error
+
+
+def test_an_optimizer_that_would_step_with_the_gradient_of_one_rank_is_refused(outcomes):
+    for found in outcomes:
+        error = found["torch's optimizer inside of the backward pass"].error
+        assert "UnsupportedFeatureError: parameter `network.0.weight` is changed inside of the backward pass" in error
 
 
 def test_a_weight_that_cannot_be_is_refused(outcomes):

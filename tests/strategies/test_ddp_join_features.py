@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from lightning_ddp_ext import DDPJoinStrategy
 from tests.processes import run_processes
-from tests.strategies.join_cases import batch_samplers, evaluation, run_cases
+from tests.strategies.join_cases import batch_samplers, changing, evaluation, run_cases
 from tests.strategies.join_cases import samplers as own_samplers
 from tests.strategies.join_ranks import samples
 
@@ -202,7 +202,14 @@ def test_a_batch_sampler_predicts_every_sample_once(found):
 
 
 @pytest.mark.parametrize(
-    "name", ["batches_that_are_changed", "normalisation", "manual_optimization", "compressed_gradients"]
+    "name",
+    [
+        "batches_that_are_changed",
+        "normalisation",
+        "manual_optimization",
+        "compressed_gradients",
+        "an_optimizer_inside_of_the_backward_pass",
+    ],
 )
 def test_ranks_stay_identical(found, name):
     assert found[0][name] == found[1][name] == found[2][name]
@@ -260,6 +267,42 @@ def test_steps_for_averaged_weights_synchronise_what_they_log(found):
     assert [found[rank]["values_of_steps_for_averaged_weights"] for rank in RANKS] == [means] * 3
 
 
+@pytest.mark.parametrize("counts", [(8, 4, 2), (2, 4, 8)], ids=str)
+@pytest.mark.parametrize("name", changing.CHANGES)
+def test_what_a_step_changes_is_changed_on_ranks_without_data(found, name, counts):
+    alone, unchanged = (
+        changing.fit_changing(change, changing.whole_batches(counts), strategy="auto", devices=1)[0]
+        for change in (changing.CHANGES[name], lambda module: None)
+    )
+    for rank in RANKS:
+        kept = found[rank]["changes_of_steps"][name, counts]
+        for step, (own, first, expected) in enumerate(
+            zip(kept, found[0]["changes_of_steps"][name, counts], alone, strict=True)
+        ):
+            assert torch.equal(own["tensors"], first["tensors"]), step
+            torch.testing.assert_close(own["tensors"], expected["tensors"], rtol=0, atol=1e-12)
+            assert {**own, "tensors": 0} == {**expected, "tensors": 0}, step
+    settings = [[one[key] for key in one if key != "tensors"] for one in (alone[-1], unchanged[-1])]
+    same_size = alone[-1]["tensors"].shape == unchanged[-1]["tensors"].shape
+    assert (
+        settings[0] != settings[1]
+        or not same_size
+        or not torch.allclose(*(one[-1]["tensors"] for one in (alone, unchanged)))
+    )
+
+
+def test_a_counter_of_samples_in_a_step_is_that_of_the_rank(found):
+    assert [found[rank]["counters_of_samples"] for rank in RANKS] == [(16, 16), (8, 8), (0, 0)]
+
+
+def test_second_order_optimizers_have_the_same_loss_on_ranks_without_data_in_any_precision(found):
+    expected = changing.fit_second_order(changing.whole_batches((8, 4, 2)), strategy="auto", devices=1)
+    for rank in RANKS:
+        parameters = found[rank]["second_order_in_another_precision"]
+        assert torch.equal(parameters, found[0]["second_order_in_another_precision"])
+        torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["sized", "stream", "accumulated stream"])
 def test_a_step_is_one_message_whether_loaders_know_their_length_or_not(found, name):
     """Of a small model; its first step takes more."""
@@ -297,6 +340,17 @@ def test_a_resumed_run_ends_as_the_whole_one(found, steps):
     for rank in RANKS:
         resumed, whole = found[rank]["resuming"][steps]
         assert resumed == whole != []
+
+
+def test_an_optimizer_draws_the_same_numbers_on_all_ranks_and_steps_draw_their_own(found):
+    of_ranks = [found[rank]["optimizers_that_draw"] for rank in RANKS]
+    for rank, (whole, resumed, drawn, drawn_again) in enumerate(of_ranks):
+        assert whole == of_ranks[0][0]
+        assert len(set(whole)) == 8
+        assert resumed == whole[3:]
+        # Rank 1 has two batches in an epoch, rank 2 has one; three steps were made before the interruption.
+        assert drawn_again == drawn[[3, 2, 1][rank] :]
+    assert len({number for _, _, drawn, _ in of_ranks for number in drawn}) == 2 * (4 + 2 + 1)
 
 
 def test_a_run_that_resumes_has_the_buckets_that_had_grown(found):

@@ -1,6 +1,5 @@
 """What `self.log` does when ranks run in lockstep: the same keys and synchronised values on all of them."""
 
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -147,18 +146,15 @@ class LoggedValues:
             set_latest(metric, value)
         self._pending.clear()
 
-    def describe(self) -> str:
-        """Describe the keys of this step for a rank that makes a ghost step."""
-        return json.dumps(
-            {
-                "logged": [describe_logged(key, metric) for key, metric in self._logged.items()],
-                "pending": list(self._pending),
-            }
-        )
+    def describe(self) -> dict[str, Any]:
+        """Describe the keys of this step for a rank that makes a ghost step, as JSON can hold it."""
+        return {
+            "logged": [describe_logged(key, metric) for key, metric in self._logged.items()],
+            "pending": list(self._pending),
+        }
 
-    def adopt(self, described: str) -> None:
+    def adopt(self, message: Mapping[str, Any]) -> None:
         """Have the keys that another rank has described."""
-        message = json.loads(described)
         results = current_results(self._trainer)
         assert results is not None
         for logged in message["logged"]:

@@ -1,74 +1,419 @@
-"""Taking over what a step with manual optimization has done on another rank."""
+"""Giving the training state that a step has changed to ranks that did not run the step."""
 
-from collections.abc import Set
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import numpy
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.loops import manual_step_progress
+from lightning_ddp_ext._compat.torch import version_of, versions_of
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.parallel.consistency.fingerprints import fingerprint
 from lightning_ddp_ext.parallel.consistency.sharing import find_ignored
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
-from lightning_ddp_ext.parallel.messages.flat_messages import broadcast_all
-from lightning_ddp_ext.parallel.messages.packing import Packed, broadcast_packed, pack, unpack
+from lightning_ddp_ext.parallel.messages.flat_messages import overwrite
+from lightning_ddp_ext.parallel.messages.packing import Packed, pack, unpack
+from lightning_ddp_ext.parallel.replicas.buffers import same_values
+from lightning_ddp_ext.parallel.replicas.sample_counters import SampleCounters
 
 # What is the same on every rank without being sent: code.
 _CODE = (type, FunctionType, BuiltinFunctionType, partial, Enum)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, numpy.generic, torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, dict, set)
+_COMPARED_STEPS = 3  # after ranks have run out of data, in which parameters are compared by value
+_LARGE = 2**20  # bytes of a parameter from which a fingerprint takes the place of a copy
+_LARGEST_DICTIONARY = 64  # entries of a dictionary that is looked into
+
+_data_pointer = methodcaller("data_ptr")
+_requires_grad = attrgetter("requires_grad")
 
 
-def mirror_training(
-    trainer: Trainer,
-    module: LightningModule,
-    reducer: GradientReducer,
-    group: dist.ProcessGroup,
-    source: int,
-    take: bool,
-) -> None:
-    """Give ranks the training state of one of them; to be called on every rank.
+class StepMirror:
+    """Finds the training state that a training step has changed, for the ranks that did not run the step.
 
-    Under manual optimization the step itself clips gradients, steps optimizers and schedulers, and changes whatever it
-    likes: a rank that did not run it cannot do the same, but it can have the same.
+    This is the state that Lightning, the reducer and torchmetrics do not keep equal anyway: parameters and their
+    `requires_grad`, shapes of buffers, settings and state of optimizers, schedulers, and plain attributes of modules
+    and optimizers (numbers, text, tuples of these, also as entries of small dictionaries). Under manual optimization
+    gradients, the gradient scaler and the number of steps are part of it.
+
+    Changes are known from identities and versions. A change through `.data` has neither: parameters are compared by
+    value in the first steps after ranks have run out of data, and those found to change are sent after all later steps.
 
     Args:
-        trainer: The Trainer.
+        trainer: The Trainer, while it fits.
         module: Its module.
-        reducer: Synchronises its gradients.
-        group: The ranks.
-        source: The rank that has run the step.
-        take: Whether this rank takes what it is given.
-
-    Raises:
-        UnsupportedFeatureError: On every rank, if the state of an optimizer or a scheduler holds something that cannot
-            be sent.
+        reducer: Synchronises the gradients of the module.
     """
-    ignored = find_ignored(module)
-    parameters = [parameter for name, parameter in module.named_parameters() if name not in ignored]
-    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
-    own = _pack_state(trainer, parameters, reducer.unsynchronized(parameters))
-    sent = broadcast_packed(own, group, source)
-    state = unpack(sent, own.left_out)
-    if "problem" in state:
-        raise UnsupportedFeatureError(state["problem"])
-    broadcast_all([*parameters, *buffers], group, source)
-    if take:
-        for optimizer, values in zip(trainer.optimizers, state["optimizers"], strict=True):
-            _load(optimizer, values, own=set(module.parameters()).difference(parameters))
-        for config, values in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
-            config.scheduler.load_state_dict(values)
-        trainer.precision_plugin.load_state_dict(state["precision"])
-        manual_step_progress(trainer).load_state_dict(state["progress"])
-    if state["gradients"] is not None:
-        _mirror_gradients(dict(zip(parameters, state["gradients"], strict=True)), group, source, take)
+
+    def __init__(self, trainer: Trainer, module: LightningModule, reducer: GradientReducer) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._reducer = reducer
+        self._counters = SampleCounters()
+        self._has_warned = False
+
+    def begin_phase(self) -> None:
+        """Begin a run of steps that the same ranks take part in; on every rank."""
+        self._steps = 0
+        self._silent: set[str] = set()
+        self._look()
+
+    def _look(self) -> None:
+        """Look at the structure of the module, which rarely changes."""
+        metrics = [part for part in self._module.modules() if isinstance(part, Metric | MetricCollection)]
+        of_metrics = {id(part) for metric in metrics for part in metric.modules()}
+        self._parts = {name: part for name, part in self._module.named_modules() if id(part) not in of_metrics}
+        ignored = find_ignored(self._module)
+        self._parameters = {name: one for name, one in self._module.named_parameters() if name not in ignored}
+        parts = self._parts.values()
+        self._tree = _Entries((None, entries) for part in parts for entries in (part._modules, part._parameters))
+        self._buffers = _Entries((name, part._buffers) for name, part in self._parts.items())
+        self._ignored = ignored
+        owners: list[tuple[tuple[str, Any], Any]] = [(("module", name), part) for name, part in self._parts.items()]
+        owners += [(("optimizer", number), optimizer) for number, optimizer in enumerate(self._trainer.optimizers)]
+        self._attributes = _Entries(((place, vars(owner)) for place, owner in owners), _inherited())
+        self._dictionaries = [
+            (place, name, value)
+            for place, owner in owners
+            for name, value in vars(owner).items()
+            if isinstance(value, dict) and name not in _inherited()
+        ]
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Remember the state before a step, on a rank that runs it."""
+        self._marks = _marks(self._parameters.values())
+        is_compared = self._steps < _COMPARED_STEPS
+        self._values = {name: _value(parameter) for name, parameter in self._parameters.items()} if is_compared else {}
+        self._steps += 1
+        for entries in (self._tree, self._buffers, self._attributes):
+            entries.remember()
+        self._entries = [
+            (place, name, dictionary, dictionary.copy())
+            for place, name, dictionary in self._dictionaries
+            if len(dictionary) <= _LARGEST_DICTIONARY
+        ]
+        self._versions = {name: version_of(one) for name, one in vars(self._module).items() if isinstance(one, Tensor)}
+        self._settings = [_versioned(_settings(optimizer)) for optimizer in self._trainer.optimizers]
+        self._states = [_versioned(_state(optimizer)) for optimizer in self._trainer.optimizers]
+        self._schedules = [vars(config.scheduler).copy() for config in self._trainer.lr_scheduler_configs]
+
+    @torch.no_grad()
+    def changes(self, samples: float) -> Packed | None:
+        """Return what has changed since `remember`; None if nothing has.
+
+        Args:
+            samples: Samples of the batch. A number raised by it counts samples, and belongs to the rank.
+
+        Raises:
+            UnsupportedFeatureError: If something has changed that cannot be sent.
+        """
+        found = {
+            "buffers": self._changed_buffers(),
+            "attributes": self._changed_attributes(samples),
+            **self._changed_parameters(),
+            **self._changed_optimization(),
+        }
+        state = {name: value for name, value in found.items() if value}
+        if not self._module.automatic_optimization:
+            state.update(self._left_by_manual_step())
+        if not state:
+            return None
+        packed = pack(state)
+        strange = {place: value for place, value in packed.left_out.items() if not isinstance(value, _CODE)}
+        if not strange:
+            return packed
+        what = Packed(None, [], strange).name_left_out()
+        raise UnsupportedFeatureError(
+            "`ddp_join` sends the state of optimizers and schedulers that `training_step` changes to ranks without"
+            f" data, and it holds {what}, which is neither a number nor a tensor."
+            ' Use `uneven_inputs="stop"`.'
+        )
+
+    @torch.no_grad()
+    def take(self, packed: Packed) -> None:
+        """Take over what has changed on the rank that has run the step.
+
+        Raises:
+            UnsupportedFeatureError: If it cannot be taken over.
+        """
+        state = unpack(packed)
+        if packed.left_out:
+            state = unpack(packed, pack(self._own_counterpart(state)).left_out)
+        self._take_tensors(state)
+        for place, path, before, after in state.get("attributes", ()):
+            self._take_attribute(place, path, before, after)
+        for number, groups in state.get("settings", {}).items():
+            for group, values in zip(self._trainer.optimizers[number].param_groups, groups, strict=True):
+                group.update(values)
+        ignored = set(self._module.parameters()).difference(self._parameters.values())
+        for number, values in state.get("optimizers", {}).items():
+            _load(self._trainer.optimizers[number], values, own=ignored)
+        for number, values in state.get("schedulers", {}).items():
+            self._trainer.lr_scheduler_configs[number].scheduler.load_state_dict(values)
+        if "progress" in state:
+            self._trainer.precision_plugin.load_state_dict(state["precision"])
+            manual_step_progress(self._trainer).load_state_dict(state["progress"])
+            for parameter, gradient in zip(self._parameters.values(), state["gradients"] or (), strict=False):
+                parameter.grad = None if gradient is None else _restored(parameter, *gradient)
+
+    def _changed_parameters(self) -> dict[str, Any]:
+        before, changed = dict(zip(self._parameters, zip(*self._marks, strict=True), strict=True)), set()
+        has_new_parts = self._tree.have_changed()
+        if has_new_parts:
+            replaced = self._parameters
+            self._look()
+            changed = {name for name, one in self._parameters.items() if replaced.get(name) is not one}
+        marks = _marks(self._parameters.values())
+        if has_new_parts or marks != self._marks:
+            after = zip(self._parameters, zip(*marks, strict=True), strict=True)
+            changed |= {name for name, mark in after if mark != before.get(name)}
+        for name, value in self._values.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None and name not in changed and _differs(value, parameter):
+                self._silent.add(name)
+        sent = {name: one for name, one in self._parameters.items() if name in changed or name in self._silent}
+        return {
+            "parameters": sent,
+            "requires_grad": {name: parameter.requires_grad for name, parameter in sent.items()},
+        }
+
+    def _changed_buffers(self) -> dict[str, Tensor | None]:
+        """Return buffers that are of another form now; the reducer makes the values of others equal."""
+        found = {}
+        for path, leaf, old, new in self._buffers.differences():
+            name = f"{path}.{leaf}".lstrip(".")
+            if old and new and _form(old[0]) != _form(new[0]) and name not in self._ignored:
+                found[name] = new[0]
+        return found
+
+    def _take_tensors(self, state: dict[str, Any]) -> None:
+        for name, value in state.get("parameters", {}).items():
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.shape != value.shape:
+                raise UnsupportedFeatureError(
+                    f"rank {self._trainer.global_rank}: `training_step` on a rank with data has made the parameter"
+                    f" `{name}`, of shape {list(value.shape)}, and this rank without data has none like it. Create it"
+                    " in `__init__`, `configure_model` or `setup` of the module."
+                )
+            if parameter.numel():
+                overwrite([parameter], value.to(parameter.device, parameter.dtype).view(-1), [True])
+        for name, requires_grad in state.get("requires_grad", {}).items():
+            self._parameters[name].requires_grad_(requires_grad)
+        for name, value in state.get("buffers", {}).items():
+            path, _, leaf = name.rpartition(".")
+            self._parts[path]._buffers[leaf] = None if value is None else value.to(self._module.device)
+
+    def _changed_attributes(self, samples: float) -> list[Any]:
+        """Return place, path, and value before and after, in lists that are empty where there is none."""
+        found = [(place, [name], old, new) for place, name, old, new in self._attributes.differences()]
+        for place, name, entries, before in self._entries:
+            found += [(place, [name, key], old, new) for key, old, new in _differences(before, entries)]
+        sent = []
+        for place, path, old, new in found:
+            if not all(map(_is_plain, [*old, *new])):
+                if place == ("module", "") and len(path) == 1:
+                    self._warn(path[0], new)
+            elif not self._counts_samples((*place, *path), [*old, *new], samples):
+                sent.append((place, path, old, new))
+        for name, version in self._versions.items():
+            value = vars(self._module).get(name)
+            if isinstance(value, Tensor) and version != version_of(value):
+                self._warn(name, [value])
+        return sent
+
+    def _counts_samples(self, key: Hashable, numbers: list[Any], samples: float) -> bool:
+        if len(numbers) < 2 or not all(isinstance(number, int | float) for number in numbers):
+            return False
+        return self._counters.recognise(key, [numbers[1] - numbers[0]], [int(samples)])
+
+    def _take_attribute(self, place: tuple[str, Any], path: list[Any], before: list[Any], after: list[Any]) -> None:
+        """Set an attribute that was the same on both ranks; others belong to a rank."""
+        kind, owner = place
+        entries = vars(self._parts[owner] if kind == "module" else self._trainer.optimizers[owner])
+        for name in path[:-1]:
+            entries = entries.get(name, {})
+        own = [entries[path[-1]]] if path[-1] in entries else []
+        if not all(map(_is_plain, own)) or own != before:
+            return
+        if after:
+            entries[path[-1]] = after[0]
+        else:
+            del entries[path[-1]]
+
+    def _warn(self, name: str, values: list[Any]) -> None:
+        """Warn of an attribute, unless it is known to belong to a batch, as one that has a graph or collects."""
+        is_of_batch = all(isinstance(value, _CONTAINERS) or getattr(value, "requires_grad", False) for value in values)
+        if self._has_warned or is_of_batch:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"rank {self._trainer.global_rank}: `training_step` changes `self.{name}`, of type"
+            f" `{type(values[0]).__name__}`, which ranks that have run out of data keep as it was. If training depends"
+            " on it, register it as a buffer, or make it a number.",
+            stacklevel=2,
+        )
+
+    def _changed_optimization(self) -> dict[str, Any]:
+        settings, states = {}, {}
+        for number, optimizer in enumerate(self._trainer.optimizers):
+            if _have_changed(self._states[number], _versioned(_state(optimizer))):
+                states[number] = optimizer.state_dict()
+            elif _have_changed(self._settings[number], _versioned(_settings(optimizer))):
+                settings[number] = _settings_of_groups(optimizer)
+        schedulers = {
+            number: config.scheduler.state_dict()
+            for number, config in enumerate(self._trainer.lr_scheduler_configs)
+            if any(_differences(self._schedules[number], vars(config.scheduler)))
+        }
+        return {"settings": settings, "optimizers": states, "schedulers": schedulers}
+
+    def _left_by_manual_step(self) -> dict[str, Any]:
+        parameters = list(self._parameters.values())
+        has_own = self._reducer.unsynchronized(parameters)
+        return {
+            "precision": self._trainer.precision_plugin.state_dict(),
+            "progress": manual_step_progress(self._trainer).state_dict(),
+            # What is still being accumulated on each rank by itself stays there.
+            "gradients": None if has_own else [_described(parameter.grad) for parameter in parameters],
+        }
+
+    def _own_counterpart(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank has in the places of a state that hold code."""
+        optimizers, configs = self._trainer.optimizers, self._trainer.lr_scheduler_configs
+        return {
+            "settings": {number: _settings_of_groups(optimizers[number]) for number in state.get("settings", ())},
+            "optimizers": {number: optimizers[number].state_dict() for number in state.get("optimizers", ())},
+            "schedulers": {number: configs[number].scheduler.state_dict() for number in state.get("schedulers", ())},
+        }
 
 
-def _load(optimizer: Optimizer, values: dict[str, Any], own: Set[nn.Parameter]) -> None:
+class _Entries:
+    """Entries of dictionaries, compared by identity in one pass, because this runs in every step.
+
+    Args:
+        dictionaries: The dictionaries, each with a key.
+        without: Names of entries that are left alone.
+    """
+
+    def __init__(self, dictionaries: Iterable[tuple[Any, dict[Any, Any]]], without: Set[str] = frozenset()) -> None:
+        self._dictionaries = list(dictionaries)
+        self._without = without
+        self._sizes: list[int] = []
+        self._names: list[list[Any]] = []
+        self._getters: list[Callable[[dict[Any, Any]], tuple[Any, ...]]] = []
+        self._before: list[tuple[Any, ...]] | None = None
+
+    def remember(self) -> None:
+        """Remember the entries as they are."""
+        values = self._values()
+        if values is None:
+            self._names = [[name for name in one if name not in self._without] for _, one in self._dictionaries]
+            # Of one name, a getter returns no tuple; of none, there is no getter.
+            self._getters = [itemgetter(*names, names[0]) if names else _nothing for names in self._names]
+            self._sizes = [len(entries) for _, entries in self._dictionaries]
+        self._before = self._values() if values is None else values
+
+    def have_changed(self) -> bool:
+        """Tell whether any entry is another object now, has come or gone."""
+        assert self._before is not None
+        now = self._values()
+        return now is None or not all(map(is_, chain.from_iterable(self._before), chain.from_iterable(now)))
+
+    def differences(self) -> Iterator[tuple[Any, Any, list[Any], list[Any]]]:
+        """Find the entries that are other objects now; with values before and after, as `_differences` does."""
+        if self.have_changed():
+            assert self._before is not None
+            for (key, entries), names, values in zip(self._dictionaries, self._names, self._before, strict=True):
+                before = dict(zip(names, values, strict=False))
+                after = {name: value for name, value in entries.items() if name not in self._without}
+                yield from ((key, *difference) for difference in _differences(before, after))
+
+    def _values(self) -> list[tuple[Any, ...]] | None:
+        """Return the entries that were there when they were remembered; None if there are others now."""
+        if self._sizes != [len(entries) for _, entries in self._dictionaries]:
+            return None
+        try:
+            return [get(entries) for get, (_, entries) in zip(self._getters, self._dictionaries, strict=True)]
+        except KeyError:
+            return None
+
+
+def _nothing(entries: dict[Any, Any]) -> tuple[()]:
+    return ()
+
+
+def _differences(before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+    """Find the entries that are other objects, with their values, in lists that are empty where there is none."""
+    if len(before) == len(after) and all(map(is_, before.values(), after.values())):
+        return
+    for name in {**before, **after}:
+        old, new = ([entries[name]] if name in entries else [] for entries in (before, after))
+        if len(old) != len(new) or not all(map(is_, old, new)):
+            yield name, old, new
+
+
+@lru_cache(maxsize=1)
+def _inherited() -> Set[str]:
+    """Return the attributes that modules and optimizers have from their bases, which are left alone."""
+    optimizer = torch.optim.SGD([torch.zeros(())])
+    return (vars(LightningModule()).keys() | vars(optimizer).keys()) - {"training"}
+
+
+def _marks(parameters: Iterable[Tensor]) -> tuple[list[Any], ...]:
+    """Return what tells changes of parameters: versions, addresses and `requires_grad`."""
+    parameters = list(parameters)
+    return versions_of(parameters), [*map(_data_pointer, parameters)], [*map(_requires_grad, parameters)]
+
+
+def _value(parameter: Tensor) -> Tensor | int:
+    return fingerprint(parameter) if parameter.nbytes > _LARGE else parameter.detach().clone()
+
+
+def _differs(value: Tensor | int, parameter: Tensor) -> bool:
+    return fingerprint(parameter) != value if isinstance(value, int) else not same_values(value, parameter)
+
+
+def _form(buffer: Tensor | None) -> Any:
+    return None if buffer is None else (buffer.shape, buffer.dtype)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _settings(optimizer: Optimizer) -> list[Any]:
+    return [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+
+
+def _settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _state(optimizer: Optimizer) -> list[Any]:
+    return [*chain.from_iterable(state.values() for state in optimizer.state.values())]
+
+
+def _versioned(values: list[Any]) -> tuple[list[Any], list[int]]:
+    return values, versions_of(values)
+
+
+def _have_changed(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]]) -> bool:
+    return before[1] != after[1] or not all(map(is_, before[0], after[0]))
+
+
+def _load(optimizer: Optimizer, values: dict[str, Any], own: Set[Tensor]) -> None:
     """Load the state of an optimizer, but for parameters that belong to this rank alone."""
     kept: dict[Tensor, Any] = {
         parameter: optimizer.state.pop(parameter) for parameter in own if parameter in optimizer.state
@@ -79,40 +424,13 @@ def _load(optimizer: Optimizer, values: dict[str, Any], own: Set[nn.Parameter]) 
     optimizer.state.update(kept)
 
 
-def _mirror_gradients(kinds: dict[nn.Parameter, int | None], group: dist.ProcessGroup, source: int, take: bool) -> None:
-    dense = {
-        parameter: torch.empty_like(parameter) if take or parameter.grad is None else parameter.grad.to_dense()
-        for parameter, kind in kinds.items()
-        if kind is not None
-    }
-    broadcast_all(list(dense.values()), group, source)
-    for parameter, sparse_dim in kinds.items() if take else ():
-        gradient = dense.get(parameter)
-        parameter.grad = gradient.to_sparse(sparse_dim) if gradient is not None and sparse_dim else gradient
+def _described(gradient: Tensor | None) -> tuple[int, Tensor] | None:
+    """Return the number of a gradient's sparse dimensions, and its elements."""
+    if gradient is None:
+        return None
+    return (gradient.sparse_dim(), gradient.to_dense()) if gradient.is_sparse else (0, gradient)
 
 
-def _kind(gradient: Tensor | None) -> int | None:
-    """Return None where there is no gradient, else the number of its sparse dimensions."""
-    return None if gradient is None else gradient.sparse_dim() if gradient.is_sparse else 0
-
-
-def _pack_state(trainer: Trainer, parameters: list[nn.Parameter], has_own_gradients: bool) -> Packed:
-    state: dict[str, Any] = {
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
-        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "precision": trainer.precision_plugin.state_dict(),
-        "progress": manual_step_progress(trainer).state_dict(),
-        # What is still being accumulated on each rank by itself stays there.
-        "gradients": None if has_own_gradients else [_kind(parameter.grad) for parameter in parameters],
-    }
-    packed = pack(state)
-    strange = {place: value for place, value in packed.left_out.items() if not isinstance(value, _CODE)}
-    if not strange:
-        return packed
-    what = Packed(None, [], strange).name_left_out()
-    problem = (
-        "`ddp_join` under manual optimization sends the state of optimizers and schedulers to ranks without data, and"
-        f" it holds {what}, which is neither a number nor a tensor."
-        ' Use `uneven_inputs="stop"`.'
-    )
-    return pack({"problem": problem})
+def _restored(parameter: Tensor, sparse_dim: int, gradient: Tensor) -> Tensor:
+    dense = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    return dense.to_sparse(sparse_dim) if sparse_dim else dense

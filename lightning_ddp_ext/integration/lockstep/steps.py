@@ -1,6 +1,8 @@
 """Steps of all ranks together, of which some may have run out of data."""
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -13,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
@@ -30,12 +33,15 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.lockstep.combined_loader import LockstepCombinedLoader
 from lightning_ddp_ext.integration.lockstep.logged_values import LoggedValues
 from lightning_ddp_ext.integration.lockstep.metric_states import synchronize_states
+from lightning_ddp_ext.integration.lockstep.mirroring import StepMirror
 from lightning_ddp_ext.integration.lockstep.resumable_loader import ResumableLockstepLoader
 from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
 from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.parallel.messages.exchange import own_group
+from lightning_ddp_ext.parallel.messages.packing import header_of, receive_tensors, send_tensors
 from lightning_ddp_ext.parallel.messages.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.messages.tail_collectives import TailCollectives
+from lightning_ddp_ext.parallel.messages.value_forms import DTYPES
 
 _BACKWARD = "backward"
 
@@ -52,6 +58,7 @@ class Lockstep:
         watch: Knows what any rank has failed of.
         fetches: Knows the random states of this process, if it trains.
         samples: Knows how many samples a batch has.
+        mirror: Gives the ranks without data what a training step changes, if this process trains.
     """
 
     def __init__(
@@ -64,6 +71,7 @@ class Lockstep:
         watch: StallWatch,
         fetches: RepeatableFetches | None,
         samples: BatchSamples,
+        mirror: StepMirror | None,
     ) -> None:
         self.group = own_group(timeout)
         self.turn: Turn | None = None
@@ -71,6 +79,7 @@ class Lockstep:
         self._module = module
         self._uneven_inputs = uneven_inputs
         self._fetches = fetches
+        self._mirror = mirror
         self._watch = watch
         self._tail = TailCollectives([self.group, *own], timeout)
         self.votes = Votes(self.group, carried=True)
@@ -79,7 +88,8 @@ class Lockstep:
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
         self._samples = samples
-        self._weight = 0.0  # of a batch in evaluation
+        self._weight = 0.0  # of a batch in evaluation and in the uneven phase
+        self._loss_dtype: torch.dtype | None = None
         self._last_tail: Turn | None = None
         self._is_among_active = False
         self._turn_stack = ExitStack()
@@ -124,6 +134,12 @@ class Lockstep:
         """Which rows of what is gathered have something, within a step that some ranks do not take part in."""
         return self.turn.active if self.turn is not None and self._is_among_active else None
 
+    @property
+    def _is_source(self) -> bool:
+        """Whether ranks without data learn from this rank what the step does: it is the first that has data."""
+        turn = self.turn
+        return turn is not None and turn.is_tail and turn.active[0] == self._trainer.global_rank
+
     def take_turn(self, batch: Any) -> None:
         """Take up the next batch of a loop; to be called when it is moved to the device."""
         combined = active_combined_loader(self._trainer)
@@ -136,7 +152,7 @@ class Lockstep:
             )
         turn = self.turn = combined.turns.popleft()
         self.logged.begin(turn)
-        if not self._trainer.training:
+        if turn.is_tail or not self._trainer.training:
             self._weight = self._samples.weight(batch)
         if not turn.is_tail:
             return
@@ -148,6 +164,8 @@ class Lockstep:
             ]
             for metric in self._metrics:
                 forget_computed(metric)
+            if self._mirror is not None and self._trainer.training:
+                self._mirror.begin_phase()
         if not self._trainer.training:
             # In evaluation hooks count too: they belong to a batch, not to a step of all ranks.
             self._turn_stack.enter_context(without_batch_hooks(self._trainer) if turn.is_ghost else self.among_active())
@@ -162,17 +180,51 @@ class Lockstep:
         Returns:
             What the step returns; on a ghost step what it returned last, with a loss of zero.
         """
+        assert self._mirror is not None
         if self.is_ghost:
             while (message := self._messages.wait()) == _BACKWARD:
                 synchronize()
-            self.logged.adopt(message)
-        else:
-            self._output = None
-            with self.among_active(), self.logged.step():
-                output = run()
-            self._tell_ghosts()
-            self._output = recursive_detach(output) if isinstance(output, dict) else None
-        return self._ghost_output() if self.is_ghost else output
+            self._adopt(json.loads(message))
+            return self._ghost_output()
+        self._output = None
+        if self._is_source:
+            self._mirror.remember()
+        with self.among_active(), self.logged.step():
+            output = run()
+        if self._is_source:
+            self._publish(output)
+        elif self.is_tail:
+            self._messages.pass_over()
+        self._output = recursive_detach(output) if isinstance(output, dict) else None
+        return output
+
+    def _publish(self, output: STEP_OUTPUT) -> None:
+        """Send ranks that make a ghost step what the step has logged and changed, and the type of its loss."""
+        assert self._mirror is not None
+        assert self.turn is not None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else None
+        try:
+            changes = self._mirror.changes(1.0 if math.isnan(self._weight) else self._weight)
+        except UnsupportedFeatureError as error:
+            self._messages.publish(json.dumps({"problem": str(error)}))
+            raise
+        header = None if changes is None else header_of(changes)
+        self._messages.publish(json.dumps({"logged": self.logged.describe(), "dtype": dtype, "changes": header}))
+        if changes is not None:
+            ranks = set(range(self._trainer.world_size)).difference(self.turn.active)
+            send_tensors(changes, self.group, sorted(ranks))
+
+    def _adopt(self, message: Mapping[str, Any]) -> None:
+        """Have what another rank has published."""
+        assert self._mirror is not None
+        assert self.turn is not None
+        if "problem" in message:
+            raise UnsupportedFeatureError(message["problem"])
+        self.logged.adopt(message["logged"])
+        self._loss_dtype = DTYPES.get(message["dtype"])
+        if message["changes"] is not None:
+            self._mirror.take(receive_tensors(message["changes"], self.group, self.turn.active[0]))
 
     def announce_backward(self) -> None:
         """Tell ranks that make a ghost step of a backward pass within a training step, which they cannot know of."""
@@ -197,14 +249,14 @@ class Lockstep:
     def _tell_ghosts(self) -> None:
         """Tell ranks that make a ghost step what has been logged; these wait for it."""
         if self.is_ghost:
-            self.logged.adopt(self._messages.wait())
+            self.logged.adopt(json.loads(self._messages.wait()))
         else:
-            self._tell(self.logged.describe)
+            self._tell(lambda: json.dumps(self.logged.describe()))
 
     def _tell(self, describe: Callable[[], str]) -> None:
         if self.turn is None or not self.turn.is_tail:
             return
-        if self.turn.active[0] == self._trainer.global_rank:
+        if self._is_source:
             self._messages.publish(describe())
         else:
             self._messages.pass_over()
@@ -230,7 +282,8 @@ class Lockstep:
                 forget_computed(metric)
 
     def _ghost_output(self) -> STEP_OUTPUT:
-        dtype = cast(torch.dtype, self._module.dtype)
+        # Of the type that it has on ranks with data, so that the mean over ranks, for L-BFGS, has the same bits on all.
+        dtype = cast(torch.dtype, self._module.dtype) if self._loss_dtype is None else self._loss_dtype
         loss = torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
         return loss if self._output is None else {**self._output, "loss": loss}
 

@@ -27,7 +27,7 @@ from lightning_ddp_ext.integration.ranks.counted_loaders import combine_counted
 from lightning_ddp_ext.integration.ranks.preemption import Departure
 from lightning_ddp_ext.integration.ranks.resumable_data import make_resumable
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
-from lightning_ddp_ext.parallel.messages.exchange import gather_different
+from lightning_ddp_ext.parallel.messages.exchange import broadcast_object, gather_different
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 
@@ -48,6 +48,7 @@ class ResumableRun:
     Attributes:
         departure: Lets all ranks leave together.
         fetches: Knows the random states of this rank.
+        seed: Of random numbers that all ranks share, the same after resuming.
     """
 
     def __init__(self, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None) -> None:
@@ -57,6 +58,7 @@ class ResumableRun:
         self._reducer = reducer
         self._group = reducer.process_group
         self._resumed = resumed
+        self.seed: int = broadcast_object(torch.initial_seed(), self._group, 0) if resumed is None else resumed["seed"]
         self._progress = Progress(None, is_last_batch=False)  # when that was saved
         if resumed is not None:
             of_ranks = resumed["of_ranks"]
@@ -84,6 +86,7 @@ class ResumableRun:
         metrics = self._trainer.callback_metrics
         checkpoint[RANKS] = {
             "fetches": torch.stack(gathered),
+            "seed": self.seed,
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": reducer,
             "of_ranks": gather_different(of_rank, self._group),

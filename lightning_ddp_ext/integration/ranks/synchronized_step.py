@@ -151,6 +151,7 @@ class SynchronizedStep:
             )
 
     def _begin(self) -> None:
+        self.reducer.defer_hooks()
         index = self._trainer.fit_loop.epoch_loop.batch_idx
         if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
             self._weights.restart()  # Lightning drops the gradients of an unfinished window here

@@ -1,7 +1,7 @@
 """Gradients on their way from the backward pass into messages."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from lightning_ddp_ext._compat.torch import post_accumulate_hooks
 from lightning_ddp_ext.parallel.gradients.bucket import LARGE, GradientBucket
 from lightning_ddp_ext.parallel.gradients.layout import GradientLayout
 from lightning_ddp_ext.parallel.gradients.prediction import BackwardPredictor
@@ -50,6 +52,7 @@ class GradientCollector:
         self._aside: list[Tensor | None] = []
         self._lost: list[bool] = []
         self._hooks = [self._watch(number, parameter) for number, parameter in enumerate(parameters)]
+        self._hooks_seen = -1  # number of the last hook of this process that was looked for
 
     @property
     def is_active(self) -> bool:
@@ -65,6 +68,33 @@ class GradientCollector:
         """Return the identities of parameters whose gradient came since it was last synchronised."""
         own = (self._parameters[number] for number in self._unsynchronized)
         return {id(parameter) for parameter in own if parameter.grad is not None}
+
+    def defer_hooks(self) -> bool:
+        """Let the hooks of other code that wait for a gradient run in `run_hooks`, with the gradient of all ranks.
+
+        Returns:
+            Whether any code has added hooks since the last time.
+        """
+        if self._hooks_seen == RemovableHandle.next_id:
+            return False
+        self._hooks_seen = RemovableHandle.next_id
+        for parameter, own in zip(self._parameters, self._hooks, strict=True):
+            hooks = post_accumulate_hooks(parameter)
+            for number, hook in hooks.items() if len(hooks) > 1 else ():
+                if number != own.id and not isinstance(hook, _DeferredHook):
+                    hooks[number] = _DeferredHook(hook)
+        return True
+
+    def run_hooks(self, used: Sequence[float]) -> None:
+        """Run the hooks of other code; on every rank alike, as they may change parameters.
+
+        Args:
+            used: Which parameters have a gradient on any rank.
+        """
+        for parameter, is_used in zip(reversed(self._parameters), reversed(used), strict=True):
+            for hook in [*post_accumulate_hooks(parameter).values()] if is_used else ():
+                if isinstance(hook, _DeferredHook):
+                    hook.hook(parameter)
 
     def begin(self, factor: float, carrier: GradientBucket | None = None) -> None:
         """Begin to collect.
@@ -177,6 +207,9 @@ class GradientCollector:
         """Stop watching the parameters."""
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._parameters:
+            hooks = post_accumulate_hooks(parameter)
+            hooks.update({number: hook.hook for number, hook in hooks.items() if isinstance(hook, _DeferredHook)})
 
     def send(self, buckets: Sequence[GradientBucket]) -> None:
         """Send buckets, with the gradients that are there."""
@@ -241,3 +274,17 @@ class GradientCollector:
         """Send the buckets that are believed complete, up to the first that is not."""
         waiting = self._layout.buckets[self._next :]
         self.send(list(itertools.takewhile(lambda bucket: not bucket.missing and bucket is not self.carrier, waiting)))
+
+
+class _DeferredHook:
+    """Takes the place of a hook, which thus can still be removed by its handle, and runs nothing.
+
+    Args:
+        hook: What runs when the gradient has been synchronised.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self.hook = hook
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Leave the gradient of this rank alone."""

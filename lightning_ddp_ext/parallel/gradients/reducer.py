@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ddp_ext._compat.torch import steps_in_backward
 from lightning_ddp_ext.arguments import check_bucket_cap
-from lightning_ddp_ext.errors import RanksOutOfStepError
+from lightning_ddp_ext.errors import RanksOutOfStepError, UnsupportedFeatureError
 from lightning_ddp_ext.parallel.buffers.sync import BufferSynchronizer
 from lightning_ddp_ext.parallel.consistency.setups import compare_setups, describe_module
 from lightning_ddp_ext.parallel.consistency.sharing import fixed_parameters, shared_parameters
@@ -89,6 +90,7 @@ class GradientReducer:
     ) -> None:
         check_bucket_cap(bucket_cap_mb)
         self._parameters = shared_parameters(module)
+        self._names = dict(module.named_parameters())
         self._known = {id(parameter): parameter for parameter in module.parameters()}
         self._owns_group = process_group is None
         self._group = own_group(timeout) if process_group is None else group_with_cpu(process_group)
@@ -114,6 +116,7 @@ class GradientReducer:
         broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.tensors()], self._group)
         self._buffers.remember()
         self._collector = GradientCollector(self._parameters, self._layout, self._transport)
+        self.defer_hooks()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -138,6 +141,24 @@ class GradientReducer:
     def strangers(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return those of these parameters that were not part of the module when the reducer was made."""
         return [parameter for parameter in parameters if id(parameter) not in self._known]
+
+    def defer_hooks(self) -> None:
+        """Let hooks of `register_post_accumulate_grad_hook` run after the synchronisation, with its gradient.
+
+        `synchronize` does so itself. Call it before a backward pass outside of a block if hooks were added meanwhile.
+
+        Raises:
+            UnsupportedFeatureError: If an optimizer steps inside of the backward pass in another way.
+        """
+        if not self._collector.defer_hooks():
+            return
+        for name, parameter in self._names.items():
+            if steps_in_backward(parameter):
+                raise UnsupportedFeatureError(
+                    f"parameter `{name}` is changed inside of the backward pass, by `_apply_optimizer_in_backward`,"
+                    " with the gradient of this rank alone. Use the optimizer without it, or step in a hook of"
+                    " `register_post_accumulate_grad_hook`, which sees the gradient of all ranks."
+                )
 
     def disregard(self) -> AbstractContextManager[None]:
         """Take no notice of the gradients that come in a block, and that are thrown away."""
@@ -183,6 +204,7 @@ class GradientReducer:
                 " from its last checkpoint; to go on after an error, let the forward pass raise it, before any backward"
                 " pass."
             )
+        self.defer_hooks()
         self._begun += 1  # first, so that an error of this rank alone is noticed
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
@@ -222,6 +244,8 @@ class GradientReducer:
             self._collector.restore(self._group)
         self._buffers.finish(report, self._weight)
         self._collector.finish()
+        if report.total_weight:
+            self._collector.run_hooks(report.used)
 
     def _prepare_carrier(self) -> GradientBucket | None:
         """Return the bucket that takes along what ranks tell each other, with room for it; the same on every rank.

@@ -5,7 +5,7 @@ likes.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -81,8 +81,8 @@ def broadcast_packed(packed: Packed | None, group: dist.ProcessGroup | None, sou
     """
     if dist.get_rank(group) != source:
         packed = None
-    header = broadcast_object(None if packed is None else _header(packed), group, source)
-    size = sum(_size(*entry) for entry in header["tensors"])
+    header = broadcast_object(None if packed is None else header_of(packed), group, source)
+    size = _size_of_tensors(header)
     flat = torch.empty(size, dtype=torch.uint8) if packed is None else _join(packed.tensors)
     flat = flat.to(exchange_device(group))
     if size:
@@ -92,12 +92,44 @@ def broadcast_packed(packed: Packed | None, group: dist.ProcessGroup | None, sou
     return Packed(header["form"], _split(flat.cpu(), header["tensors"]), header["left_out"])
 
 
-def _header(packed: Packed) -> dict[str, Any]:
+def send_tensors(packed: Packed, group: dist.ProcessGroup, ranks: Iterable[int]) -> None:
+    """Send the tensors of a value to some ranks, which have its header and call `receive_tensors`.
+
+    Args:
+        packed: The value.
+        group: A group with a back-end for CPU tensors.
+        ranks: Positions in the group of the ranks that receive them.
+    """
+    flat = _join(packed.tensors)
+    for rank in ranks if flat.numel() else ():
+        dist.send(flat, group=group, group_dst=rank)
+
+
+def receive_tensors(header: dict[str, Any], group: dist.ProcessGroup, source: int) -> Packed:
+    """Return a value of which the tensors come by `send_tensors`.
+
+    Args:
+        header: What `header_of` returned on the rank that sends it.
+        group: The same group.
+        source: Position in the group of the rank that sends.
+    """
+    flat = torch.empty(_size_of_tensors(header), dtype=torch.uint8)
+    if flat.numel():
+        dist.recv(flat, group=group, group_src=source)
+    return Packed(header["form"], _split(flat, header["tensors"]), header["left_out"])
+
+
+def header_of(packed: Packed) -> dict[str, Any]:
+    """Return everything but the tensors, as JSON can hold it."""
     return {
         "form": packed.form,
         "tensors": [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in packed.tensors],
         "left_out": {place: type(value).__name__ for place, value in packed.left_out.items()},
     }
+
+
+def _size_of_tensors(header: dict[str, Any]) -> int:
+    return sum(_size(*entry) for entry in header["tensors"])
 
 
 def _size(dtype: str, shape: list[int]) -> int:

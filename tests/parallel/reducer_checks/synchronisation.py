@@ -6,12 +6,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp_ext.errors import RanksOutOfStepError, ReplicaMismatchError
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
-from tests.parallel.reducer_checks.checking import batch, check, combined, largest_error, net
+from tests.parallel.reducer_checks.checking import batch, check, combined, largest_error, net, spread
 
 
 @check
@@ -146,3 +146,26 @@ def ranks_out_of_step() -> str:
     with reducer.synchronize(position=3 + dist.get_rank()):
         module(batch(0)).sum().backward()
     return "nothing was raised"
+
+
+@check
+def hooks_of_parameters_see_the_gradient_of_all_ranks() -> list[float]:
+    """Also those added later, in accumulation once; removed ones run no more, and `close` leaves them as they were."""
+    module = net()
+    seen: list[Tensor] = []
+    first = module[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    reducer = GradientReducer(module)
+    removed = module[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad * 5))
+    module[2].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad[:1, :1].clone()))
+    reducer.defer_hooks()
+    module(batch(dist.get_rank())).pow(2).sum().backward()
+    removed.remove()
+    with reducer.synchronize():
+        module(batch(dist.get_rank() + 5)).pow(2).sum().backward()
+    gradient = module[0].weight.grad
+    found = [float(len(seen)), spread(seen[0]), spread(seen[1]), float((seen[1] - gradient).abs().max())]
+    reducer.close()
+    module(batch(dist.get_rank())).pow(2).sum().backward()
+    first.remove()
+    module(batch(dist.get_rank())).pow(2).sum().backward()
+    return [*found, float(len(seen))]

@@ -2,6 +2,7 @@
 
 from tests.strategies.join_cases import (  # noqa: F401, each adds its cases
     batch_samplers,
+    changing,
     evaluation,
     loading,
     refusals,

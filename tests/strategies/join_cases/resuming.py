@@ -1,5 +1,6 @@
 """Runs that resume on as many ranks."""
 
+import os
 from typing import Any
 
 import torch
@@ -7,8 +8,9 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.nn import functional
 
-from tests.strategies.join_cases.casing import COUNTS, case, fit, loader, trainer
+from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader, trainer
 from tests.strategies.join_ranks import Classifier, Trace
 
 
@@ -64,3 +66,52 @@ def _broadcast(path: str) -> str:
     paths = [path]
     dist.broadcast_object_list(paths, 0)
     return str(paths[0])
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise before and after its closure has run, as optimizers for sampling do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.add_noise()
+        loss = super().step(closure)
+        self.add_noise()
+        return loss
+
+    def add_noise(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+class Sampling(Classifier):
+    """Masks inputs, for which each rank draws numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        self.drawn.append(float(torch.rand(())))
+        torch.rand(RANK)
+        index, features, labels = batch
+        return super().loss((index, functional.dropout(features), labels))
+
+    def configure_optimizers(self) -> Any:
+        return Noisy(self.parameters(), lr=0.1)
+
+
+@case
+def optimizers_that_draw(folder: str) -> Any:
+    """Digests after each batch, of a run that is resumed as well; and what the steps have drawn."""
+    os.environ.pop("PL_GLOBAL_SEED")  # with which Lightning would seed all ranks alike
+    torch.manual_seed(RANK)
+    module = Sampling()
+    saving = ModelCheckpoint(f"{folder}/drawing", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    whole = fit(module, max_epochs=2, callbacks=[saving], enable_checkpointing=True)[1].digests
+    torch.manual_seed(RANK + 7)
+    again, trace = Sampling(), Trace()
+    trainer(trace, max_epochs=2).fit(
+        again.double(), loader(*COUNTS), ckpt_path=_broadcast(f"{folder}/drawing/step=3.ckpt")
+    )
+    return whole, trace.digests, module.drawn, again.drawn

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.strategies.ddp_modules import Adversaries
+from tests.strategies.ddp_modules import Adversaries, Fused
 from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader, trainer
 from tests.strategies.join_ranks import Classifier, digest_of
 
@@ -90,6 +90,15 @@ def normalisation(folder: str) -> Any:
 @case
 def compressed_gradients(folder: str) -> Any:
     return fit(Classifier(), strategy={"ddp_comm_hook": default_hooks.fp16_compress_hook})[1].digests
+
+
+@case
+def an_optimizer_inside_of_the_backward_pass(folder: str) -> Any:
+    class Fusing(Classifier):
+        def configure_optimizers(self) -> Any:
+            return Fused(self.parameters(), lr=0.1)
+
+    return fit(Fusing())[1].digests
 
 
 @case

@@ -1,0 +1,148 @@
+"""What a step has changed, found on one rank and taken over on another; two modules of one process stand for ranks."""
+
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.integration.lockstep.mirroring import StepMirror
+
+
+class Network(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+        self.metric = MeanMetric()
+        self.tau = 1.0
+        self.outputs = []
+        self.names = {}
+
+
+class Rank:
+    """A module, its optimizer, and what mirrors its steps."""
+
+    def __init__(self, module, number):
+        self.module = module
+        self.optimizer = torch.optim.Adam(module.layer.parameters())
+        trainer = SimpleNamespace(optimizers=[self.optimizer], lr_scheduler_configs=[], global_rank=number)
+        self.mirror = StepMirror(trainer, module, None)
+        self.mirror.begin_phase()
+
+
+@pytest.fixture
+def ranks():
+    module = Network()
+    return Rank(module, 0), Rank(copy.deepcopy(module), 1)
+
+
+def changes(rank, step, samples=3.0):
+    rank.mirror.remember()
+    step(rank.module)
+    return rank.mirror.changes(samples)
+
+
+def run(module):
+    """A step that changes nothing but gradients, running statistics and what belongs to its batch."""
+    output = module.layer(torch.randn(3, 2))
+    module.metric.update(output.detach())
+    module.outputs.append(output)
+    module.last = output.sum()
+    output.sum().backward()
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_sent_where_nothing_has_changed(ranks):
+    changes(ranks[0], run)
+    for _ in range(5):
+        assert changes(ranks[0], run) is None
+
+
+def test_attributes_that_ranks_share_are_taken_and_others_stay(ranks):
+    active, shadow = ranks
+    shadow.module.names["other"] = 5
+
+    def step(module):
+        module.tau *= 0.5
+        module.layer[2].p = 0.25
+        module.names["decay"] = ("cosine", 2)
+        module.names["other"] = 6
+        module.layer.eval()
+
+    shadow.mirror.take(changes(active, step))
+    assert (shadow.module.tau, shadow.module.layer[2].p) == (0.5, 0.25)
+    assert shadow.module.names == {"other": 5, "decay": ("cosine", 2)}
+    assert not shadow.module.layer[1].training
+    shadow.module.tau = 0.4
+    shadow.mirror.take(changes(active, step))
+    assert shadow.module.tau == 0.4
+
+
+def test_a_number_that_is_raised_by_the_samples_of_the_batch_stays(ranks):
+    active, shadow = ranks
+
+    def step(module):
+        module.tau += 3
+
+    assert changes(active, step, samples=3.0) is None
+    shadow.mirror.take(changes(active, step, samples=4.0))
+    assert shadow.module.tau == 1  # rank 0 had another number before
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_tensor_that_may_matter_to_training_is_named_once(ranks, in_place):
+    active, _ = ranks
+    active.module.center = torch.zeros(2)
+
+    def step(module):
+        if in_place:
+            module.center += 1
+        else:
+            module.center = module.center + 1
+
+    with pytest.warns(UserWarning, match="`training_step` changes `self.center`, of type `Tensor`.*as a buffer"):
+        assert changes(active, step) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        changes(active, step)
+
+
+def test_a_change_through_data_is_known_from_then_on(ranks):
+    active, shadow = ranks
+    changes(active, lambda module: module.layer[0].weight.data.add_(1))
+    for _ in range(4):
+        shadow.mirror.take(changes(active, lambda module: module.layer[0].weight.data.add_(1)))
+    assert torch.equal(active.module.layer[0].weight, shadow.module.layer[0].weight)
+
+
+def test_a_large_parameter_is_compared_as_well(ranks):
+    active, _ = ranks
+    active.module.large = nn.Parameter(torch.zeros(2**18 + 1))
+    active.mirror.begin_phase()
+    assert changes(active, lambda module: module.large.data[-1].add_(1)) is not None
+    assert changes(active, run) is not None
+
+
+def test_a_parameter_that_another_rank_lacks_is_an_error(ranks):
+    active, shadow = ranks
+
+    def step(module):
+        module.layer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 5))
+
+    with pytest.raises(UnsupportedFeatureError, match=r"rank 1: .*has made the parameter `layer.1.weight`, of shape"):
+        shadow.mirror.take(changes(active, step))
+
+
+def test_a_state_of_the_optimizer_that_cannot_be_sent_is_an_error(ranks):
+    active, _ = ranks
+
+    def step(module):
+        active.optimizer.param_groups[0]["schedule"] = object()
+
+    with pytest.raises(UnsupportedFeatureError, match=r"holds `object` at `\['settings'\]\[0\]\[0\]\['schedule'\]`"):
+        changes(active, step)
