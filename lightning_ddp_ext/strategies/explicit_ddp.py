@@ -257,7 +257,10 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         self._step = SynchronizedStep(
             trainer, self._module, reducer, self.weight_by, self._samples, self._run.departure
         )
-        self._random = SharedRandomNumbers(self._run.seed, self.root_device)
+        if self.world_size > 1:
+            numbers = self._random = SharedRandomNumbers(self._run.seed, self.root_device)
+            # Hooks on parameters may draw as optimizers do. Other numbers than theirs: positions become negative.
+            reducer.hook_context = lambda position: numbers.shared(-1 - position)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -330,7 +333,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     ) -> Any:
         step, numbers = self._step, self._random
         assert step is not None
-        assert numbers is not None
+        if numbers is None:
+            return super().optimizer_step(optimizer, partial(step.watch, closure, optimizer), model, **kwargs)
 
         def run_closure() -> Any:
             with numbers.own():

@@ -41,7 +41,7 @@ def ranks():
     return Rank(module, 0), Rank(copy.deepcopy(module), 1)
 
 
-def changes(rank, step, samples=3.0):
+def changes(rank, step, samples=3):
     rank.mirror.remember()
     step(rank.module)
     return rank.mirror.changes(samples)
@@ -89,8 +89,8 @@ def test_a_number_that_is_raised_by_the_samples_of_the_batch_stays(ranks):
     def step(module):
         module.tau += 3
 
-    assert changes(active, step, samples=3.0) is None
-    shadow.mirror.take(changes(active, step, samples=4.0))
+    assert changes(active, step, samples=3) is None
+    shadow.mirror.take(changes(active, step, samples=4))
     assert shadow.module.tau == 1  # rank 0 had another number before
 
 
@@ -112,12 +112,21 @@ def test_a_tensor_that_may_matter_to_training_is_named_once(ranks, in_place):
         changes(active, step)
 
 
-def test_a_change_through_data_is_known_from_then_on(ranks):
+def test_a_change_through_data_is_noticed_in_every_step(ranks):
     active, shadow = ranks
-    changes(active, lambda module: module.layer[0].weight.data.add_(1))
-    for _ in range(4):
-        shadow.mirror.take(changes(active, lambda module: module.layer[0].weight.data.add_(1)))
+    for number in range(8):
+        changed = changes(active, lambda module: module.layer[0].weight.data.add_(1) if number in (1, 7) else None)
+        assert (changed is not None) is (number in (1, 7))
+        if changed is not None:
+            shadow.mirror.take(changed)
     assert torch.equal(active.module.layer[0].weight, shadow.module.layer[0].weight)
+
+
+def test_an_attribute_that_was_nan_on_both_ranks_is_taken_over(ranks):
+    active, shadow = ranks
+    active.module.best = shadow.module.best = float("nan")
+    shadow.mirror.take(changes(active, lambda module: setattr(module, "best", 3.0)))
+    assert shadow.module.best == 3.0
 
 
 def test_a_large_parameter_is_compared_as_well(ranks):
@@ -125,7 +134,23 @@ def test_a_large_parameter_is_compared_as_well(ranks):
     active.module.large = nn.Parameter(torch.zeros(2**18 + 1))
     active.mirror.begin_phase()
     assert changes(active, lambda module: module.large.data[-1].add_(1)) is not None
-    assert changes(active, run) is not None
+    assert changes(active, run) is None
+
+
+def test_parameter_groups_that_another_rank_lacks_are_an_error(ranks):
+    active, shadow = ranks
+    added = {"params": [nn.Parameter(torch.zeros(1))]}
+    changed = changes(active, lambda module: active.optimizer.add_param_group(added))
+    with pytest.raises(UnsupportedFeatureError, match=r"has made 2 parameter groups of `Adam`.*has 1. Call"):
+        shadow.mirror.take(changed)
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_on_the_device_of_the_rank(ranks):
+    for rank in ranks:
+        rank.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    ranks[1].optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")
+    ranks[1].mirror.take(changes(ranks[0], lambda module: ranks[0].optimizer.param_groups[0]["lr"].mul_(0.5)))
+    assert ranks[1].optimizer.param_groups[0]["lr"].device.type == "meta"
 
 
 def test_a_parameter_that_another_rank_lacks_is_an_error(ranks):

@@ -31,7 +31,6 @@ from lightning_ddp_ext.parallel.replicas.sample_counters import SampleCounters
 _CODE = (type, FunctionType, BuiltinFunctionType, partial, Enum)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, numpy.generic, torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict, set)
-_COMPARED_STEPS = 3  # after ranks have run out of data, in which parameters are compared by value
 _LARGE = 2**20  # bytes of a parameter from which a fingerprint takes the place of a copy
 _LARGEST_DICTIONARY = 64  # entries of a dictionary that is looked into
 
@@ -47,8 +46,8 @@ class StepMirror:
     and optimizers (numbers, text, tuples of these, also as entries of small dictionaries). Under manual optimization
     gradients, the gradient scaler and the number of steps are part of it.
 
-    Changes are known from identities and versions. A change through `.data` has neither: parameters are compared by
-    value in the first steps after ranks have run out of data, and those found to change are sent after all later steps.
+    Changes are known from identities and versions. A change through `.data` has neither, so parameters are also compared
+    by value.
 
     Args:
         trainer: The Trainer, while it fits.
@@ -65,8 +64,6 @@ class StepMirror:
 
     def begin_phase(self) -> None:
         """Begin a run of steps that the same ranks take part in; on every rank."""
-        self._steps = 0
-        self._silent: set[str] = set()
         self._look()
 
     def _look(self) -> None:
@@ -77,8 +74,9 @@ class StepMirror:
         ignored = find_ignored(self._module)
         self._parameters = {name: one for name, one in self._module.named_parameters() if name not in ignored}
         parts = self._parts.values()
-        self._tree = _Entries((None, entries) for part in parts for entries in (part._modules, part._parameters))
-        self._buffers = _Entries((name, part._buffers) for name, part in self._parts.items())
+        tree = [(None, entries) for part in parts for entries in (part._modules, part._parameters) if entries]
+        self._tree = _Entries(tree)
+        self._buffers = _Entries((name, part._buffers) for name, part in self._parts.items() if part._buffers)
         self._ignored = ignored
         owners: list[tuple[tuple[str, Any], Any]] = [(("module", name), part) for name, part in self._parts.items()]
         owners += [(("optimizer", number), optimizer) for number, optimizer in enumerate(self._trainer.optimizers)]
@@ -94,9 +92,7 @@ class StepMirror:
     def remember(self) -> None:
         """Remember the state before a step, on a rank that runs it."""
         self._marks = _marks(self._parameters.values())
-        is_compared = self._steps < _COMPARED_STEPS
-        self._values = {name: _value(parameter) for name, parameter in self._parameters.items()} if is_compared else {}
-        self._steps += 1
+        self._values = {name: _value(parameter) for name, parameter in self._parameters.items()}
         for entries in (self._tree, self._buffers, self._attributes):
             entries.remember()
         self._entries = [
@@ -155,8 +151,7 @@ class StepMirror:
         for place, path, before, after in state.get("attributes", ()):
             self._take_attribute(place, path, before, after)
         for number, groups in state.get("settings", {}).items():
-            for group, values in zip(self._trainer.optimizers[number].param_groups, groups, strict=True):
-                group.update(values)
+            self._take_settings(self._trainer.optimizers[number], groups)
         ignored = set(self._module.parameters()).difference(self._parameters.values())
         for number, values in state.get("optimizers", {}).items():
             _load(self._trainer.optimizers[number], values, own=ignored)
@@ -168,22 +163,37 @@ class StepMirror:
             for parameter, gradient in zip(self._parameters.values(), state["gradients"] or (), strict=False):
                 parameter.grad = None if gradient is None else _restored(parameter, *gradient)
 
+    def _take_settings(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        if len(groups) != len(optimizer.param_groups):
+            raise UnsupportedFeatureError(
+                f"rank {self._trainer.global_rank}: `training_step` on a rank with data has made {len(groups)} parameter"
+                f" groups of `{type(optimizer).__name__}`, and this rank without data has"
+                f" {len(optimizer.param_groups)}. Call `add_param_group` in a hook that all ranks run, such as"
+                " `on_train_batch_start`."
+            )
+        for own, values in zip(optimizer.param_groups, groups, strict=True):
+            for name, value in values.items():
+                is_tensor = isinstance(value, Tensor) and isinstance(own.get(name), Tensor)
+                own[name] = value.to(own[name].device) if is_tensor else value
+
     def _changed_parameters(self) -> dict[str, Any]:
-        before, changed = dict(zip(self._parameters, zip(*self._marks, strict=True), strict=True)), set()
+        changed: set[str] = set()
+        known, marks = self._parameters, self._marks
         has_new_parts = self._tree.have_changed()
         if has_new_parts:
-            replaced = self._parameters
             self._look()
-            changed = {name for name, one in self._parameters.items() if replaced.get(name) is not one}
-        marks = _marks(self._parameters.values())
-        if has_new_parts or marks != self._marks:
-            after = zip(self._parameters, zip(*marks, strict=True), strict=True)
-            changed |= {name for name, mark in after if mark != before.get(name)}
+        now = _marks(self._parameters.values())
+        if has_new_parts or now != marks:
+            before = {name: (id(one), *mark) for (name, one), *mark in zip(known.items(), *marks, strict=True)}
+            after = {name: (id(one), *mark) for (name, one), *mark in zip(self._parameters.items(), *now, strict=True)}
+            changed = {name for name, mark in after.items() if mark != before.get(name)}
         for name, value in self._values.items():
             parameter = self._parameters.get(name)
             if parameter is not None and name not in changed and _differs(value, parameter):
-                self._silent.add(name)
-        sent = {name: one for name, one in self._parameters.items() if name in changed or name in self._silent}
+                changed.add(name)
+        if not changed:
+            return {}
+        sent = {name: one for name, one in self._parameters.items() if name in changed}
         return {
             "parameters": sent,
             "requires_grad": {name: parameter.requires_grad for name, parameter in sent.items()},
@@ -245,7 +255,7 @@ class StepMirror:
         for name in path[:-1]:
             entries = entries.get(name, {})
         own = [entries[path[-1]]] if path[-1] in entries else []
-        if not all(map(_is_plain, own)) or own != before:
+        if not all(map(_is_plain, own)) or not _are_same(own, before):
             return
         if after:
             entries[path[-1]] = after[0]
@@ -391,6 +401,12 @@ def _form(buffer: Tensor | None) -> Any:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _are_same(values: list[Any], others: list[Any]) -> bool:
+    # The same number is nan on both ranks before a first measurement, say.
+    pairs = zip(values, others, strict=False)
+    return len(values) == len(others) and all(one == other or (one != one and other != other) for one, other in pairs)
 
 
 def _settings(optimizer: Optimizer) -> list[Any]:

@@ -15,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
@@ -41,7 +40,6 @@ from lightning_ddp_ext.parallel.messages.exchange import own_group
 from lightning_ddp_ext.parallel.messages.packing import header_of, receive_tensors, send_tensors
 from lightning_ddp_ext.parallel.messages.rank_messages import RankMessages
 from lightning_ddp_ext.parallel.messages.tail_collectives import TailCollectives
-from lightning_ddp_ext.parallel.messages.value_forms import DTYPES
 
 _BACKWARD = "backward"
 
@@ -89,7 +87,6 @@ class Lockstep:
         self._output: dict[str, Any] | None = None
         self._samples = samples
         self._weight = 0.0  # of a batch in evaluation and in the uneven phase
-        self._loss_dtype: torch.dtype | None = None
         self._last_tail: Turn | None = None
         self._is_among_active = False
         self._turn_stack = ExitStack()
@@ -192,25 +189,23 @@ class Lockstep:
         with self.among_active(), self.logged.step():
             output = run()
         if self._is_source:
-            self._publish(output)
+            self._publish()
         elif self.is_tail:
             self._messages.pass_over()
         self._output = recursive_detach(output) if isinstance(output, dict) else None
         return output
 
-    def _publish(self, output: STEP_OUTPUT) -> None:
-        """Send ranks that make a ghost step what the step has logged and changed, and the type of its loss."""
+    def _publish(self) -> None:
+        """Send the logged values and the changes of the step to the ranks that make a ghost step."""
         assert self._mirror is not None
         assert self.turn is not None
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        dtype = str(loss.dtype).removeprefix("torch.") if isinstance(loss, Tensor) else None
         try:
             changes = self._mirror.changes(1.0 if math.isnan(self._weight) else self._weight)
         except UnsupportedFeatureError as error:
             self._messages.publish(json.dumps({"problem": str(error)}))
             raise
         header = None if changes is None else header_of(changes)
-        self._messages.publish(json.dumps({"logged": self.logged.describe(), "dtype": dtype, "changes": header}))
+        self._messages.publish(json.dumps({"logged": self.logged.describe(), "changes": header}))
         if changes is not None:
             ranks = set(range(self._trainer.world_size)).difference(self.turn.active)
             send_tensors(changes, self.group, sorted(ranks))
@@ -222,7 +217,6 @@ class Lockstep:
         if "problem" in message:
             raise UnsupportedFeatureError(message["problem"])
         self.logged.adopt(message["logged"])
-        self._loss_dtype = DTYPES.get(message["dtype"])
         if message["changes"] is not None:
             self._mirror.take(receive_tensors(message["changes"], self.group, self.turn.active[0]))
 
@@ -282,8 +276,7 @@ class Lockstep:
                 forget_computed(metric)
 
     def _ghost_output(self) -> STEP_OUTPUT:
-        # Of the type that it has on ranks with data, so that the mean over ranks, for L-BFGS, has the same bits on all.
-        dtype = cast(torch.dtype, self._module.dtype) if self._loss_dtype is None else self._loss_dtype
+        dtype = cast(torch.dtype, self._module.dtype)
         loss = torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
         return loss if self._output is None else {**self._output, "loss": loss}
 

@@ -151,7 +151,6 @@ class SynchronizedStep:
             )
 
     def _begin(self) -> None:
-        self.reducer.defer_hooks()
         index = self._trainer.fit_loop.epoch_loop.batch_idx
         if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
             self._weights.restart()  # Lightning drops the gradients of an unfinished window here
@@ -163,6 +162,7 @@ class SynchronizedStep:
         Returns:
             The loss to pass backward; None if the micro-batch counts nothing.
         """
+        self.reducer.defer_hooks()  # also those that the step has added, before a backward pass that is not synchronised
         factor = self._weights.count()
         if not factor:
             return None
@@ -258,7 +258,8 @@ class SynchronizedStep:
         weight = torch.tensor(self._last_weight, dtype=torch.float64, device=loss.device)
         weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(weight)
         total = self._trainer.strategy.reduce(torch.stack([weighted, weight]), reduce_op="sum")
-        return (total[0] / total[1]).to(loss.dtype)
+        # In double precision on every rank: a rank that skips its batch may not know the type of the others' loss.
+        return total[0] / total[1]
 
     def close(self) -> None:
         """Stop watching the module and optimizers."""

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from typing import Any
 
@@ -85,16 +85,23 @@ class GradientCollector:
                     hooks[number] = _DeferredHook(hook)
         return True
 
-    def run_hooks(self, used: Sequence[float]) -> None:
+    def run_hooks(self, used: Sequence[float], context: AbstractContextManager[None]) -> None:
         """Run the hooks of other code; on every rank alike, as they may change parameters.
 
         Args:
             used: Which parameters have a gradient on any rank.
+            context: Entered if there are any.
         """
-        for parameter, is_used in zip(reversed(self._parameters), reversed(used), strict=True):
-            for hook in [*post_accumulate_hooks(parameter).values()] if is_used else ():
-                if isinstance(hook, _DeferredHook):
-                    hook.hook(parameter)
+        due = [
+            (parameter, hook.hook)
+            for parameter, is_used in zip(reversed(self._parameters), reversed(used), strict=True)
+            for hook in (post_accumulate_hooks(parameter).values() if is_used else ())
+            if isinstance(hook, _DeferredHook)
+        ]
+        if due:
+            with context:
+                for parameter, hook in due:
+                    hook(parameter)
 
     def begin(self, factor: float, carrier: GradientBucket | None = None) -> None:
         """Begin to collect.

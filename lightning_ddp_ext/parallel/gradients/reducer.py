@@ -4,8 +4,8 @@ Lightning is not needed: see `GradientReducer` for a complete loop in plain torc
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -116,6 +116,8 @@ class GradientReducer:
         broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.tensors()], self._group)
         self._buffers.remember()
         self._collector = GradientCollector(self._parameters, self._layout, self._transport)
+        # Makes the context in which hooks on parameters run after a synchronisation, from its position.
+        self.hook_context: Callable[[int], AbstractContextManager[None]] = lambda position: nullcontext()
         self.defer_hooks()
 
     @property
@@ -245,7 +247,7 @@ class GradientReducer:
         self._buffers.finish(report, self._weight)
         self._collector.finish()
         if report.total_weight:
-            self._collector.run_hooks(report.used)
+            self._collector.run_hooks(report.used, self.hook_context(self._position))
 
     def _prepare_carrier(self) -> GradientBucket | None:
         """Return the bucket that takes along what ranks tell each other, with room for it; the same on every rank.
