@@ -114,9 +114,9 @@ def test_a_tensor_that_may_matter_to_training_is_named_once(ranks, in_place):
 
 def test_a_change_through_data_is_noticed_in_every_step(ranks):
     active, shadow = ranks
-    for number in range(8):
-        changed = changes(active, lambda module: module.layer[0].weight.data.add_(1) if number in (1, 7) else None)
-        assert (changed is not None) is (number in (1, 7))
+    for is_changed in (False, True, *5 * [False], True):
+        changed = changes(active, lambda module: module.layer[0].weight.data.add_(1) if is_changed else None)  # noqa: B023
+        assert (changed is not None) is is_changed
         if changed is not None:
             shadow.mirror.take(changed)
     assert torch.equal(active.module.layer[0].weight, shadow.module.layer[0].weight)
@@ -135,6 +135,24 @@ def test_a_large_parameter_is_compared_as_well(ranks):
     active.mirror.begin_phase()
     assert changes(active, lambda module: module.large.data[-1].add_(1)) is not None
     assert changes(active, run) is None
+
+
+def test_state_of_an_optimizer_that_belongs_to_no_parameter_is_sent(ranks):
+    for rank in ranks:
+        rank.optimizer.state["step"] = torch.zeros(1)
+    changed = changes(ranks[0], lambda module: ranks[0].optimizer.state["step"].add_(1))
+    ranks[1].mirror.take(changed)
+    assert ranks[1].optimizer.state["step"].item() == 1
+
+
+def test_a_scheduler_that_the_module_steps_itself_is_sent(ranks):
+    for rank in ranks:
+        rank.module.schedule = torch.optim.lr_scheduler.StepLR(rank.optimizer, 1)
+        rank.optimizer.step()  # a scheduler warns if it comes first
+    changed = changes(ranks[0], lambda module: module.schedule.step())
+    ranks[1].mirror.take(changed)
+    assert ranks[1].module.schedule.last_epoch == ranks[0].module.schedule.last_epoch == 1
+    assert ranks[1].optimizer.param_groups[0]["lr"] == ranks[0].optimizer.param_groups[0]["lr"]
 
 
 def test_parameter_groups_that_another_rank_lacks_are_an_error(ranks):

@@ -47,7 +47,12 @@ class Normalised(Classifier):
 
 
 class Drawing(Normalised):
-    """Ranks draw different amounts of random numbers, and the optimizer adds noise."""
+    """Ranks draw different amounts of random numbers; the optimizer adds noise, and so does a hook on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.network[0].weight
+        weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.add_(torch.randn_like(weight), alpha=0.1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         torch.rand(int(os.environ["RANK"]))

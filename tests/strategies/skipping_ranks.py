@@ -36,6 +36,14 @@ class Normalised(Classifier):
         self.network = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
 
 
+class SecondOrder(Classifier):
+    """Layers in double precision in a LightningModule of single precision: losses are not of the module's type."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.LBFGS, max_iter=5, history_size=3, line_search_fn="strong_wolfe")
+        self.network.double()
+
+
 def scaled(case: Case) -> Case:
     """Return a case whose losses are scaled, as under half precision."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
@@ -60,7 +68,10 @@ CASES = {
     "scaled": scaled(Case([[3, 7, 2, 7], [1, 2, 7, 7]], skipping(Momentum))),
 }
 UNEVEN = {"without data": Case([[3, 7, 2, 7, 7, 4], [1, 2, 7]], skipping(Momentum))}
-NORMALISED = Case([[3, 7, 7, 2], [4, 2, 7, 7]], skipping(Normalised))
+IDENTICAL = {
+    "normalised": Case([[3, 7, 7, 2], [4, 2, 7, 7]], skipping(Normalised)),
+    "second order": Case([[3, 7, 2], [7, 2, 4]], skipping(SecondOrder), {"precision": "32-true"}),
+}
 
 
 def without_skipped(case: Case) -> Case:
@@ -77,7 +88,7 @@ def fit_skipping(name: str) -> dict[str, tuple[Outcome, list[str]]]:
     """Run the cases under a strategy; returns each outcome, and the warnings about None."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    cases = {**CASES, "normalised": NORMALISED, **(UNEVEN if name == "ddp_join" else {})}
+    cases = {**CASES, **IDENTICAL, **(UNEVEN if name == "ddp_join" else {})}
     found = {}
     for key, case in cases.items():
         strategy = STRATEGIES[name](process_group_backend="gloo", **case.strategy)

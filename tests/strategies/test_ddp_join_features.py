@@ -303,6 +303,17 @@ def test_second_order_optimizers_have_the_same_loss_on_ranks_without_data_in_any
         torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+def test_state_in_lists_of_an_optimizer_and_a_buffer_changed_last_are_those_of_one_process(found, automatic):
+    given = changing.whole_batches((8, 4, 2))
+    expected, steps = changing.fit_with_history(automatic, given, strategy="auto", devices=1)
+    for rank in RANKS:
+        parameters, counted = found[rank]["optimizers_with_a_history"][automatic]
+        assert torch.equal(parameters, found[0]["optimizers_with_a_history"][automatic][0])
+        torch.testing.assert_close(parameters, expected, rtol=0, atol=1e-12)
+        assert counted == steps == (0 if automatic else 8)
+
+
 @pytest.mark.parametrize("name", ["sized", "stream", "accumulated stream"])
 def test_a_step_is_one_message_whether_loaders_know_their_length_or_not(found, name):
     """Of a small model; its first step takes more."""

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.loops import manual_step_progress
@@ -46,8 +47,8 @@ class StepMirror:
     and optimizers (numbers, text, tuples of these, also as entries of small dictionaries). Under manual optimization
     gradients, the gradient scaler and the number of steps are part of it.
 
-    Changes are known from identities and versions. A change through `.data` has neither, so parameters are also compared
-    by value.
+    Changes are known from identities and versions. A change through `.data` has neither, so parameters are also
+    compared by value.
 
     Args:
         trainer: The Trainer, while it fits.
@@ -103,7 +104,7 @@ class StepMirror:
         self._versions = {name: version_of(one) for name, one in vars(self._module).items() if isinstance(one, Tensor)}
         self._settings = [_versioned(_settings(optimizer)) for optimizer in self._trainer.optimizers]
         self._states = [_versioned(_state(optimizer)) for optimizer in self._trainer.optimizers]
-        self._schedules = [vars(config.scheduler).copy() for config in self._trainer.lr_scheduler_configs]
+        self._schedules = [vars(scheduler).copy() for scheduler in self._schedulers()]
 
     @torch.no_grad()
     def changes(self, samples: float) -> Packed | None:
@@ -156,7 +157,7 @@ class StepMirror:
         for number, values in state.get("optimizers", {}).items():
             _load(self._trainer.optimizers[number], values, own=ignored)
         for number, values in state.get("schedulers", {}).items():
-            self._trainer.lr_scheduler_configs[number].scheduler.load_state_dict(values)
+            self._schedulers()[number].load_state_dict(values)
         if "progress" in state:
             self._trainer.precision_plugin.load_state_dict(state["precision"])
             manual_step_progress(self._trainer).load_state_dict(state["progress"])
@@ -166,8 +167,8 @@ class StepMirror:
     def _take_settings(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         if len(groups) != len(optimizer.param_groups):
             raise UnsupportedFeatureError(
-                f"rank {self._trainer.global_rank}: `training_step` on a rank with data has made {len(groups)} parameter"
-                f" groups of `{type(optimizer).__name__}`, and this rank without data has"
+                f"rank {self._trainer.global_rank}: `training_step` on a rank with data has made {len(groups)}"
+                f" parameter groups of `{type(optimizer).__name__}`, and this rank without data has"
                 f" {len(optimizer.param_groups)}. Call `add_param_group` in a hook that all ranks run, such as"
                 " `on_train_batch_start`."
             )
@@ -200,7 +201,16 @@ class StepMirror:
         }
 
     def _changed_buffers(self) -> dict[str, Tensor | None]:
-        """Return buffers that are of another form now; the reducer makes the values of others equal."""
+        """Return buffers that are of another form now; under manual optimization all.
+
+        The reducer makes the values of others equal, but not of those that change after the last backward pass of a
+        manual step.
+        """
+        if not self._module.automatic_optimization:
+            named = [
+                (f"{name}.{leaf}", one) for name, part in self._parts.items() for leaf, one in part._buffers.items()
+            ]
+            return {name.lstrip("."): one for name, one in named if name.lstrip(".") not in self._ignored}
         found = {}
         for path, leaf, old, new in self._buffers.differences():
             name = f"{path}.{leaf}".lstrip(".")
@@ -223,7 +233,12 @@ class StepMirror:
             self._parameters[name].requires_grad_(requires_grad)
         for name, value in state.get("buffers", {}).items():
             path, _, leaf = name.rpartition(".")
-            self._parts[path]._buffers[leaf] = None if value is None else value.to(self._module.device)
+            buffers = self._parts[path]._buffers
+            own = buffers.get(leaf)
+            if value is not None and _form(own) == _form(value):
+                own.copy_(value)
+            else:
+                buffers[leaf] = None if value is None else value.to(self._module.device)
 
     def _changed_attributes(self, samples: float) -> list[Any]:
         """Return place, path, and value before and after, in lists that are empty where there is none."""
@@ -233,8 +248,8 @@ class StepMirror:
         sent = []
         for place, path, old, new in found:
             if not all(map(_is_plain, [*old, *new])):
-                if place == ("module", "") and len(path) == 1:
-                    self._warn(path[0], new)
+                if place == ("module", ""):
+                    self._warn(path[0] + "".join(f"[{key!r}]" for key in path[1:]), new)
             elif not self._counts_samples((*place, *path), [*old, *new], samples):
                 sent.append((place, path, old, new))
         for name, version in self._versions.items():
@@ -275,17 +290,24 @@ class StepMirror:
             stacklevel=2,
         )
 
+    def _schedulers(self) -> list[LRScheduler]:
+        """Return the schedulers that Lightning steps, and those that the module keeps and steps itself."""
+        own = [value for value in vars(self._module).values() if isinstance(value, LRScheduler)]
+        return [*(config.scheduler for config in self._trainer.lr_scheduler_configs), *own]
+
     def _changed_optimization(self) -> dict[str, Any]:
         settings, states = {}, {}
         for number, optimizer in enumerate(self._trainer.optimizers):
-            if _have_changed(self._states[number], _versioned(_state(optimizer))):
+            # A manual step changes state in any depth, such as in a list, which has no version.
+            is_manual = not self._module.automatic_optimization
+            if is_manual or _have_changed(self._states[number], _versioned(_state(optimizer))):
                 states[number] = optimizer.state_dict()
             elif _have_changed(self._settings[number], _versioned(_settings(optimizer))):
                 settings[number] = _settings_of_groups(optimizer)
         schedulers = {
-            number: config.scheduler.state_dict()
-            for number, config in enumerate(self._trainer.lr_scheduler_configs)
-            if any(_differences(self._schedules[number], vars(config.scheduler)))
+            number: scheduler.state_dict()
+            for number, scheduler in enumerate(self._schedulers())
+            if any(_differences(self._schedules[number], vars(scheduler)))
         }
         return {"settings": settings, "optimizers": states, "schedulers": schedulers}
 
@@ -301,11 +323,11 @@ class StepMirror:
 
     def _own_counterpart(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank has in the places of a state that hold code."""
-        optimizers, configs = self._trainer.optimizers, self._trainer.lr_scheduler_configs
+        optimizers, schedulers = self._trainer.optimizers, self._schedulers()
         return {
             "settings": {number: _settings_of_groups(optimizers[number]) for number in state.get("settings", ())},
             "optimizers": {number: optimizers[number].state_dict() for number in state.get("optimizers", ())},
-            "schedulers": {number: configs[number].scheduler.state_dict() for number in state.get("schedulers", ())},
+            "schedulers": {number: schedulers[number].state_dict() for number in state.get("schedulers", ())},
         }
 
 
@@ -418,7 +440,8 @@ def _settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _state(optimizer: Optimizer) -> list[Any]:
-    return [*chain.from_iterable(state.values() for state in optimizer.state.values())]
+    states = (state.values() if isinstance(state, dict) else (state,) for state in optimizer.state.values())
+    return [*chain.from_iterable(states)]
 
 
 def _versioned(values: list[Any]) -> tuple[list[Any], list[int]]:

@@ -162,7 +162,7 @@ class SynchronizedStep:
         Returns:
             The loss to pass backward; None if the micro-batch counts nothing.
         """
-        self.reducer.defer_hooks()  # also those that the step has added, before a backward pass that is not synchronised
+        self.reducer.defer_hooks()  # those that the step has added, too, if this backward pass is not synchronised
         factor = self._weights.count()
         if not factor:
             return None

@@ -198,3 +198,55 @@ def fit_second_order(given: Any, **options: Any) -> Tensor:
 @case
 def second_order_in_another_precision(folder: str) -> Any:
     return fit_second_order(loader(*COUNTS))
+
+
+class WithHistory(torch.optim.Optimizer):
+    """Keeps the last gradients of each parameter in a list, which it changes in place, and a number of steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.state["steps"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for parameter in self.param_groups[0]["params"]:
+            history = self.state[parameter].setdefault("history", [])
+            history.append(parameter.grad.clone())
+            del history[:-3]
+            parameter.sub_(sum(history), alpha=0.1 / (1 + int(self.state["steps"])))
+        self.state["steps"] += 1
+        return loss
+
+
+class SteppingItself(Classifier):
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = functional.cross_entropy(self.network(batch[1]), batch[2])
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.steps += 1  # after the last synchronisation of the step
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return WithHistory(self.network.parameters())
+
+
+def fit_with_history(automatic: bool, given: Any, **options: Any) -> tuple[Tensor, float]:
+    torch.manual_seed(0)
+    module = SteppingItself(automatic)
+    trainer(max_epochs=2, **options).fit(module, given)
+    return nn.utils.parameters_to_vector(module.parameters()).detach(), module.steps.item()
+
+
+@case
+def optimizers_with_a_history(folder: str) -> Any:
+    return {automatic: fit_with_history(automatic, loader(*COUNTS)) for automatic in (True, False)}
