@@ -124,7 +124,8 @@ def test_a_change_through_data_is_noticed_in_every_step(ranks):
 
 def test_an_attribute_that_was_nan_on_both_ranks_is_taken_over(ranks):
     active, shadow = ranks
-    active.module.best = shadow.module.best = float("nan")
+    for rank in ranks:
+        rank.module.best = float("nan")  # each another object
     shadow.mirror.take(changes(active, lambda module: setattr(module, "best", 3.0)))
     assert shadow.module.best == 3.0
 
