@@ -144,7 +144,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         assert lockstep is not None
         assert step is not None
         if lockstep.turn is not None:
-            step.ranks_with_data = len(lockstep.turn.active)
+            step.active = lockstep.turn.active
         if lockstep.is_ghost:
             step.begin_without_data()
         output = lockstep.train(functools.partial(super().training_step, *args, **kwargs), self._synchronize_nothing)

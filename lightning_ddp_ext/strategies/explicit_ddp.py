@@ -254,9 +254,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         )
         trainer = self._module.trainer
         self._run = ResumableRun(trainer, reducer, self._resumed)
-        self._step = SynchronizedStep(
-            trainer, self._module, reducer, self.weight_by, self._samples, self._run.departure
-        )
+        self._step = SynchronizedStep(trainer, self._module, reducer, self.weight_by, self._samples, self._run)
         self._random = SharedRandomNumbers(self._run.seed, self.root_device)
 
     @override

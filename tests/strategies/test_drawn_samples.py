@@ -12,8 +12,8 @@ COUNTED = [case for case in ranks.CASES if not case.endswith("along another dime
 
 
 @pytest.fixture(scope="module")
-def found():
-    return run_processes(ranks.run, 2, timeout=240)
+def found(tmp_path_factory):
+    return run_processes(ranks.run, 2, str(tmp_path_factory.mktemp("uncounted")), timeout=240)
 
 
 def difference(outcome, expected):
@@ -58,6 +58,26 @@ def test_batches_that_cannot_be_counted_weigh_the_same_and_one_warning_says_so(f
             assert "All batches weigh the same. Pass a callable `weight_by`" in warning
         else:
             assert warned == []
+
+
+@pytest.mark.parametrize(("name", "epochs"), [("late", ranks.LATE), ("whole", ranks.EARLY)])
+def test_weights_are_equal_from_the_first_batch_that_cannot_be_counted(found, name, epochs):
+    (first, weights), (second, _) = (of_rank[2][name] for of_rank in found)
+    assert first.digest == second.digest
+    assert difference(first, ranks.fit_epochs_alone(epochs)) < 1e-12
+    assert difference(first, ranks.fit_epochs_alone(epochs, is_equal=False)) > 1e-3
+    assert weights == [2.0, 2.0, 1.0, 1.0] if name == "late" else [1.0] * 6
+    (warning,) = first.warned + second.warned
+    assert warning.startswith("rank 1: the samples of a batch cannot be counted")
+    assert "All batches weigh the same." in warning
+
+
+def test_a_run_with_equal_weights_keeps_them_when_it_resumes_without_the_rank_that_cannot_count(found):
+    for rank in range(2):
+        (whole, of_whole), (resumed, weights) = found[rank][2]["whole"], found[rank][2]["resumed"]
+        assert weights == of_whole[2:]
+        assert resumed.digest == whole.digest
+        assert [("continues with equal weights" in warning) for warning in resumed.warned] == [True] * (rank == 0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *ranks.STRATEGIES])

@@ -49,6 +49,7 @@ class ResumableRun:
         departure: Lets all ranks leave together.
         fetches: Knows the random states of this rank.
         seed: Of random numbers that all ranks share, the same after resuming.
+        has_equal_weights: Whether all batches weigh the same, because a rank could not count its samples.
     """
 
     def __init__(self, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None) -> None:
@@ -59,8 +60,10 @@ class ResumableRun:
         self._group = reducer.process_group
         self._resumed = resumed
         self.seed: int = broadcast_object(torch.initial_seed(), self._group, 0) if resumed is None else resumed["seed"]
+        self.has_equal_weights = False
         self._progress = Progress(None, is_last_batch=False)  # when that was saved
         if resumed is not None:
+            self.has_equal_weights = resumed.get("has_equal_weights", False)
             of_ranks = resumed["of_ranks"]
             own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
             self._progress = Progress(**resumed["progress"])
@@ -87,6 +90,7 @@ class ResumableRun:
         checkpoint[RANKS] = {
             "fetches": torch.stack(gathered),
             "seed": self.seed,
+            "has_equal_weights": self.has_equal_weights,
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": reducer,
             "of_ranks": gather_different(of_rank, self._group),
