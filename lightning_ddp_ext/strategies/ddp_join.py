@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -87,6 +88,12 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._begin_lockstep(trainer)  # `configure_optimizers` may ask for the number of steps, which loads the data
         super().setup_optimizers(trainer)
+
+    @override
+    def _combine(self, given: Any, is_training: bool) -> CombinedLoader:
+        if self._lockstep is None:
+            return super()._combine(given, is_training)
+        return self._lockstep.combine(given, is_training)
 
     @override
     def _watch_logging(self, trainer: Trainer) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
-from lightning_ddp_ext._compat.loaders import replace_loaders, restore_loaders, training_loader
+from lightning_ddp_ext._compat.loaders import training_loader
 from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
 from lightning_ddp_ext._compat.resuming import (
     Progress,
@@ -23,7 +23,6 @@ from lightning_ddp_ext._compat.resuming import (
     resume_training_data,
 )
 from lightning_ddp_ext.data.repeatable_fetches import FetchRecord, RepeatableFetches
-from lightning_ddp_ext.integration.ranks.counted_loaders import combine_counted
 from lightning_ddp_ext.integration.ranks.preemption import Departure
 from lightning_ddp_ext.integration.ranks.resumable_data import make_resumable
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
@@ -69,7 +68,6 @@ class ResumableRun:
             self._progress = Progress(**resumed["progress"])
             self._load(resumed["fetches"], own["loaders"])
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
-        replace_loaders(trainer, self._combine)
         resume_training_data(trainer, lambda: self._ends_epoch, self._begin)
         before_each_batch(trainer, self._between_batches)
 
@@ -101,12 +99,10 @@ class ResumableRun:
         """Give loops and signals back."""
         not_before_each_batch(self._trainer)
         restore_training_data(self._trainer)
-        restore_loaders(self._trainer)
         restore_signal_handling(self._trainer)
 
-    def _combine(self, given: Any, is_training: bool) -> Any:
-        if not is_training:
-            return combine_counted(given, is_training)
+    def combine(self, given: Any) -> CombinedLoader:
+        """Combine the loaders of the training loop so that they resume."""
         may_look_ahead = not takes_dataloader_iter(self._trainer.lightning_module, "training_step")
         return make_resumable(given, self.fetches, self._trainer.world_size, may_look_ahead)
 
