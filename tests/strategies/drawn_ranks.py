@@ -281,7 +281,7 @@ class Parts(Regression):
 
     def loss(self, batch: Any) -> Tensor:
         losses = []
-        for part in map(lambda of_part: SimpleNamespace(**of_part), batch if isinstance(batch, list) else [batch]):
+        for part in (SimpleNamespace(**of_part) for of_part in (batch if isinstance(batch, list) else [batch])):
             pooled = part.nodes.new_zeros(len(part.targets), FEATURES).index_add(0, part.graphs, part.nodes)
             losses.append(functional.mse_loss(self.network(pooled).squeeze(-1), part.targets))
         return torch.stack(losses).mean()

@@ -1,7 +1,8 @@
 """Batches whose tensors do not tell their samples: gradients and logged values are those of one process."""
 
 import pytest
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPCheckpointStrategy
@@ -107,6 +108,29 @@ def test_one_rank_has_the_loader_of_the_user():
     trainer = ranks.quiet_trainer(strategy="ddp_join", devices=1, max_epochs=1, precision="64-true")
     trainer.fit(ranks.Regression(), loader, loader)
     assert trainer.train_dataloader is trainer.val_dataloaders is loader
+
+
+@pytest.mark.parametrize("strategy", ranks.STRATEGIES)
+def test_the_number_that_was_drawn_for_a_batch_ends_with_it(strategy):
+    within, after = [], []
+
+    class Counting(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            within.append(trainer.strategy.count_samples(batch))
+
+        def on_train_epoch_end(self, trainer, module):
+            after.append(trainer.strategy.count_samples(torch.zeros(5, 3)))
+
+        def on_validation_epoch_end(self, trainer, module):
+            after.append(trainer.strategy.count_samples(torch.zeros(4, 3)))
+
+    trainer = ranks.quiet_trainer(
+        strategy=strategy, devices=1, max_epochs=1, precision="64-true", callbacks=[Counting()], num_sanity_val_steps=0
+    )
+    loader = DataLoader(ranks.Series(), batch_size=9, collate_fn=ranks.across_time)
+    trainer.fit(ranks.Regression(), loader, loader)
+    assert within == [9, 9, 4]  # not 7, the number of times
+    assert after == [4, 5]
 
 
 @pytest.mark.parametrize("value", [-1, 0.5])

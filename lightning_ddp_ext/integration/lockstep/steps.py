@@ -243,6 +243,7 @@ class Lockstep:
             self.logged.synchronize(self._weight)
         self.turn = None
         self.logged.end()
+        self._samples.forget()
 
     def _tell_ghosts(self) -> None:
         """Tell ranks that make a ghost step what has been logged; these wait for it."""
