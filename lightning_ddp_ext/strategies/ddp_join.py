@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -89,6 +90,12 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         super().setup_optimizers(trainer)
 
     @override
+    def _combine(self, given: Any, is_training: bool) -> CombinedLoader:
+        if self._lockstep is None:
+            return super()._combine(given, is_training)
+        return self._lockstep.combine(given, is_training)
+
+    @override
     def _watch_logging(self, trainer: Trainer) -> None:
         """Leave it to the lockstep, which reduces the values of a step together."""
 
@@ -144,7 +151,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         assert lockstep is not None
         assert step is not None
         if lockstep.turn is not None:
-            step.ranks_with_data = len(lockstep.turn.active)
+            step.active = lockstep.turn.active
         if lockstep.is_ghost:
             step.begin_without_data()
         output = lockstep.train(functools.partial(super().training_step, *args, **kwargs), self._synchronize_nothing)

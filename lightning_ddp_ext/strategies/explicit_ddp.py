@@ -15,6 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -221,10 +222,16 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         self._cleanup.callback(restore_signal_handling, trainer)
         keep_batch_samplers(trainer, self._preparing_loader)
         self._cleanup.callback(restore_preparation, trainer)
-        replace_loaders(trainer, combine_counted)
+        replace_loaders(trainer, self._combine)
         self._cleanup.callback(restore_loaders, trainer)
         self._watch_logging(trainer)
         super().setup(trainer)
+
+    def _combine(self, given: Any, is_training: bool) -> CombinedLoader:
+        """Combine the loaders of a loop that trains or evaluates."""
+        if self._run is not None and is_training:
+            return self._run.combine(given)
+        return combine_counted(given, is_training)
 
     def _watch_logging(self, trainer: Trainer) -> None:
         self._logging = WeightedLogging(trainer, self._samples)
@@ -254,9 +261,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         )
         trainer = self._module.trainer
         self._run = ResumableRun(trainer, reducer, self._resumed)
-        self._step = SynchronizedStep(
-            trainer, self._module, reducer, self.weight_by, self._samples, self._run.departure
-        )
+        self._step = SynchronizedStep(trainer, self._module, reducer, self.weight_by, self._samples, self._run)
         if self.world_size > 1:
             numbers = self._random = SharedRandomNumbers(self._run.seed, self.root_device)
             # Hooks on parameters may draw as optimizers do. Other numbers than theirs: positions become negative.

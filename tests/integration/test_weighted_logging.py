@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
+from lightning_ddp_ext.integration.ranks.reductions import sums_and_means
 from lightning_ddp_ext.integration.ranks.weighted_logging import WeightedLogging
 
 
@@ -47,6 +48,15 @@ def test_values_of_steps_are_weighted(logging, values, weights, expected):
     found = averages(logging, values, weights)
     assert [value.item() for value in found] == [expected, expected]
     assert found[0].dtype == torch.float32
+
+
+def test_a_rank_without_values_is_in_no_mean_and_no_sum():
+    values, sent = torch.tensor([1.0, 6.0]), []
+    for own, weight in ((values, 0.0), (3 * values, 0.0), (torch.full((2,), math.nan), None)):
+        sums_and_means(own, weight, lambda part: sent.append(part) or part)
+    sums, means = sums_and_means(values, 0.0, lambda part: sum(sent))
+    assert sums.tolist() == [4.0, 24.0]
+    assert means.tolist() == [2.0, 12.0]
 
 
 def test_anything_else_is_left_to_lightning(logging):

@@ -5,10 +5,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn import functional
@@ -269,6 +271,90 @@ def use_own_sampler(strategy: str) -> dict[str, Any]:
     }
 
 
-def run() -> tuple[dict[tuple[str, str], Outcome], dict[str, Any]]:
+# For each epoch, the batches of each rank: the second rank, which cannot count its samples, begins late or ends early.
+LATE = [[[[0, 1], [2, 3]], []], [[[4, 5], [6, 7]], [[8, 9, 10, 11], [12, 13, 14, 15]]]]
+EARLY = [[[[0, 1], [2, 3], [4, 5]], [[8, 9, 10, 11]]]] * 2
+
+
+class Parts(Regression):
+    """Learns from a list of batches of graphs that weigh the same; a batch is a dictionary, which ranks can send."""
+
+    def loss(self, batch: Any) -> Tensor:
+        losses = []
+        for part in (SimpleNamespace(**of_part) for of_part in (batch if isinstance(batch, list) else [batch])):
+            pooled = part.nodes.new_zeros(len(part.targets), FEATURES).index_add(0, part.graphs, part.nodes)
+            losses.append(functional.mse_loss(self.network(pooled).squeeze(-1), part.targets))
+        return torch.stack(losses).mean()
+
+
+class EachEpoch(IterableDataset):
+    """Other batches in each epoch."""
+
+    def __init__(self, trainer: Trainer, epochs: Sequence[Sequence[Any]]) -> None:
+        self.trainer = trainer
+        self.epochs = epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.epochs[self.trainer.current_epoch])
+
+
+def fit_epochs(
+    make: Callable[[Trainer], DataLoader], ckpt_path: str | None = None, **options: Any
+) -> tuple[Outcome, list[float]]:
+    """Train for two epochs; returns the weight of this rank's batch in each step too."""
+    seed_everything(0, verbose=False)
+    weights: list[float] = []
+    module = Parts(lambda batch: 1).double()  # Lightning would load into single precision, and convert afterwards
+    trainer = quiet_trainer(max_epochs=2, precision="64-true", num_sanity_val_steps=0, **options)
+    module.on_train_batch_end = lambda *_: weights.append(getattr(trainer.strategy, "batch_weight", 0.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, make(trainer), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+    texts = [str(one.message) for one in caught]
+    warned = [text for text in texts if "cannot be counted" in text or "continues with equal weights" in text]
+    parameters = nn.utils.parameters_to_vector(module.parameters()).detach()
+    return Outcome(parameters, digest_of(module, trainer), [], warned), weights
+
+
+def as_dictionary(indices: list[int]) -> dict[str, Tensor]:
+    return vars(GraphBatch([Graphs()[index] for index in indices]))
+
+
+def fit_epochs_alone(epochs: Any, *, is_equal: bool = True) -> Outcome:
+    """Train in one process on the batches of all ranks, which weigh the same, or by their samples."""
+    steps: list[list[Any]] = []
+    for of_ranks in epochs:
+        steps.append([])
+        for step in range(max(map(len, of_ranks))):
+            parts = [of_rank[step] for of_rank in of_ranks if step < len(of_rank)]
+            parts = parts if is_equal else [joined(parts)]
+            steps[-1].append([as_dictionary(part) for part in parts])
+    return fit_epochs(lambda trainer: DataLoader(EachEpoch(trainer, steps), batch_size=None), devices=1)[0]
+
+
+def fit_uncounted(folder: str) -> dict[str, tuple[Outcome, list[float]]]:
+    """Train where only the first rank can count its samples: from a late batch on, in one run, and resumed."""
+    rank = int(os.environ["RANK"])
+
+    def make(epochs: Any) -> Callable[[Trainer], DataLoader]:
+        own = [of_ranks[rank] for of_ranks in epochs]
+        if rank:
+            ready = [[as_dictionary(indices) for indices in batches] for batches in own]
+            return lambda trainer: DataLoader(EachEpoch(trainer, ready), batch_size=None)
+        graphs = [[Graphs()[index] for index in joined(batches)] for batches in own]
+        size = len(own[0][0])
+        return lambda trainer: DataLoader(
+            EachEpoch(trainer, graphs), batch_size=size, collate_fn=lambda samples: vars(GraphBatch(samples))
+        )
+
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    return {
+        "late": fit_epochs(make(LATE), strategy=DDPJoinStrategy()),
+        "whole": fit_epochs(make(EARLY), strategy=DDPJoinStrategy(), callbacks=[saving], enable_checkpointing=True),
+        "resumed": fit_epochs(make(EARLY), f"{folder}/step=2.ckpt", strategy=DDPJoinStrategy()),
+    }
+
+
+def run(folder: str) -> tuple[dict[tuple[str, str], Outcome], dict[str, Any], dict[str, Any]]:
     warnings.simplefilter("ignore")
-    return fit_cases(), {name: use_own_sampler(name) for name in ("ddp", *STRATEGIES)}
+    return fit_cases(), {name: use_own_sampler(name) for name in ("ddp", *STRATEGIES)}, fit_uncounted(folder)

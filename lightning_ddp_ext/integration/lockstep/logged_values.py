@@ -23,6 +23,7 @@ from lightning_ddp_ext._compat.lightning_logging import (
 from lightning_ddp_ext.data.lockstep_loader import Turn, Votes
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
+from lightning_ddp_ext.integration.ranks.reductions import sums_and_means
 from lightning_ddp_ext.parallel.messages.exchange import gather_integer, gather_integers, gather_objects
 
 _HASH_BITS = 31
@@ -192,32 +193,26 @@ class LoggedValues:
         return torch.zeros_like(metric.value)
 
     def _reduce_all(self, values: Sequence[Tensor], operations: Sequence[str], weight: float) -> list[Tensor]:
-        """Reduce values of any operations over ranks; those of a ghost step count nothing.
-
-        If all weights are zero, or one is not known and thus nan, the mean weighs ranks equally.
-        """
+        """Reduce values of any operations over ranks; those of a ghost step count nothing."""
         stacked = torch.stack([value.detach().double() for value in values])
-        sums = torch.zeros(2, len(values) + 1, dtype=torch.float64, device=stacked.device)
-        largest = torch.full_like(stacked, -torch.inf)
+        sums, means = sums_and_means(stacked, None if self._is_ghost else weight, self._add_up)
         signs = torch.tensor([-1.0 if name == "min" else 1.0 for name in operations], dtype=torch.float64)
         signs = signs.to(stacked.device)
-        if not self._is_ghost:
-            sums[0] = torch.cat([stacked, torch.ones_like(sums[0, :1])])
-            sums[1] = sums[0] * weight if weight else 0.0
-            largest = stacked * signs
-        dist.all_reduce(sums, group=self._group)
+        largest = torch.full_like(stacked, -torch.inf) if self._is_ghost else stacked * signs
         if any(name in ("max", "min") for name in operations):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        plain, weighted = sums[:, :-1] / sums[:, -1:]
-        means = torch.where(sums[1, -1] > 0, weighted, plain)
         reduced = []
         for position, (value, name) in enumerate(zip(values, operations, strict=True)):
             if name in ("max", "min"):
                 result = largest[position] * signs[position]
             else:
-                result = means[position] if name == "mean" else sums[0, position]
+                result = means[position] if name == "mean" else sums[position]
             reduced.append(result.to(value.dtype))
         return reduced
+
+    def _add_up(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
 
     def _compare(self, notes: Sequence[float]) -> None:
         """Refuse to go on if ranks have noted different things: they are about to reduce different values."""

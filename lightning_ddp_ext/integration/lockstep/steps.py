@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torchmetrics import Metric
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
-from lightning_ddp_ext._compat.loaders import active_combined_loader, combination_mode, replace_loaders, restore_loaders
+from lightning_ddp_ext._compat.loaders import active_combined_loader, combination_mode
 from lightning_ddp_ext._compat.loops import without_batch_hooks
 from lightning_ddp_ext._compat.resuming import reload_training_data_after_epoch
 from lightning_ddp_ext._compat.torchmetrics import (
@@ -94,7 +94,6 @@ class Lockstep:
             trainer, module, self.votes, self.group, self._samples, self._end_batch, self._messages.forget
         )
         self._loaders: WeakSet[LockstepCombinedLoader] = WeakSet()
-        replace_loaders(trainer, self._combine)
         watch_synchronization(synchronize_states)
 
     def close(self) -> None:
@@ -104,7 +103,6 @@ class Lockstep:
         self._turn_stack.close()
         self._tail.close()
         self.logged.close()
-        restore_loaders(self._trainer)
         for loader in self._loaders:
             loader.close()
         unwatch_synchronization()
@@ -239,6 +237,7 @@ class Lockstep:
             self.logged.synchronize(self._weight)
         self.turn = None
         self.logged.end()
+        self._samples.forget()
 
     def _tell_ghosts(self) -> None:
         """Tell ranks that make a ghost step what has been logged; these wait for it."""
@@ -280,7 +279,8 @@ class Lockstep:
         loss = torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
         return loss if self._output is None else {**self._output, "loss": loss}
 
-    def _combine(self, given: Any, is_training: bool) -> LockstepCombinedLoader:
+    def combine(self, given: Any, is_training: bool) -> LockstepCombinedLoader:
+        """Combine the loaders of a loop so that ranks make the same steps."""
         loader = self._make_loader(given, is_training)
         self._loaders.add(loader)
         return loader

@@ -94,7 +94,7 @@ def position_in(states: list[dict[str, Any]]) -> int:
     return next((int(state[POSITION]) for state in states if POSITION in state), 0)
 
 
-def make_resumable(given: Any, fetches: RepeatableFetches, world_size: int, may_look_ahead: bool) -> Any:
+def make_resumable(given: Any, fetches: RepeatableFetches, world_size: int, may_look_ahead: bool) -> CombinedLoader:
     """Combine the loaders of a training loop so that they resume, unless one of them has a state and does so itself."""
     iterables, mode = given, "max_size_cycle"  # as in Lightning
     if isinstance(given, CombinedLoader):

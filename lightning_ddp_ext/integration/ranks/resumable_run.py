@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
-from lightning_ddp_ext._compat.loaders import replace_loaders, restore_loaders, training_loader
+from lightning_ddp_ext._compat.loaders import training_loader
 from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
 from lightning_ddp_ext._compat.resuming import (
     Progress,
@@ -23,7 +23,6 @@ from lightning_ddp_ext._compat.resuming import (
     resume_training_data,
 )
 from lightning_ddp_ext.data.repeatable_fetches import FetchRecord, RepeatableFetches
-from lightning_ddp_ext.integration.ranks.counted_loaders import combine_counted
 from lightning_ddp_ext.integration.ranks.preemption import Departure
 from lightning_ddp_ext.integration.ranks.resumable_data import make_resumable
 from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
@@ -49,6 +48,7 @@ class ResumableRun:
         departure: Lets all ranks leave together.
         fetches: Knows the random states of this rank.
         seed: Of random numbers that all ranks share, the same after resuming.
+        has_equal_weights: Whether all batches weigh the same, because a rank could not count its samples.
     """
 
     def __init__(self, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None) -> None:
@@ -59,14 +59,15 @@ class ResumableRun:
         self._group = reducer.process_group
         self._resumed = resumed
         self.seed: int = broadcast_object(torch.initial_seed(), self._group, 0) if resumed is None else resumed["seed"]
+        self.has_equal_weights = False
         self._progress = Progress(None, is_last_batch=False)  # when that was saved
         if resumed is not None:
+            self.has_equal_weights = resumed.get("has_equal_weights", False)
             of_ranks = resumed["of_ranks"]
             own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
             self._progress = Progress(**resumed["progress"])
             self._load(resumed["fetches"], own["loaders"])
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
-        replace_loaders(trainer, self._combine)
         resume_training_data(trainer, lambda: self._ends_epoch, self._begin)
         before_each_batch(trainer, self._between_batches)
 
@@ -87,6 +88,7 @@ class ResumableRun:
         checkpoint[RANKS] = {
             "fetches": torch.stack(gathered),
             "seed": self.seed,
+            "has_equal_weights": self.has_equal_weights,
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": reducer,
             "of_ranks": gather_different(of_rank, self._group),
@@ -97,12 +99,10 @@ class ResumableRun:
         """Give loops and signals back."""
         not_before_each_batch(self._trainer)
         restore_training_data(self._trainer)
-        restore_loaders(self._trainer)
         restore_signal_handling(self._trainer)
 
-    def _combine(self, given: Any, is_training: bool) -> Any:
-        if not is_training:
-            return combine_counted(given, is_training)
+    def combine(self, given: Any) -> CombinedLoader:
+        """Combine the loaders of the training loop so that they resume."""
         may_look_ahead = not takes_dataloader_iter(self._trainer.lightning_module, "training_step")
         return make_resumable(given, self.fetches, self._trainer.world_size, may_look_ahead)
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -16,7 +17,7 @@ from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.data.lockstep_loader import Votes
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
-from lightning_ddp_ext.integration.ranks.preemption import Departure
+from lightning_ddp_ext.integration.ranks.resumable_run import ResumableRun
 from lightning_ddp_ext.integration.ranks.step_guard import StepGuard
 from lightning_ddp_ext.integration.skipped_steps import SkipWarning
 from lightning_ddp_ext.parallel.batches.weighting import GradientWeights, WeightBy
@@ -35,10 +36,10 @@ class SynchronizedStep:
         reducer: Synchronises the gradients of the module.
         weight_by: What a batch counts.
         samples: Knows how many samples a batch has.
-        departure: Lets all ranks leave together.
+        run: Lets all ranks leave together, and saves whether their batches have equal weights.
 
     Attributes:
-        ranks_with_data: Number of ranks that have a batch now.
+        active: The ranks that have a batch in this step.
         votes: What is carried by the gradients, if there is such a thing.
     """
 
@@ -49,7 +50,7 @@ class SynchronizedStep:
         reducer: GradientReducer,
         weight_by: WeightBy,
         samples: BatchSamples,
-        departure: Departure,
+        run: ResumableRun,
     ) -> None:
         self.reducer = reducer
         self._trainer = trainer
@@ -57,18 +58,24 @@ class SynchronizedStep:
         self._weights = GradientWeights(weight_by)
         self._samples = samples
         self._is_by_samples = weight_by == "samples" and not takes_dataloader_iter(module, "training_step")
-        self._is_equal: bool | None = None  # whether all batches weigh the same, since some cannot be counted
+        self._run = run
+        self._counted: set[int] = set()  # the ranks that have counted the samples of a batch
         self._last_samples = 1.0
         self._has_warned = False
         self._guard = StepGuard(trainer, module, reducer)
-        self._departure = departure
         self._skip_warning = SkipWarning()
         self._blocked = False
         self._synchronized = False
         self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
-        self.ranks_with_data = trainer.world_size
+        self.active: Sequence[int] = range(trainer.world_size)
         self.votes: Votes | None = None
+        if self._is_by_samples and run.has_equal_weights:
+            rank_zero_warn(
+                "The checkpoint was saved by a run in which all batches had the same weight, since a rank could not"
+                " count its samples. This run continues with equal weights. Pass a callable `weight_by`, which returns"
+                " the weight of a batch, to change that."
+            )
 
     def begin(self, batch: Any) -> None:
         """Weigh a micro-batch.
@@ -121,22 +128,26 @@ class SynchronizedStep:
         """Return the number of samples of a batch, or 1 for all batches if ranks have agreed on that."""
         samples = self._samples.count(batch)
         if self._agree(samples is not None):
-            samples = 1.0
-        elif samples is None:
+            return 1.0
+        if samples is None:
             # Ranks would have to agree in every step. Batches of a loader hardly differ in size.
             self._warn(f"This one weighs {self._last_samples:g} samples, as the one before it.")
-            samples = self._last_samples
+            return self._last_samples
         self._last_samples = samples
         return samples
 
     def _agree(self, is_counted: bool) -> bool:
-        """Return True if all batches weigh the same: a rank could not count the samples of its first one."""
-        if self._is_equal is None:
+        """Return True if all batches weigh the same: a rank could not count the samples of its first one.
+
+        All ranks agree in each step in which a rank has its first batch, which may be long after the first step.
+        """
+        if not self._run.has_equal_weights and not self._counted.issuperset(self.active):
             counted = gather_integer(is_counted, self.reducer.process_group)
-            self._is_equal = not all(counted)
-            if self._is_equal and counted.index(0) == self._trainer.global_rank:
+            self._counted.update(self.active)
+            self._run.has_equal_weights = not all(counted)
+            if self._run.has_equal_weights and counted.index(0) == self._trainer.global_rank:
                 self._warn("All batches weigh the same.")
-        return self._is_equal
+        return self._run.has_equal_weights
 
     def _warn(self, consequence: str) -> None:
         if not self._has_warned:
@@ -168,7 +179,7 @@ class SynchronizedStep:
             return None
         if not self._module.automatic_optimization:
             # Gradients may hold the sum over ranks from a pass before; they are averaged, so that it stays what it is.
-            factor = float(self.ranks_with_data) if self._weights.adds_up else 1.0
+            factor = float(len(self.active)) if self._weights.adds_up else 1.0
         return loss if factor == 1.0 else loss * factor
 
     @contextmanager
@@ -192,14 +203,14 @@ class SynchronizedStep:
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         self._passes += 1
         notes = (note, self.votes is not None and self.votes.own)
-        with self.reducer.synchronize(weight, scale, self._departure.request, position, notes, divisor):
+        with self.reducer.synchronize(weight, scale, self._run.departure.request, position, notes, divisor):
             yield
         assert self.reducer.report is not None
         if self.votes is not None:
             self.votes.take([vote for _, vote in self.reducer.report.notes])
         self._synchronized = True
         self._last_weight = weight
-        self._departure.agree(self.reducer.stop_agreed)
+        self._run.departure.agree(self.reducer.stop_agreed)
 
     @contextmanager
     def discard(self) -> Generator[None, None, None]:

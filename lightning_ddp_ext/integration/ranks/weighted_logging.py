@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
 from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
+from lightning_ddp_ext.integration.ranks.reductions import sums_and_means
 
 
 class WeightedLogging:
@@ -46,20 +46,14 @@ class WeightedLogging:
     def average(self, tensor: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Return the weighted mean over ranks of a value that a step is logging; None for any other.
 
-        If all weights are zero, or one is not known, the mean weighs ranks equally.
-
         Args:
             tensor: The value.
             add_up: Adds a tensor up over the ranks.
         """
         if self._weight is None or not self._is_logging:
             return None
-        equal = torch.stack([tensor.double(), tensor.new_ones((), dtype=torch.float64)])
-        # The loss of a batch without weight may be a mean over nothing, thus nan.
-        weighted = equal * self._weight if self._weight else torch.zeros_like(equal)
-        totals, weights = add_up(torch.stack([weighted, equal], dim=1))
-        mean, equal_mean = totals / weights
-        return torch.where(weights[0] > 0, mean, equal_mean).to(tensor.dtype)
+        _, means = sums_and_means(tensor.detach().reshape(-1), self._weight, add_up)
+        return means.reshape(tensor.shape).to(tensor.dtype)
 
     def _update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
         self._is_logging = True
