@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,13 +22,14 @@ from lightning_ddp_ext._compat.lightning import takes_batch_idx, takes_dataloade
 from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext.arguments import check_integer
 from lightning_ddp_ext.data.random_states import capture_random_states, restore_random_states
+from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.integration.replicas.replicated_step import transfer
 from lightning_ddp_ext.parallel.batches.containers import to_device
-from lightning_ddp_ext.parallel.batches.scattering import join_batches
-from lightning_ddp_ext.parallel.batches.weighting import samples_or_none
+from lightning_ddp_ext.parallel.batches.scattering import count_samples, join_batches
+from lightning_ddp_ext.parallel.batches.weighting import WeightBy
 from lightning_ddp_ext.parallel.consistency.gradient_comparison import GradientComparison
 from lightning_ddp_ext.parallel.messages.exchange import broadcast_object, gather_objects
-from lightning_ddp_ext.parallel.messages.packing import Packed, broadcast_packed, pack, unpack
+from lightning_ddp_ext.parallel.messages.packing import broadcast_packed, pack, unpack
 from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, ExplicitDDPStrategy
 
 _SHOWN = 8  # weights in a message
@@ -66,7 +67,8 @@ class GradientCheck(Callback):
     Parts are the chunks of `balanced_dp`, or the batches that the ranks of `ddp_checkpoint` and `ddp_join` train on
     together. Each part runs `training_step` and a backward pass by itself; one device (rank 0) runs the whole batch.
     A difference beyond rounding means that the loss, the model or `weight_by` does not have the form that the strategy
-    needs. A warning then gives its size, the parameter with the largest part of it, and the remedy.
+    needs. A warning then gives its size, the parameter with the largest part of it, and the remedy. Parts whose
+    `training_step` returns None are no parts of the whole batch.
 
     Steps run on copies of the module with the parameters from before the batch, in the precision of the parameters
     and without dropout. The training run does not change by one bit: random numbers, buffers, metrics and logged values
@@ -75,7 +77,7 @@ class GradientCheck(Callback):
 
     A check that is impossible ends with a warning that names the reason: manual optimization, steps that take
     `dataloader_iter`, collectives in the step, batches of ranks that cannot be joined (texts padded to different
-    lengths), an error of the step on the copy, other strategies.
+    lengths, samples in another dimension than `batch_dim`), an error of the step on the copy, other strategies.
 
     Args:
         batches: Number of training batches to compare, from the start of training. Batches with one part are skipped.
@@ -347,21 +349,22 @@ def _alone(trainer: Trainer) -> Iterator[None]:
 def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
     """Compare the chunks of `balanced_dp`, one after another on the first device; None if there is one chunk."""
     _refuse([step.problem])
-    record = strategy.last_batch
-    chunks = [chunk for chunk in strategy.cut(step.batch) if chunk is not None]
-    sizes = [size for size in record.sizes if size]
-    parts = [(*part, weight) for *part, weight in zip(chunks, sizes, record.weights, strict=True) if weight]
-    if len(parts) < 2:
+    record, chunks, whole = strategy.last_batch, strategy.cut(step.batch), step.batch
+    active = [index for index, chunk in enumerate(chunks) if chunk is not None]
+    weighted = [(index, weight) for index, weight in zip(active, record.weights, strict=True) if weight]
+    if len(weighted) < 2:
         return None
-    columns = [step.gradients(chunk, transferred=False) for chunk, _, _ in parts]
-    columns.append(step.gradients(step.batch, transferred=False))
+    if record.skipped:
+        kept = [chunks[index] for index in active if index not in record.skipped]
+        whole = _join(kept, strategy.batch_dim, step.module.device)
+    parts, weights = [index for index, _ in weighted], [weight for _, weight in weighted]
+    columns = [step.gradients(batch, transferred=False) for batch in (*(chunks[index] for index in parts), whole)]
     comparison = GradientComparison(len(parts))
     for name, parameter in step.module.named_parameters():
         if any(name in column for column in columns):
             *of_parts, of_whole = (column.get(name, _zeros(parameter)) for column in columns)
             comparison.add(name, of_parts, of_whole)
-    weights, sizes = [weight for _, _, weight in parts], [size for _, size, _ in parts]
-    return _judge(batch, comparison, weights, sizes, step)
+    return _judge(batch, comparison, weights, [record.sizes[index] for index in parts], strategy.weight_by, step)
 
 
 def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
@@ -370,7 +373,8 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
     group, weight = strategy.reducer.process_group, strategy.batch_weight
     problem, packed, samples = step.problem, None, None
     if weight and not problem:
-        packed, samples = pack(step.batch), samples_or_none(step.batch)
+        packed, samples = pack(step.batch), strategy.count_samples(step.batch)
+        problem = _find_other_dimension(step.batch, samples, strategy.batch_dim)
         if packed.left_out:
             problem = f"batches hold {packed.name_left_out()}, which cannot be sent to another rank"
     problems, weights, sizes = zip(*gather_objects([problem, weight, samples], group), strict=True)
@@ -384,7 +388,7 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
     own, whole = {}, {}
     try:
         if is_first:
-            whole = step.gradients(_join(received, getattr(strategy, "batch_dim", 0), step.module.device))
+            whole = step.gradients(_join(map(unpack, received), strategy.batch_dim, step.module.device))
         if weight:
             own = step.gradients(step.batch)
     except _ImpossibleError as error:
@@ -403,7 +407,8 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
     if is_first:
         total = 1.0 if strategy.weight_by == "sum" else sum(weights)
         factors = [weights[rank] / total for rank in active]
-        record = asdict(_judge(batch, comparison, factors, [sizes[rank] for rank in active], step))
+        counted = [sizes[rank] for rank in active]
+        record = asdict(_judge(batch, comparison, factors, counted, strategy.weight_by, step))
     return GradientRecord(**broadcast_object(record, group, active[0]))
 
 
@@ -413,11 +418,26 @@ def _refuse(problems: Sequence[str | None]) -> None:
             raise _ImpossibleError(problem if len(problems) == 1 else f"{problem} (rank {rank})")
 
 
-def _join(batches: Sequence[Packed], batch_dim: int, device: torch.device) -> Any:
+def _find_other_dimension(batch: Any, drawn: float | None, batch_dim: int) -> str | None:
+    """Return why a batch cannot be joined along `batch_dim`, if that does not count the samples that were drawn."""
     try:
-        return to_device(join_batches([unpack(batch) for batch in batches], batch_dim), device)
+        size = count_samples(batch, batch_dim)
+    except BatchSplitError:
+        return None  # `_join` gives the reason
+    if size == drawn:
+        return None
+    return (
+        f"the loader drew {drawn:g} samples for a batch whose size along `batch_dim={batch_dim}` is {size}, so that the"
+        " batches of the ranks cannot be joined by samples. Set `batch_dim` to the dimension that counts samples, or"
+        " `batch_size=None` in the `DataLoader` if its dataset makes whole batches"
+    )
+
+
+def _join(batches: Iterable[Any], batch_dim: int, device: torch.device) -> Any:
+    try:
+        return to_device(join_batches([*batches], batch_dim), device)
     except Exception as error:
-        raise _ImpossibleError(f"the batches of the ranks cannot be joined: {_describe(error)}") from error
+        raise _ImpossibleError(f"the parts cannot be joined: {_describe(error)}") from error
 
 
 def _gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -441,13 +461,14 @@ def _judge(
     batch: int,
     comparison: GradientComparison,
     weights: list[float],
-    sizes: Sequence[int | None],
+    sizes: Sequence[float | None],
+    weight_by: WeightBy,
     step: _StepCopy,
 ) -> GradientRecord:
     tolerance, difference, fitted = step.tolerance, comparison.difference(weights), comparison.fit()
     remedy = None
     if not difference <= tolerance:
-        remedy = _find_remedy(comparison, tolerance, fitted, sizes, step)
+        remedy = _find_remedy(comparison, tolerance, fitted, sizes, weight_by, step)
     parameter, parameter_difference = comparison.most_different(weights)
     return GradientRecord(batch, difference, parameter, parameter_difference, tolerance, weights, fitted, remedy)
 
@@ -456,7 +477,8 @@ def _find_remedy(
     comparison: GradientComparison,
     tolerance: float,
     fitted: list[float] | None,
-    sizes: Sequence[int | None],
+    sizes: Sequence[float | None],
+    weight_by: WeightBy,
     step: _StepCopy,
 ) -> str:
     """Return the remedy that the weights which would fit point at."""
@@ -466,7 +488,7 @@ def _find_remedy(
     if len(known) == parts:
         choices = {"samples": [size / sum(known) for size in known], **choices}
     for name, weights in choices.items():
-        if comparison.difference(weights) <= tolerance:
+        if name != weight_by and comparison.difference(weights) <= tolerance:
             return f'The gradient is that of `weight_by="{name}"`: set it.'
     if fitted is not None and comparison.difference(fitted) <= tolerance and min(fitted) >= 0:
         if abs(sum(fitted) - 1) <= tolerance:

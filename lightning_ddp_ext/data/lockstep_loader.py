@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
-from lightning_ddp_ext.parallel.batches.weighting import samples_or_none
 from lightning_ddp_ext.parallel.messages.exchange import gather_integer, list_ranks
 from lightning_ddp_ext.parallel.messages.packing import broadcast_packed, pack, unpack
 
@@ -137,7 +136,7 @@ class LockstepLoader:
         samples: Number of samples drawn for the batch that was yielded last; None if that is not known.
         left_out: How many batches of each rank `uneven_inputs="stop"` leaves out. Where lengths are not known, it is
             known after the end, and at least that many.
-        left_out_samples: How many samples these are, where lengths are not known and samples can be counted.
+        left_out_samples: How many samples these are, where lengths are not known and the source has drawn them.
 
     Raises:
         UnevenInputsError: While iterating, if ranks run out of data at different times and that is refused, or if the
@@ -208,7 +207,7 @@ class LockstepLoader:
         self._votes.cast(has_batch)
         while any(present := self._votes.count()) and step < self._limit:
             if self._uneven_inputs != "join" and not all(present):
-                self._end_early(present, step, batch, samples)
+                self._end_early(present, step, samples)
                 return
             given, self.samples = batch, samples
             if has_batch:
@@ -261,7 +260,7 @@ class LockstepLoader:
         except Exception:  # whatever users' classes raise: such a batch can be trained on, and another one stands in
             self._filler, self._has_filler = None, False
 
-    def _end_early(self, present: Sequence[bool], step: int, batch: Any, drawn: float | None) -> None:
+    def _end_early(self, present: Sequence[bool], step: int, drawn: float | None) -> None:
         missing = [rank for rank, has_batch in enumerate(present) if not has_batch]
         if self._uneven_inputs == "error":
             raise UnevenInputsError(
@@ -269,8 +268,9 @@ class LockstepLoader:
                 ' equally many batches, or use `uneven_inputs="join"`.'
             )
         self.left_out = [int(has_batch) for has_batch in present]
-        own = (samples_or_none(batch) if drawn is None else int(drawn)) if present[self._rank] else 0
-        samples = gather_lengths(own, self._group)
+        if not present[self._rank]:
+            drawn = 0
+        samples = gather_lengths(None if drawn is None else int(drawn), self._group)
         self.left_out_samples = None if samples is None else sum(samples)
 
     def _fetch(self, batches: Iterator[Any], length: int, step: int) -> Any:

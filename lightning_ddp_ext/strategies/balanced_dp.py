@@ -204,12 +204,15 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
         """Return the outputs that are not None, and their part of the batch, whose weights are those of a whole one."""
         kept = [position for position, output in enumerate(outputs) if output is not None]
         active = [scattered.active[position] for position in kept]
+        skipped = [index for index in scattered.active if index not in active]
         if kept:  # otherwise Lightning warns
-            skipping = [index for index in scattered.active if index not in active]
-            self._skip_warning.show(f"the replicas {skipping}")
+            self._skip_warning.show(f"the replicas {skipped}")
         weights = [scattered.weights[position] for position in kept]
         total = 1.0 if self.weight_by == "sum" else sum(weights) or 1.0
         weights = [weight / total for weight in weights]
+        by_replica = dict(zip(active, weights, strict=True))
+        scattered.record.skipped = skipped
+        scattered.record.weights = [by_replica.get(index, 0.0) for index in scattered.active]
         return [outputs[position] for position in kept], replace(scattered, active=active, weights=weights)
 
     def _run(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], ScatteredBatch]:

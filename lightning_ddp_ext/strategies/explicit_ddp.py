@@ -187,8 +187,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
 
     @property
     def batch_weight(self) -> float:
-        """Weight of this rank's last training batch in the gradient; 0 on a rank without data."""
-        return 0.0 if self._step is None else self._step.batch_weight
+        """Weight of this rank's last training batch in the gradient; 0 without data, or if the step returned None."""
+        return 0.0 if self._step is None else self._step.gradient_weight
 
     def count_samples(self, batch: Any) -> float | None:
         """Return the number of samples of the batch that a loop is at.

@@ -3,19 +3,30 @@
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.callbacks import GradientCheck
 from lightning_ddp_ext.data.random_states import capture_random_states
 from lightning_ddp_ext.parallel.consistency.training_state import name_training_state
-from tests.callbacks.gradient_check_modules import CASES, Case, Drawing, IgnoreIndex, Plain, loader
+from tests.callbacks.gradient_check_modules import (
+    CASES,
+    SIZES,
+    Case,
+    Drawing,
+    IgnoreIndex,
+    Plain,
+    loader,
+    part,
+    samples,
+)
 from tests.parity import CLASSES, FEATURES, quiet_trainer
 
 STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
@@ -66,6 +77,68 @@ class Streams(IgnoreIndex):
         return DataLoader(list(zip(features, labels, strict=True)), batch_size=4)
 
 
+class TimeFirst(Plain):
+    """The loader draws the samples, which are in the second dimension of its batches."""
+
+    def __init__(self, sizes: Sequence[int] = (4, 4)) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def train_dataloader(self) -> Any:
+        number = self.sizes[self.trainer.global_rank]
+        rows = torch.randn(number, 6, FEATURES, generator=torch.Generator().manual_seed(number))
+        return DataLoader(TensorDataset(rows), number, collate_fn=lambda rows: torch.stack([row for (row,) in rows], 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.last(self.first(batch[-1]).tanh()).square().mean()  # of the last time
+
+
+class MadeByTheDataset(Plain):
+    """Each entry of the dataset is a batch, which `collate_fn` converts."""
+
+    def train_dataloader(self) -> Any:
+        rows = part(samples(double=False), self.trainer.global_rank).tensors
+        return DataLoader([rows], batch_size=1, collate_fn=lambda batches: [*batches[0]])
+
+
+class Repeating(Plain):
+    """A hook repeats the samples, once more on rank 1: samples weigh by another number than that of the loader."""
+
+    def train_dataloader(self) -> Any:
+        rank = self.trainer.global_rank
+        return DataLoader([{"rows": part(samples(double=False), rank).tensors[0]}], batch_size=None)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch["rows"] = batch["rows"].repeat(1 + self.trainer.global_rank, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.last(self.first(batch["rows"]).tanh()).square().mean()
+
+
+class Skipping(Streams):
+    """Returns None in the first batch of rank 1, and in the second one of all ranks."""
+
+    def train_dataloader(self) -> Any:
+        rank = self.trainer.global_rank
+        rows = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(rank))
+        first = torch.tensor([0.0, 1.0, 2.0]).repeat_interleave(4) + 3 * rank
+        return DataLoader(TensorDataset(torch.cat([first[:, None], rows[:, 1:]], 1)), batch_size=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first = int(batch[0][0, 0])
+        return None if first in (1, 3, 4) else self.last(self.first(batch[0]).tanh()).square().mean()
+
+
+class Weights(Callback):
+    """The weight of each batch in the gradient."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        self.seen.append(trainer.strategy.batch_weight)
+
+
 def fit(module: LightningModule, callbacks: list[Callback], strategy: Any, data: Any = None, **options: Any) -> Any:
     trainer = quiet_trainer(
         strategy,
@@ -79,14 +152,15 @@ def fit(module: LightningModule, callbacks: list[Callback], strategy: Any, data:
 
 
 def check(module: LightningModule, strategy: Any, data: Any = None, batches: int = 1, **options: Any) -> dict[str, Any]:
-    callback = GradientCheck(batches)
+    callback, weights = GradientCheck(batches), Weights()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = fit(module, [callback], strategy, data, **options)
+        trainer = fit(module, [callback, weights], strategy, data, **options)
     return {
         "records": callback.records,
         "reason": callback.reason,
         "steps": trainer.global_step,
+        "weights": weights.seen,
         "warnings": [str(one.message) for one in caught if "GradientCheck" in str(one.message)],
     }
 
@@ -128,7 +202,11 @@ def run(cases: list[tuple[str, str]]) -> dict[Any, Any]:
     even = loader(CASES["mean in float32"], rank)
     for build, data, batches in [
         (Communicating, even, 1), (Locked, even, 1), (ByHand, even, 1), (Texts, None, 1), (Streams, None, 3),
+        (TimeFirst, None, 1), (MadeByTheDataset, None, 1), (Repeating, None, 1), (Skipping, None, 2),
     ]:  # fmt: skip
         found[build.__name__] = check(build(), DDPJoinStrategy(process_group_backend="gloo"), data, batches)
+    for weight_by in ("samples", "ranks"):
+        strategy = DDPJoinStrategy(process_group_backend="gloo", batch_dim=1, weight_by=weight_by)
+        found["along `batch_dim`", weight_by] = check(TimeFirst(SIZES), strategy)
     found["states"] = [state_after(), state_after(GradientCheck(batches=2)), state_after(DrawsNumbers())]
     return found

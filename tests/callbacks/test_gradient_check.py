@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
 from lightning_ddp_ext.callbacks import GradientCheck
@@ -90,6 +90,8 @@ def test_a_loss_that_does_not_fit_the_weights_of_ranks_is_noticed(by_rank, key):
         ("Communicating", "`training_step` communicates between ranks"),
         ("Locked", "cannot be copied: TypeError: cannot pickle '_thread.lock' object (rank 1)"),
         ("ByHand", "under manual optimization"),
+        ("TimeFirst", "drew 4 samples for a batch whose size along `batch_dim=0` is 6, so that"),
+        ("MadeByTheDataset", "drew 1 samples for a batch whose size along `batch_dim=0` is 11, so that"),
         ("Texts", "`batch['tokens']` cannot be joined, it is shape (2, 3, 5) and shape (2, 4, 5)"),
     ],
 )
@@ -108,6 +110,31 @@ def test_batches_that_one_rank_alone_has_are_skipped(by_rank):
     for found in by_rank:
         assert [record.batch for record in found["Streams"]["records"]] == [0]
         assert (found["Streams"]["reason"], found["Streams"]["steps"]) == (None, 3)
+
+
+def test_samples_are_counted_and_joined_along_the_batch_dimension(by_rank):
+    for found in by_rank:
+        (fits,), (differs,) = (found["along `batch_dim`", weight_by]["records"] for weight_by in ("samples", "ranks"))
+        assert fits.weights == pytest.approx([size / sum(SIZES) for size in SIZES])
+        assert fits.difference < EXACT_IN_FLOAT32
+        assert differs.difference > SURPRISE
+        assert 'that of `weight_by="samples"`' in differs.remedy
+
+
+def test_a_remedy_is_never_the_value_that_is_already_set(by_rank):
+    for found in by_rank:
+        (record,) = found["Repeating"]["records"]
+        assert record.fitted_weights == pytest.approx([size / sum(SIZES) for size in SIZES], rel=1e-4)
+        assert "a mean over something other than samples" in record.remedy
+
+
+def test_ranks_whose_step_returns_none_are_left_out(by_rank):
+    """The check goes on to a batch of which two ranks have a part."""
+    for rank, found in enumerate(by_rank):
+        assert found["Skipping"]["reason"] is None
+        (record,) = found["Skipping"]["records"]
+        assert (record.batch, record.remedy, record.weights) == (2, None, [0.5, 0.5])
+        assert found["Skipping"]["weights"] == [[4, 0, 4], [0, 0, 4]][rank]
 
 
 def same_bits(one, other):
@@ -144,6 +171,38 @@ class Locked(Plain):
     def __init__(self):
         super().__init__()
         self.lock = threading.Lock()
+
+
+class Skipping(Plain):
+    """Returns None for chunks that begin with a marked sample."""
+
+    def loss(self, batch):
+        return None if batch[0][0, 0] == 9 else super().loss(batch)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned .?None", "ignore:.*draws random numbers", "ignore:GradientCheck. in batch")
+@pytest.mark.parametrize("weight_by", ["samples", "ranks"])
+def test_replicas_whose_step_returns_none_are_left_out(weight_by):
+    """In the first batch the last replica, in the second all, in the third none."""
+    features, labels = torch.randn(36, 5, generator=torch.Generator().manual_seed(1)), torch.arange(36) % 3
+    features[[7, 12, 14, 19], 0] = 9
+    check = GradientCheck(batches=2)
+    strategy = BalancedDataParallelStrategy(split=[2, 5, 5], weight_by=weight_by)
+    trainer = quiet_trainer(strategy, 3, max_epochs=1, callbacks=[check])
+    trainer.fit(Skipping(), DataLoader(TensorDataset(features, labels), batch_size=12))
+    assert check.reason is None
+    first, third = check.records
+    assert (first.batch, third.batch) == (0, 2)
+    if weight_by == "samples":
+        assert first.weights == pytest.approx([2 / 7, 5 / 7])
+        assert max(first.difference, third.difference) < EXACT_IN_FLOAT32
+    else:
+        assert first.weights == [0.5, 0.5]
+        assert first.fitted_weights == pytest.approx([2 / 7, 5 / 7], rel=1e-4)
+        assert 'that of `weight_by="samples"`' in first.remedy
 
 
 @pytest.mark.filterwarnings("ignore:.*draws random numbers")

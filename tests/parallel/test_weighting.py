@@ -80,6 +80,19 @@ def test_a_batch_counts_once_between_two_synchronisations():
     assert weights.take() == (5.0, 5.0)
 
 
+def test_a_skipped_micro_batch_counts_for_logged_values_only():
+    weights = GradientWeights(float)
+    weights.set_batch(5)
+    weights.skip_batch()
+    assert (weights.of_batch, weights.in_gradient) == (5.0, 0.0)
+    for _ in range(2):
+        assert weights.count() == 0.0
+        assert weights.take() == (0.0, 0.0)
+    weights.set_batch(3)
+    assert weights.in_gradient == 3.0
+    assert weights.count() == 1.0
+
+
 def test_an_unfinished_window_is_forgotten():
     weights = GradientWeights(float)
     weights.set_batch(5)

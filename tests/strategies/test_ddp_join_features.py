@@ -330,6 +330,7 @@ def test_a_step_is_one_message_whether_loaders_know_their_length_or_not(found, n
         ("limited", "leaves out batches 1, 1, 0 of ranks 0 to 2, 4 samples in all, in every epoch."),
         ("without last batches", "leaves out batches 3, 1, 0 of ranks 0 to 2, 8 samples in all, in every epoch."),
         ("streams", "leaves out at least batches 1, 1, 0 of ranks 0 to 2, 3 samples."),
+        ("finished batches", "leaves out at least batches 1, 1, 0 of ranks 0 to 2."),
         ("with short last batches", "leaves out batches 1, 1, 0 of ranks 0 to 2, 3 samples in all, in every epoch."),
     ],
 )

@@ -121,8 +121,13 @@ class SynchronizedStep:
 
     @property
     def batch_weight(self) -> float:
-        """What the micro-batch counts."""
+        """What the values that the micro-batch logs count."""
         return self._weights.of_batch
+
+    @property
+    def gradient_weight(self) -> float:
+        """What the gradient of the micro-batch counts."""
+        return self._weights.in_gradient
 
     def _count(self, batch: Any) -> float:
         """Return the number of samples of a batch, or 1 for all batches if ranks have agreed on that."""

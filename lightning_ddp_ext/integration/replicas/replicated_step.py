@@ -37,12 +37,14 @@ class BatchRecord:
         timers: What has measured each replica's work, forward and backward.
         in_order: Whether the replicas ran one after another.
         weights: What each loss counts in the loss of the batch, of the replicas that have samples.
+        skipped: Indices of the replicas whose `training_step` returned None.
     """
 
     sizes: list[int]
     timers: list[list[Timer]]
     in_order: bool = False
     weights: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
 
     @property
     def seconds(self) -> list[float]:

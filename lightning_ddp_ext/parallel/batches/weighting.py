@@ -4,9 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.parallel.batches.scattering import count_samples
-
 WeightBy = Literal["samples", "ranks", "sum"] | Callable[[Any], float]
 
 _NAMES = ("samples", "ranks", "sum")
@@ -70,12 +67,16 @@ class GradientWeights:
 
     Args:
         weight_by: See `combination_weights`; `"ranks"` counts every micro-batch once.
+
+    Attributes:
+        of_batch: What the values that the micro-batch logs count.
+        in_gradient: What its gradient counts.
     """
 
     def __init__(self, weight_by: WeightBy) -> None:
         self._weight_by = weight_by
         self.adds_up = weight_by == "sum"  # whether losses are sums, so that gradients are added up, not averaged
-        self._batch = 0.0
+        self.of_batch = self.in_gradient = 0.0
         self._first = 0.0
         self._total = 0.0
         self._counted = True
@@ -94,22 +95,17 @@ class GradientWeights:
         Raises:
             ValueError: If a callable returns a negative number, or one that is not finite.
         """
-        self._batch = self._measure(batch, samples)
+        self.of_batch = self.in_gradient = self._measure(batch, samples)
         self._counted = False
 
     def set_no_batch(self) -> None:
         """Have no micro-batch, while other ranks have one."""
-        self._batch = 0.0
+        self.of_batch = self.in_gradient = 0.0
         self._counted = False
 
     def skip_batch(self) -> None:
-        """Give the micro-batch no weight in the gradient, instead of `count`. Values logged in its step keep theirs."""
-        self._counted = True
-
-    @property
-    def of_batch(self) -> float:
-        """What the micro-batch counts."""
-        return self._batch
+        """Give the micro-batch no weight in the gradient. Values logged in its step keep theirs."""
+        self.in_gradient = 0.0
 
     def count(self) -> float:
         """Count the micro-batch, once between two synchronisations, however often it is passed backward.
@@ -119,9 +115,9 @@ class GradientWeights:
         """
         if not self._counted:
             self._counted = True
-            self._total += self._batch
-            self._first = self._first or self._batch
-        return self._batch / self._first if self._first else 0.0
+            self._total += self.in_gradient
+            self._first = self._first or self.in_gradient
+        return self.in_gradient / self._first if self._first else 0.0
 
     def take(self) -> tuple[float, float]:
         """Take the weight of the micro-batches counted so far, and start again.
@@ -144,11 +140,3 @@ class GradientWeights:
                 " of samples or tokens."
             )
         return weight
-
-
-def samples_or_none(batch: Any) -> int | None:
-    """Count the samples of a batch; None where they cannot be counted."""
-    try:
-        return count_samples(batch)
-    except BatchSplitError:
-        return None

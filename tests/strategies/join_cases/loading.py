@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.integration.lockstep import combined_loader
 from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader
-from tests.strategies.join_ranks import Classifier, samples
+from tests.strategies.join_ranks import Classifier, Stream, samples
 
 
 @case
@@ -80,6 +80,7 @@ def what_stopping_leaves_out(folder: str) -> Any:
         "limited": (loader(8, 5, 2), {"limit_train_batches": 2}),
         "without last batches": (dropping, {}),
         "streams": (loader(8, 5, 3, stream=True), {"limit_train_batches": 4}),
+        "finished batches": (DataLoader(Stream(list(loader(8, 5, 2))), batch_size=None), {"limit_train_batches": 4}),
         "with short last batches": (loader(4, 3, 2), {}),
     }
     found = {}
