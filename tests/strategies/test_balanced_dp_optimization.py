@@ -1,7 +1,10 @@
 """What modules override around backward and the optimizer runs once, on the gradient of the whole batch."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
 from lightning_ddp_ext import UnsupportedFeatureError
@@ -240,3 +243,87 @@ def test_an_optimizer_that_differentiates_gradients_is_refused_at_the_first_back
         UnsupportedFeatureError, match=r"backward\(create_graph=True\).*AdaHessian, with `strategy=\"auto"
     ):
         run(strategy=balanced([2, 6]), devices=2)
+
+
+def slow_down(module):
+    for group in module.optimizers().param_groups:
+        group["lr"] *= 0.9
+
+
+def slow_down_in_place(module):
+    module.optimizers().param_groups[0]["lr"].mul_(0.9)
+
+
+def step_a_scheduler(module):
+    module.schedule.step()
+
+
+def add_a_group(module):
+    module.trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5})
+
+
+def set_what_is_set(module):
+    for group in module.optimizers().param_groups:
+        group["lr"] = float(str(group["lr"]))
+
+
+class Changing(Classifier):
+    """Changes its optimizer in a step or in a hook."""
+
+    def __init__(self, change, place):
+        super().__init__()
+        self.change, self.place = change, place
+
+    def training_step(self, batch, batch_idx):
+        if self.place == "step":
+            self.change(self)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args):
+        if self.place == "hook":
+            self.change(self)
+
+    def configure_optimizers(self):
+        rate = torch.tensor(0.05) if self.change is slow_down_in_place else 0.05
+        optimizer = torch.optim.SGD(self.parameters(), lr=rate)
+        self.schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return optimizer
+
+
+def groups_of(trained):
+    return [
+        {**group, "lr": float(group["lr"]), "params": len(group["params"])}
+        for group in trained.trainer.optimizers[0].param_groups
+    ]
+
+
+CHANGES = [
+    (slow_down, r"\[0\]\['lr'\]"),
+    (slow_down_in_place, r"\[0\]\['lr'\]"),
+    (step_a_scheduler, r"\[0\]\['lr'\]"),
+    (add_a_group, r"\[1\]\['params'\]"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(("change", "place"), CHANGES)
+def test_a_step_that_changes_its_optimizer_is_refused_and_a_hook_may(change, place):
+    message = rf"`param_groups{place}` of the optimizer SGD was changed inside `training_step`.*`on_train_batch_start`"
+    with pytest.raises(UnsupportedFeatureError, match=message):
+        train(Changing(change, "step"), balanced([2, 6]), 2)
+
+    def run(where, **way):
+        return train(seeded(lambda: Changing(change, where)), **way, max_epochs=1)
+
+    single, parallel = both_ways(partial(run, "hook"))
+    assert_same_training(parallel, single)
+    assert groups_of(parallel) == groups_of(single) != groups_of(run(None))
+
+
+@pytest.mark.parametrize(("change", "split"), [(slow_down, [0, 8]), (set_what_is_set, [2, 6])])
+def test_a_step_may_change_its_optimizer_where_one_replica_runs_and_set_what_is_set(change, split):
+    single, parallel = both_ways(
+        lambda **way: train(seeded(lambda: Changing(change, "step")), **way, max_epochs=1), split=split
+    )
+    assert_same_training(parallel, single)
+    assert groups_of(parallel) == groups_of(single)

@@ -22,6 +22,7 @@ from lightning_ddp_ext.parallel.batches.weighting import WeightBy, combination_w
 from lightning_ddp_ext.parallel.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.parallel.replicas.batch_norm import BatchNormObserver
 from lightning_ddp_ext.parallel.replicas.buffers import BufferMerger
+from lightning_ddp_ext.parallel.replicas.optimizer_settings import OptimizerSettings
 from lightning_ddp_ext.parallel.replicas.parametrizations import SharedParametrizationCache
 from lightning_ddp_ext.parallel.replicas.randomness import SharedGenerator
 from lightning_ddp_ext.parallel.replicas.replicas import Replicas
@@ -137,6 +138,7 @@ class ReplicatedModule:
 
         Raises:
             BatchSplitError: If the batch cannot be cut.
+            UnsupportedFeatureError: If the step has changed a parameter in place, or a setting of an optimizer.
             BaseException: The exception of a replica, with a note that names replica, device and chunk.
         """
         self._replicas.refresh()
@@ -155,9 +157,12 @@ class ReplicatedModule:
         )
         scattered.record = BatchRecord(scattered.sizes, [], in_order, scattered.weights)
         versions = self._replicas.versions(scattered.active)
+        # What a single replica changes is changed once, as on one device.
+        settings = OptimizerSettings(self._module.trainer.optimizers if len(jobs) > 1 else [])
         with self._generator.watch(step), self._parametrizations.watch(step, in_order or len(jobs) == 1):
             results, timers = self._apply(jobs, scattered)
         self._replicas.check_untouched(versions, step)
+        settings.check_unchanged(step)
         scattered.record.timers = [[timers[index]] if index in timers else [] for index in range(len(self._devices))]
         self._bring_back(scattered)
         return [results[index] for index in scattered.active], scattered
