@@ -85,8 +85,9 @@ class TimeFirst(Plain):
         self.sizes = sizes
 
     def train_dataloader(self) -> Any:
-        number = self.sizes[self.trainer.global_rank]
-        rows = torch.randn(number, 6, FEATURES, generator=torch.Generator().manual_seed(number))
+        rank = self.trainer.global_rank
+        number = self.sizes[rank]
+        rows = torch.randn(number, 6, FEATURES, generator=torch.Generator().manual_seed(rank))
         return DataLoader(TensorDataset(rows), number, collate_fn=lambda rows: torch.stack([row for (row,) in rows], 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
