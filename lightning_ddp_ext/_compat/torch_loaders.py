@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import DataLoader
 
+from lightning_ddp_ext.parallel.batches.arrays import may_be_one_sample
+
 _MODULES = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 
 
@@ -27,19 +29,23 @@ class _CountedBatch(NamedTuple):
 class _CountingCollate:
     """Adds the number of samples to the batch that a collate function makes of them; picklable if the function is."""
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, collate: Callable[[Any], Any], batch_size: int | None) -> None:
         self._collate = collate
+        self._batch_size = batch_size
 
     def __call__(self, samples: Any) -> _CountedBatch:
         batch = self._collate(samples)
-        return _CountedBatch(batch, _count(samples, batch))
+        return _CountedBatch(batch, _count(samples, batch, self._batch_size))
 
 
-def _count(samples: Any, batch: Any) -> int | None:
-    if not isinstance(samples, list | tuple):
-        return None  # `__getitems__` of the dataset may return a table of columns
+def _count(samples: Any, batch: Any, batch_size: int | None) -> int | None:
+    if not isinstance(samples, list):
+        return None  # `__getitems__` of the dataset may return a table or a tuple of columns
     if len(samples) == 1 and batch is samples[0]:
         return None  # nothing was collated: the dataset has made the batch
+    # The only sample of a last batch was collated as the samples of the batches before it.
+    if batch_size == 1 and len(samples) == 1 and not may_be_one_sample(batch):
+        return None
     # Datasets return None for a broken sample, which the collate function skips.
     return sum(sample is not None for sample in samples) or None
 
@@ -68,7 +74,9 @@ def iterate_counting(loader: Any) -> Iterator[Any]:
     given = vars(loader).get("collate_fn") if _has_torchs_iterator(loader) else None
     if given is None:
         return iter(loader)
-    loader.collate_fn = _CountingCollate(given)  # read when an iterator is made, and never again
+    loader.collate_fn = _CountingCollate(
+        given, getattr(loader.batch_sampler, "batch_size", None)
+    )  # read when an iterator is made, and never again
     try:
         batches: Any = iter(loader)
     finally:

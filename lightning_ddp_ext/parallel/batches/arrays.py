@@ -50,6 +50,26 @@ def count_rows(array: Any, dim: int) -> int | None:
     return array.shape[dim] if array.ndim > dim else None
 
 
+def may_be_one_sample(batch: Any) -> bool:
+    """Return True if a batch has a dimension, list or tuple of size 1, or no arrays that could tell."""
+    lengths: list[int] = []
+    sizes: list[Any] = []
+
+    def look(value: Any) -> None:
+        if is_array(value):
+            has_shape = not is_graph_batch(value) and not isinstance(value, PackedSequence)
+            is_nested = isinstance(value, Tensor) and value.is_nested
+            sizes.extend(value.shape if has_shape and not is_nested else [count_rows(value, 0)])
+            return
+        if isinstance(value, list | tuple):
+            lengths.append(len(value))
+        for _, item in items(value):
+            look(item)
+
+    look(batch)
+    return not sizes or 1 in sizes or 1 in lengths
+
+
 def take_rows(array: Any, dim: int, start: int, stop: int) -> Any:
     """Take consecutive samples from an array; a view, unless it is sparse, nested, packed or a batch of graphs."""
     if is_graph_batch(array):
