@@ -74,9 +74,8 @@ def iterate_counting(loader: Any) -> Iterator[Any]:
     given = vars(loader).get("collate_fn") if _has_torchs_iterator(loader) else None
     if given is None:
         return iter(loader)
-    loader.collate_fn = _CountingCollate(
-        given, getattr(loader.batch_sampler, "batch_size", None)
-    )  # read when an iterator is made, and never again
+    batch_size = getattr(loader.batch_sampler, "batch_size", None)
+    loader.collate_fn = _CountingCollate(given, batch_size)  # read when an iterator is made, and never again
     try:
         batches: Any = iter(loader)
     finally:
