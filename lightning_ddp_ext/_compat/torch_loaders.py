@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.parallel.batches.arrays import may_be_one_sample
+CountSamples = Callable[[Any, Any, int | None], int | None]
 
 _MODULES = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 
@@ -29,25 +29,14 @@ class _CountedBatch(NamedTuple):
 class _CountingCollate:
     """Adds the number of samples to the batch that a collate function makes of them; picklable if the function is."""
 
-    def __init__(self, collate: Callable[[Any], Any], batch_size: int | None) -> None:
+    def __init__(self, collate: Callable[[Any], Any], count: CountSamples, batch_size: int | None) -> None:
         self._collate = collate
+        self._count = count
         self._batch_size = batch_size
 
     def __call__(self, samples: Any) -> _CountedBatch:
         batch = self._collate(samples)
-        return _CountedBatch(batch, _count(samples, batch, self._batch_size))
-
-
-def _count(samples: Any, batch: Any, batch_size: int | None) -> int | None:
-    if not isinstance(samples, list):
-        return None  # `__getitems__` of the dataset may return a table or a tuple of columns
-    if len(samples) == 1 and batch is samples[0]:
-        return None  # nothing was collated: the dataset has made the batch
-    # The only sample of a last batch was collated as the samples of the batches before it.
-    if batch_size == 1 and len(samples) == 1 and not may_be_one_sample(batch):
-        return None
-    # Datasets return None for a broken sample, which the collate function skips.
-    return sum(sample is not None for sample in samples) or None
+        return _CountedBatch(batch, self._count(samples, batch, self._batch_size))
 
 
 class _CountingIterator:
@@ -65,18 +54,22 @@ def _counting_class(kind: type) -> type:
     return type(kind.__name__, (_CountingIterator, kind), {})
 
 
-def iterate_counting(loader: Any) -> Iterator[Any]:
+def iterate_counting(loader: Any, count: CountSamples) -> Iterator[Any]:
     """Iterate over a loader so that `samples_of` knows how many samples were drawn for each batch.
 
     The count comes from the place where samples are handed to the collate function, in a worker if there are any, and
     travels with the batch. It is therefore right in any order, with workers that persist and batches fetched ahead.
+
+    Args:
+        loader: The loader.
+        count: Picklable function that counts samples, from the argument and the result of the collate function and the
+            size of the sampler's batches; None if it cannot.
     """
     given = vars(loader).get("collate_fn") if _has_torchs_iterator(loader) else None
     if given is None:
         return iter(loader)
-    loader.collate_fn = _CountingCollate(
-        given, getattr(loader.batch_sampler, "batch_size", None)
-    )  # read when an iterator is made, and never again
+    batch_size = getattr(loader.batch_sampler, "batch_size", None)
+    loader.collate_fn = _CountingCollate(given, count, batch_size)  # read when an iterator is made, and never again
     try:
         batches: Any = iter(loader)
     finally:

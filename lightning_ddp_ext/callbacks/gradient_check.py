@@ -45,7 +45,7 @@ class GradientRecord:
         parameter: Parameter with the largest part of the difference.
         parameter_difference: Relative difference of this parameter.
         tolerance: Largest relative difference that is put down to rounding: the square root of the precision of the
-            parameters, at most 0.01.
+            parameters or of the loss, whichever is coarser, at most 0.01.
         weights: Factor of the gradient of each part.
         fitted_weights: Factors with the least difference; None if they are not unique.
         remedy: Cause of the difference, as far as it shows, and what to do; None if parts and whole agree.
@@ -206,12 +206,14 @@ class _StepCopy:
         batch: The copy of the batch.
         problem: Why there is no copy; None if there is.
         draws: Whether a step drew random numbers.
+        loss_dtypes: Types of the losses that steps returned.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.module = module
         self.problem: str | None = None
         self.draws = False
+        self.loss_dtypes: set[torch.dtype] = set()
         self._trainer = trainer
         self._batch_idx = batch_idx
         with _random_numbers_kept(module.device):
@@ -229,7 +231,7 @@ class _StepCopy:
     @property
     def tolerance(self) -> float:
         """Relative difference that rounding explains."""
-        kinds = {parameter.dtype for parameter in self._copy.parameters() if parameter.requires_grad}
+        kinds = self.loss_dtypes | {p.dtype for p in self._copy.parameters() if p.requires_grad}
         return float(min(max(torch.finfo(kind).eps for kind in kinds) ** 0.5, 0.01))
 
     @contextmanager
@@ -269,6 +271,7 @@ class _StepCopy:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:
                     raise _ImpossibleError("`training_step` returned None")
+                self.loss_dtypes.add(loss.dtype)
                 module.backward(loss)
                 self.draws |= not torch.equal(states, capture_random_states(device))
         except _ImpossibleError:

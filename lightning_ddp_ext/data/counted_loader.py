@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_ddp_ext._compat.torch_loaders import iterate_counting, samples_of
+from lightning_ddp_ext.parallel.batches.arrays import may_be_one_sample
 
 
 class CountedLoader:
@@ -19,7 +20,7 @@ class CountedLoader:
         self._counts = counts
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iterate_counting(self._loader)  # at once, as loaders draw their seeds here
+        batches = iterate_counting(self._loader, count_drawn)  # at once, as loaders draw their seeds here
 
         def count(batch: Any) -> Any:
             self._counts.append(samples_of(batches))
@@ -29,3 +30,16 @@ class CountedLoader:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
+    """Return the number of samples that a collate function was handed, see `iterate_counting`."""
+    if not isinstance(samples, list):
+        return None  # `__getitems__` of the dataset may return a table or a tuple of columns
+    if len(samples) == 1 and batch is samples[0]:
+        return None  # nothing was collated: the dataset has made the batch
+    # The only sample of a last batch was collated as the samples of the batches before it.
+    if batch_size == 1 and len(samples) == 1 and not may_be_one_sample(batch):
+        return None
+    # Datasets return None for a broken sample, which the collate function skips.
+    return sum(sample is not None for sample in samples) or None

@@ -52,6 +52,17 @@ class ClassWeights(Plain):
         return functional.cross_entropy(logits, batch[1].clamp_min(0), weights)
 
 
+class SingleLoss(Plain):
+    """Computes the loss in float32, whatever the parameters are, as the models of HuggingFace do."""
+
+    def logits(self, batch: Any) -> Tensor:
+        return super().logits(batch).float()
+
+
+class SingleClassWeights(SingleLoss, ClassWeights):
+    """The same with a loss that is no mean over samples."""
+
+
 class IgnoreIndex(Plain):
     def loss(self, batch: Any) -> Tensor:
         return functional.cross_entropy(self.logits(batch), batch[1], ignore_index=IGNORED)
@@ -129,6 +140,10 @@ MEAN_OVER = "the loss is a mean over something other than samples"
 CASES = {
     "mean": Case(Plain, options=DOUBLE),
     "mean in float32": Case(Plain),
+    "mean in float32, float64 parameters": Case(SingleLoss, options=DOUBLE),
+    "class weights in float32, float64 parameters": Case(
+        SingleClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights, options=DOUBLE
+    ),
     "mean in bfloat16": Case(Plain, options={"precision": "bf16-mixed"}),
     "mean, parts weighted equally": Case(Plain, "ranks", 'that of `weight_by="samples"`', len),
     "class weights": Case(ClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights, options=DOUBLE),

@@ -13,7 +13,7 @@ def test_iterators_have_the_names_that_count():
         assert "self._next_data()" in inspect.getsource(kind.__mro__[1].__next__)
         assert "_next_data" in vars(kind)
     loader = DataLoader(range(3), 2)
-    batches = torch_loaders.iterate_counting(loader)
+    batches = torch_loaders.iterate_counting(loader, lambda samples, batch, batch_size: len(samples))
     assert isinstance(batches._collate_fn, torch_loaders._CountingCollate)
     assert isinstance(batches, torchs._SingleProcessDataLoaderIter)
     assert len(next(batches)) == torch_loaders.samples_of(batches) == 2
