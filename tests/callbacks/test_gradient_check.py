@@ -93,7 +93,6 @@ def test_a_loss_that_does_not_fit_the_weights_of_ranks_is_noticed(by_rank, key):
         ("Locked", "cannot be copied: TypeError: cannot pickle '_thread.lock' object (rank 1)"),
         ("ByHand", "under manual optimization"),
         ("TimeFirst", "drew 4 samples for a batch whose size along `batch_dim=0` is 6, so that"),
-        ("MadeByTheDataset", "drew 1 samples for a batch whose size along `batch_dim=0` is 11, so that"),
         ("Texts", "`batch['tokens']` cannot be joined, it is shape (2, 3, 5) and shape (2, 4, 5)"),
     ],
 )
@@ -106,6 +105,13 @@ def test_what_cannot_be_checked_on_ranks_is_said_once_while_training_goes_on(by_
     (warning,) = first["warnings"]
     assert reason in warning
     assert second["warnings"] == []
+
+
+def test_batches_that_the_dataset_makes_and_a_function_converts_are_counted_by_their_tensors(by_rank):
+    for found in by_rank:
+        (record,) = found["MadeByTheDataset"]["records"]
+        assert record.weights == pytest.approx([size / sum(SIZES) for size in SIZES])
+        assert record.remedy is None
 
 
 def test_batches_that_one_rank_alone_has_are_skipped(by_rank):
