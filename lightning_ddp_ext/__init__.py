@@ -18,9 +18,9 @@ from lightning_ddp_ext.errors import (
     UnsupportedFeatureError,
     UnsynchronizedGradientsError,
 )
-from lightning_ddp_ext.integration.clusters.manual_cluster import ManualEnvironment
-from lightning_ddp_ext.integration.clusters.slurm_cluster import CheckedSLURMEnvironment
-from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+from lightning_ddp_ext.clusters.manual import ManualEnvironment
+from lightning_ddp_ext.clusters.slurm import CheckedSLURMEnvironment
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.strategies import (
     BalancedDataParallelStrategy,
     DDPCheckpointStrategy,

@@ -1,12 +1,156 @@
-"""Dataclass schemas behind the packaged Hydra groups: a mistyped key or value fails when configuration is composed."""
+"""Schemas of the packaged Hydra groups."""
 
-from dataclasses import dataclass, field
-from typing import Any, Optional
-
-from hydra.core.config_store import ConfigStore
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+from typing import Optional
 from omegaconf import MISSING
+from hydra.core.config_store import ConfigStore
 
-from lightning_ddp_ext.config_parts import PARTS
+
+# ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
+
+
+@dataclass(kw_only=True)
+class DigitsCNNConfig:
+    """Arguments of `DigitsCNN`."""
+
+    _target_: str = "lightning_ddp_ext.demo.digits.DigitsCNN"
+    width: int = 32
+    learning_rate: float = 0.002
+
+
+@dataclass(kw_only=True)
+class SlowedDigitsCNNConfig(DigitsCNNConfig):
+    """Arguments of `SlowedDigitsCNN`; plain lists, as checkpoints hold them."""
+
+    _target_: str = "lightning_ddp_ext.demo.digits.SlowedDigitsCNN"
+    _convert_: str = "all"
+    milliseconds_per_sample: list[float] = MISSING
+
+
+@dataclass(kw_only=True)
+class ByteTransformerConfig:
+    """Arguments of `ByteTransformer`."""
+
+    _target_: str = "lightning_ddp_ext.demo.byte_text.ByteTransformer"
+    width: int = 128
+    depth: int = 4
+    heads: int = 4
+    block_size: int = 1024
+    learning_rate: float = 0.002
+
+
+@dataclass(kw_only=True)
+class DigitsDataConfig:
+    """Arguments of `DigitsData`."""
+
+    _target_: str = "lightning_ddp_ext.demo.digits.DigitsData"
+    batch_size: int = 32
+    seed: int = 1
+    train_fractions: Optional[list[float]] = None
+
+
+@dataclass(kw_only=True)
+class StdlibStreamConfig:
+    """Arguments of `StdlibStream`."""
+
+    _target_: str = "lightning_ddp_ext.demo.byte_text.StdlibStream"
+    batch_size: int = 8
+    block_size: int = 128
+    files: int = 10
+    seed: int = 1
+
+
+@dataclass(kw_only=True)
+class StdlibTextConfig:
+    """Arguments of `StdlibText`."""
+
+    _target_: str = "lightning_ddp_ext.demo.byte_text.StdlibText"
+    batch_size: int = 16
+    block_size: int = 128
+    max_bytes: int = 2_000_000
+    seed: int = 1
+
+
+@dataclass(kw_only=True)
+class ModelCheckpointConfig:
+    """Arguments of Lightning's `ModelCheckpoint`."""
+
+    _target_: str = "lightning.pytorch.callbacks.ModelCheckpoint"
+    dirpath: Optional[str] = None
+    filename: Optional[str] = None
+    enable_version_counter: bool = True
+    save_on_train_epoch_end: Optional[bool] = None
+
+
+@dataclass(kw_only=True)
+class BalanceReportConfig:
+    """Arguments of `BalanceReport`."""
+
+    _target_: str = "lightning_ddp_ext.callbacks.BalanceReport"
+    path: Optional[str] = None
+
+
+@dataclass(kw_only=True)
+class JoinReportConfig:
+    """Arguments of `JoinReport`."""
+
+    _target_: str = "lightning_ddp_ext.callbacks.JoinReport"
+    log: bool = False
+    path: Optional[str] = None
+
+
+@dataclass(kw_only=True)
+class ReplicaConsistencyConfig:
+    """Arguments of `ReplicaConsistency`."""
+
+    _target_: str = "lightning_ddp_ext.callbacks.ReplicaConsistency"
+    every_n_steps: int = 100
+    on_difference: str = "raise"
+    buffers: Optional[bool] = None
+    ignore: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class GradientCheckConfig:
+    """Arguments of `GradientCheck`."""
+
+    _target_: str = "lightning_ddp_ext.callbacks.GradientCheck"
+    batches: int = 1
+
+
+@dataclass(kw_only=True)
+class CSVLoggerConfig:
+    """Arguments of Lightning's `CSVLogger`."""
+
+    _target_: str = "lightning.pytorch.loggers.CSVLogger"
+    save_dir: str = MISSING
+    name: Optional[str] = None
+    version: Any = None
+
+
+PARTS: dict[str, dict[str, type]] = {
+    "lightning_ddp_ext/model": {
+        "byte_transformer": ByteTransformerConfig,
+        "digits_cnn": DigitsCNNConfig,
+        "slowed_digits_cnn": SlowedDigitsCNNConfig,
+    },
+    "lightning_ddp_ext/data": {
+        "digits": DigitsDataConfig,
+        "stdlib_stream": StdlibStreamConfig,
+        "stdlib_text": StdlibTextConfig,
+    },
+    "lightning_ddp_ext/callbacks": {
+        "balance_report": BalanceReportConfig,
+        "checkpoint": ModelCheckpointConfig,
+        "gradient_check": GradientCheckConfig,
+        "join_report": JoinReportConfig,
+        "replica_consistency": ReplicaConsistencyConfig,
+    },
+    "lightning_ddp_ext/logger": {"csv": CSVLoggerConfig},
+}
+
 
 # ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
 
@@ -59,7 +203,7 @@ class DDPJoinConfig(ExplicitDDPConfig):
 class DDPConfig:
     """Arguments of Lightning's `DDPStrategy`, with the process group and the network interface."""
 
-    _target_: str = "lightning_ddp_ext.strategies.upstream.ddp_strategy"
+    _target_: str = "lightning_ddp_ext.strategies.builtin.ddp_strategy"
     process_group_backend: Optional[str] = None
     timeout: Any = 1800.0
     init_method: Optional[str] = None
@@ -74,7 +218,7 @@ class DDPConfig:
 class FSDPConfig:
     """Arguments of Lightning's `FSDPStrategy`, with the process group and the network interface."""
 
-    _target_: str = "lightning_ddp_ext.strategies.upstream.fsdp_strategy"
+    _target_: str = "lightning_ddp_ext.strategies.builtin.fsdp_strategy"
     process_group_backend: Optional[str] = None
     timeout: Any = 1800.0
     init_method: Optional[str] = None
@@ -88,7 +232,7 @@ class FSDPConfig:
 class SingleDeviceConfig:
     """Lightning's choice for a single device."""
 
-    _target_: str = "lightning_ddp_ext.strategies.upstream.single_device_strategy"
+    _target_: str = "lightning_ddp_ext.strategies.builtin.single_device_strategy"
 
 
 @dataclass(kw_only=True)

@@ -25,9 +25,9 @@ from lightning_ddp_ext import (
     ManualEnvironment,
     config,
 )
-from lightning_ddp_ext.demo.byte_stream import count_tokens
-from lightning_ddp_ext.integration.clusters.connecting import Connection
-from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
+from lightning_ddp_ext.demo.byte_text import count_tokens
+from lightning_ddp_ext.clusters.process_group_options import Connection
+from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
 ROOT_CONF = Path(__file__).parent.parent / "conf"

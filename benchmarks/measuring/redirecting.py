@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_ext.parallel.messages.tail_collectives import TailCollectives
+from lightning_ddp_ext.join.active_ranks import TailCollectives
 from measuring.fitting import StepTimes
 from measuring.models import CASES, CLASSES, TINY
 from measuring.orders import WARM_UP, Orders

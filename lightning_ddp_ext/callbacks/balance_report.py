@@ -15,9 +15,9 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.loops import logs_now
-from lightning_ddp_ext.arguments import check_flag, check_path, check_picture
-from lightning_ddp_ext.callbacks.balance_picture import draw_balance
-from lightning_ddp_ext.integration.replicas.replicated_step import BatchRecord
+from lightning_ddp_ext._validation import check_flag, check_path, check_picture
+from lightning_ddp_ext.callbacks.plots import draw_balance
+from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
 _SUMMARISED = 50  # batches, the last ones

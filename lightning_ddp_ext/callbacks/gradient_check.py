@@ -1,36 +1,119 @@
 """Whether the gradient of the parts of a batch is the gradient of the whole batch."""
 
+from collections.abc import Sequence
+import torch
+from torch import Tensor
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import contextmanager
+from contextlib import nullcontext
+from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
-
 from lightning_ddp_ext._compat.collectives import replaced_collectives
-from lightning_ddp_ext._compat.lightning import takes_batch_idx, takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning import takes_batch_idx
+from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.torch import BatchNorm
-from lightning_ddp_ext.arguments import check_integer
-from lightning_ddp_ext.data.random_states import capture_random_states, restore_random_states
+from lightning_ddp_ext._validation import check_integer
+from lightning_ddp_ext.resume.rng_state import capture_random_states
+from lightning_ddp_ext.resume.rng_state import restore_random_states
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.integration.replicas.replicated_step import transfer
-from lightning_ddp_ext.parallel.batches.containers import to_device
-from lightning_ddp_ext.parallel.batches.scattering import count_samples, join_batches
-from lightning_ddp_ext.parallel.batches.weighting import WeightBy
-from lightning_ddp_ext.parallel.consistency.gradient_comparison import GradientComparison
-from lightning_ddp_ext.parallel.messages.exchange import broadcast_object, gather_objects
-from lightning_ddp_ext.parallel.messages.packing import broadcast_packed, pack, unpack
-from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, ExplicitDDPStrategy
+from lightning_ddp_ext.replicas.replicated_step import transfer
+from lightning_ddp_ext.batches.containers import to_device
+from lightning_ddp_ext.batches.splitting import count_samples
+from lightning_ddp_ext.batches.splitting import join_batches
+from lightning_ddp_ext.batches.weights import WeightBy
+from lightning_ddp_ext.distributed.exchange import broadcast_object
+from lightning_ddp_ext.distributed.exchange import gather_objects
+from lightning_ddp_ext.distributed.serialization import broadcast_packed
+from lightning_ddp_ext.distributed.serialization import pack
+from lightning_ddp_ext.distributed.serialization import unpack
+from lightning_ddp_ext.strategies import BalancedDataParallelStrategy
+from lightning_ddp_ext.strategies import ExplicitDDPStrategy
+
+
+_ROWS = 2**20  # elements that are compared at a time, in float64
+
+
+class GradientComparison:
+    """Compares gradients of the parts of a batch with the gradient of the whole batch, for any weights of the parts.
+
+    Kept of each parameter is the triangular factor of a QR decomposition, whose columns are the parts and the whole.
+    It has the norm of every linear combination of the columns, without the cancellation of scalar products.
+
+    Args:
+        parts: Number of parts.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._factors: dict[str, Tensor] = {}
+        self._parts = parts
+        self._elements = 0
+
+    def add(self, name: str, parts: Sequence[Tensor], whole: Tensor) -> None:
+        """Add the gradients of one parameter.
+
+        Args:
+            name: Name of the parameter.
+            parts: Its gradient from each part, flat and real.
+            whole: Its gradient from the whole batch, likewise.
+        """
+        factor = torch.empty(0, self._parts + 1, dtype=torch.float64)
+        for rows in zip(*(torch.split(column, _ROWS) for column in (*parts, whole)), strict=True):
+            columns = torch.stack([row.detach().cpu().double() for row in rows], dim=1)
+            factor = _triangle([factor, columns])
+        self._factors[name] = factor
+        self._elements += whole.numel()
+
+    def difference(self, weights: Sequence[float]) -> float:
+        """Return the norm of the difference of weighted parts and whole, relative to the norm of the whole."""
+        return _relative(_triangle([*self._factors.values()]), weights)
+
+    def most_different(self, weights: Sequence[float]) -> tuple[str, float]:
+        """Return the parameter with the largest part of the difference, and its own relative difference."""
+        norms = {name: _norm(factor, weights) for name, factor in self._factors.items()}
+        name = max(norms, key=norms.__getitem__)
+        return name, _relative(self._factors[name], weights)
+
+    def fit(self) -> list[float] | None:
+        """Return the weights with the least difference; None if several weights or any gradient would fit."""
+        factor = _triangle([*self._factors.values()])
+        parts, whole = factor[:, :-1], factor[:, -1]
+        if self._elements <= self._parts or not factor.isfinite().all():
+            return None
+        if torch.linalg.matrix_rank(parts) < self._parts:
+            return None
+        weights: list[float] = torch.linalg.lstsq(parts, whole.unsqueeze(1)).solution.squeeze(1).tolist()
+        return weights
+
+
+def _triangle(blocks: Sequence[Tensor]) -> Tensor:
+    factor: Tensor = torch.linalg.qr(torch.cat([*blocks]), mode="r").R
+    return factor
+
+
+def _norm(factor: Tensor, weights: Sequence[float]) -> float:
+    return float((factor @ torch.tensor([*weights, -1.0], dtype=factor.dtype)).norm())
+
+
+def _relative(factor: Tensor, weights: Sequence[float]) -> float:
+    difference, whole = _norm(factor, weights), float(factor[:, -1].norm())
+    return difference / whole if whole else difference and float("inf")
+
 
 _SHOWN = 8  # weights in a message
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_ddp_ext.arguments import check_flag, check_path, check_picture
-from lightning_ddp_ext.callbacks.join_picture import draw_ranks
+from lightning_ddp_ext._validation import check_flag, check_path, check_picture
+from lightning_ddp_ext.callbacks.plots import draw_ranks
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _MUCH = 0.2  # of an epoch

@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 
 from lightning_ddp_ext.cli import sweep
 from lightning_ddp_ext.cli.doctor import doctor
-from lightning_ddp_ext.cli.problems import LaunchError, describe
+from lightning_ddp_ext.cli.errors import LaunchError, describe
 from lightning_ddp_ext.cli.train import train
-from lightning_ddp_ext.integration.clusters.sweeping import in_sweep
+from lightning_ddp_ext.clusters.process_group_options import in_sweep
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _DOCTOR = "doctor"

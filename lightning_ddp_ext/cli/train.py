@@ -1,36 +1,227 @@
 """The main job: build what the configuration describes, train, test, and leave the results in the run folder."""
 
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from lightning.pytorch import Callback
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+from lightning_ddp_ext.cli.compare import Reference
+from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+import os
+from collections.abc import Iterable
+from collections.abc import Iterator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import DictConfig
+from omegaconf import OmegaConf
 import traceback
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from omegaconf import DictConfig, OmegaConf
-
 from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext.callbacks import BalanceReport
-from lightning_ddp_ext.cli.checks import make, make_all
-from lightning_ddp_ext.cli.picture import draw_run
-from lightning_ddp_ext.cli.preflight import check_meeting, check_slurm, has_network_settings
-from lightning_ddp_ext.cli.preparation import check_run, make_plugins, prepare_config
-from lightning_ddp_ext.cli.problems import LaunchError
-from lightning_ddp_ext.cli.reference import BatchRecorder, merge_results, train_alone
-from lightning_ddp_ext.cli.run_folder import checkpoint_to_resume, has_started_before, keep_config, keep_metrics
-from lightning_ddp_ext.cli.summary import LaunchSummary, print_comparison, print_results
-from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
-from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import is_refusal, refusal
+from lightning_ddp_ext.cli.validation import make
+from lightning_ddp_ext.cli.validation import make_all
+from lightning_ddp_ext.cli.plots import draw_run
+from lightning_ddp_ext.cli.validation import check_meeting
+from lightning_ddp_ext.cli.validation import check_slurm
+from lightning_ddp_ext.cli.validation import has_network_settings
+from lightning_ddp_ext.cli.validation import check_run
+from lightning_ddp_ext.cli.validation import make_plugins
+from lightning_ddp_ext.cli.validation import prepare_config
+from lightning_ddp_ext.cli.errors import LaunchError
+from lightning_ddp_ext.cli.compare import BatchRecorder
+from lightning_ddp_ext.cli.compare import merge_results
+from lightning_ddp_ext.cli.compare import train_alone
+from lightning_ddp_ext.errors import CheckpointRefusedError
+from lightning_ddp_ext.errors import DDPExtError
+from lightning_ddp_ext.strategies.base import is_refusal
+from lightning_ddp_ext.strategies.base import refusal
+
+
+class LaunchSummary(Callback):
+    """Prints what is about to run.
+
+    Args:
+        folder: Where the run is written.
+        strategy: The name the strategy was chosen by.
+
+    Attributes:
+        has_begun: Whether a step has been about to run.
+    """
+
+    def __init__(self, folder: Path, strategy: str) -> None:
+        self.has_begun = False
+        self._folder = folder
+        self._strategy = strategy
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.fit_loop.setup_data()
+        if not trainer.is_global_zero:
+            return
+        table = _two_columns("Launch")
+        table.add_row("strategy", self._strategy)
+        per_process = getattr(trainer.train_dataloader, "batch_size", None)
+        _add_devices(table, trainer, per_process)
+        if per_process is not None:
+            batch_size = per_process * trainer.world_size
+            table.add_row("global batch size", str(batch_size))
+            accumulated = f" ({trainer.accumulate_grad_batches} batches)" if trainer.accumulate_grad_batches > 1 else ""
+            table.add_row("samples per optimizer step", f"{batch_size * trainer.accumulate_grad_batches}{accumulated}")
+        _add_steps(table, trainer)
+        table.add_row("run folder", str(_relative(self._folder)))
+        Console().print(table)
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_begun = True
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.has_begun = True
+
+
+def _add_devices(table: Table, trainer: Trainer, batch_size: int | None) -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, BalancedDataParallelStrategy):
+        processes = f"{trainer.world_size} process{'es' if trainer.world_size > 1 else ''}"
+        table.add_row("devices", f"{processes} on {strategy.root_device.type}")
+        return
+    devices = strategy.devices
+    chunks = [""] * len(devices) if batch_size is None else [f": {n} samples" for n in strategy.split_sizes(batch_size)]
+    lines = [f"replica {i} on {device}{chunk}" for i, (device, chunk) in enumerate(zip(devices, chunks, strict=True))]
+    table.add_row("devices", "\n".join(lines))
+
+
+def _add_steps(table: Table, trainer: Trainer) -> None:
+    batches = trainer.num_training_batches
+    if math.isinf(batches):
+        table.add_row("steps per epoch", "unknown: the loader has no length")
+        return
+    steps = math.ceil(batches / trainer.accumulate_grad_batches)
+    table.add_row("steps per epoch", f"{steps} ({batches} batches)")
+    of_ranks = getattr(trainer.train_dataloader, "lengths", None)
+    if of_ranks is not None and len(set(of_ranks)) > 1:
+        table.add_row("batches per epoch of each rank", ", ".join(str(min(length, batches)) for length in of_ranks))
+
+
+def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) -> None:
+    """Print the test results and what the run has left behind.
+
+    Args:
+        results: Test metrics by name.
+        trainer: The trainer after the run.
+        folder: Where the run was written.
+    """
+    table = _two_columns("Result")
+    for name, value in sorted(results.items()):
+        table.add_row(name, f"{value:.4f}")
+    table.add_row("optimizer steps", str(trainer.global_step))
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = [name for name in files if not name.startswith(".")]
+    table.add_row(f"in {_relative(folder)}", "\n".join(files))
+    Console().print(table)
+
+
+def print_comparison(results: Mapping[str, float], reference: Reference) -> None:
+    """Print the test results beside those of one process.
+
+    Args:
+        results: Test metrics of the run by name.
+        reference: What came of the same training in one process.
+    """
+    table = Table(title="The same batches in one process", title_justify="left")
+    for column in ("", "this run", "one process", "difference"):
+        table.add_column(column, justify="right" if column else "left", style="" if column else "bold")
+    for name in sorted(results.keys() & reference.results.keys()):
+        ours, theirs = results[name], reference.results[name]
+        table.add_row(name, f"{ours:.4f}", f"{theirs:.4f}", f"{abs(ours - theirs):.1e}")
+    table.add_row("all parameters, relative", "", "", f"{reference.difference:.1e}")
+    if reference.precision != "64-true":
+        table.caption = "Rounding errors grow with the steps; trainer.precision=64-true shows what else there is."
+        table.caption_justify = "left"
+    Console().print(table)
+
+
+def _two_columns(title: str) -> Table:
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    return table
+
+
+def _relative(folder: Path) -> Path:
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+def keep_config(config: DictConfig, folder: Path) -> None:
+    """Write the whole configuration down, for the owner only: it may hold keys from the environment."""
+    path = folder / "config.yaml"
+    path.touch(mode=0o600)
+    path.chmod(0o600)  # also where there was one
+    OmegaConf.save(config, path, resolve=True)
+
+
+def keep_metrics(folder: Path) -> None:
+    """Keep what a job has logged before it was requeued; Lightning's logger would delete it."""
+    metrics = folder / "metrics.csv"
+    if metrics.exists():
+        kept = [int(number) for path in folder.glob("metrics-*.csv") if (number := path.stem[8:]).isdecimal()]
+        metrics.rename(folder / f"metrics-{max(kept, default=0) + 1}.csv")
+
+
+def checkpoint_to_resume(given: str | None, trainer: Trainer) -> str | None:
+    """Choose what to go on from.
+
+    Args:
+        given: What the configuration asks for.
+        trainer: The Trainer.
+
+    Returns:
+        That. For a job that SLURM has started again, the newer one of what it has left when it was preempted, `"hpc"`,
+        and what its callbacks have saved last, `"last"`: a node may have failed since.
+    """
+    if not has_started_before():
+        return given
+    left = _newest(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))
+    saved = _newest(_last_checkpoints(trainer))
+    if left > saved:
+        return "hpc"
+    # A path is from before. What is not on a mounted disk, only Lightning finds; it says so if there is nothing.
+    return "last" if saved or given is None else given
+
+
+def has_started_before() -> bool:
+    """Tell whether this is a job that SLURM has put into the queue again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+
+
+def _last_checkpoints(trainer: Trainer) -> Iterator[Path]:
+    """Go through what Lightning takes for `ckpt_path="last"`."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+            yield from Path(callback.dirpath).glob(f"{callback.CHECKPOINT_NAME_LAST}*{callback.FILE_EXTENSION}")
+
+
+def _newest(paths: Iterable[Path]) -> float:
+    """Return when the newest of some files was written; 0 if there is none."""
+    return max((path.stat().st_mtime for path in paths), default=0.0)
+
 
 # What says by itself what is wrong with a run, whenever it comes.
 _EXPLAINED = (DDPExtError, MisconfigurationException)

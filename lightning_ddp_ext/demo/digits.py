@@ -1,18 +1,29 @@
-"""Handwritten digits: 1,797 real 8x8 images from scikit-learn, and a small convolutional network."""
+"""Images of digits: model and data."""
 
 from collections.abc import Sequence
-
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader
+from torch.utils.data import Subset
+from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
+from lightning_ddp_ext.join.samplers import FractionSampler
+from lightning_ddp_ext.join.samplers import check_fractions
+from lightning_ddp_ext.demo.training import check_learning_rate
+from lightning_ddp_ext.demo.training import check_seed
+from lightning_ddp_ext.demo.training import check_sizes
+from lightning_ddp_ext.demo.training import cosine_adamw
+import time
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+from lightning_ddp_ext._validation import check_number
+from lightning_ddp_ext.replicas.workers import current_replica
 
-from lightning_ddp_ext.data.fraction_sampler import FractionSampler, check_fractions
-from lightning_ddp_ext.demo.limits import check_learning_rate, check_seed, check_sizes
-from lightning_ddp_ext.demo.schedules import cosine_adamw
 
 _CLASSES = 10
 _TRAIN, _VAL = 1257, 180  # of 1797; the rest is for testing
@@ -137,3 +148,48 @@ class DigitsData(LightningDataModule):
     def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return the test batches."""
         return DataLoader(self.test_data, self.batch_size)
+
+
+_LONGEST = 1000.0  # milliseconds
+_REMEDY = "Use for example [3.0, 1.0], one number per replica."
+
+
+class SlowedDigitsCNN(DigitsCNN):
+    """The digits network, with replicas that sleep for a time per sample: devices of different speed, simulated.
+
+    Args:
+        milliseconds_per_sample: One number per replica.
+        width: See `DigitsCNN`.
+        learning_rate: See `DigitsCNN`.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range.
+        MisconfigurationException: When it is run, if there are more replicas than numbers.
+    """
+
+    def __init__(self, milliseconds_per_sample: list[float], width: int = 32, learning_rate: float = 2e-3) -> None:
+        if isinstance(milliseconds_per_sample, str) or not isinstance(milliseconds_per_sample, Sequence):
+            raise TypeError(
+                f"`milliseconds_per_sample` must be a list of numbers, got {milliseconds_per_sample!r}. {_REMEDY}"
+            )
+        if not milliseconds_per_sample:
+            raise ValueError(f"`milliseconds_per_sample` is empty. {_REMEDY}")
+        for milliseconds in milliseconds_per_sample:
+            check_number("milliseconds_per_sample", milliseconds, most=_LONGEST, remedy=_REMEDY)
+        super().__init__(width, learning_rate)
+        self.milliseconds_per_sample = list(milliseconds_per_sample)
+
+    @override
+    def setup(self, stage: str) -> None:
+        devices = getattr(self.trainer.strategy, "devices", [None])  # those of replicas; other strategies have one
+        if len(self.milliseconds_per_sample) < len(devices):
+            raise MisconfigurationException(
+                f"`milliseconds_per_sample={self.milliseconds_per_sample}` has {len(self.milliseconds_per_sample)}"
+                f" entries for {len(devices)} replicas. Give one number per replica."
+            )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Compute the cross-entropy of a batch (images, labels), slowly."""
+        time.sleep(len(batch[0]) * self.milliseconds_per_sample[current_replica() or 0] / 1000)
+        return super().training_step(batch, batch_idx)

@@ -1,16 +1,25 @@
 """One process per device; gradients are synchronised explicitly, after any backward pass."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
+from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointingPolicy
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from contextlib import contextmanager
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -21,41 +30,73 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
-
 from lightning_ddp_ext._compat.lightning import surround_launch
-from lightning_ddp_ext._compat.loaders import replace_loaders, restore_loaders, restore_preparation
+from lightning_ddp_ext._compat.loaders import replace_loaders
+from lightning_ddp_ext._compat.loaders import restore_loaders
+from lightning_ddp_ext._compat.loaders import restore_preparation
 from lightning_ddp_ext._compat.loops import restore_signal_handling
-from lightning_ddp_ext.arguments import as_timeout, check_bucket_cap, check_integer
-from lightning_ddp_ext.data.random_states import SharedRandomNumbers
-from lightning_ddp_ext.integration.checkpoints.atomic_checkpoint_io import AtomicSaving
-from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import DataOnlyLoading
-from lightning_ddp_ext.integration.clusters.connecting import (
-    Connection,
-    StartMethod,
-    check_objects,
-    choose_start_method,
-)
-from lightning_ddp_ext.integration.ranks.batch_samplers import keep_batch_samplers
-from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples, combine_counted
-from lightning_ddp_ext.integration.ranks.loader_workers import shield_workers
-from lightning_ddp_ext.integration.ranks.preemption import leave_at_once
-from lightning_ddp_ext.integration.ranks.recomputing import Recomputing
-from lightning_ddp_ext.integration.ranks.reductions import widened
-from lightning_ddp_ext.integration.ranks.resumable_run import RANKS, ResumableRun
-from lightning_ddp_ext.integration.ranks.stall_watch import StallWatch
-from lightning_ddp_ext.integration.ranks.synchronized_step import SynchronizedStep, check_weighable
-from lightning_ddp_ext.integration.ranks.weighted_logging import WeightedLogging
-from lightning_ddp_ext.parallel.batches.weighting import WeightBy, check_weight_by
-from lightning_ddp_ext.parallel.consistency.setups import (
-    compare_setups,
-    describe_arguments,
-    describe_versions,
-)
-from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
-from lightning_ddp_ext.parallel.gradients.transport import CommHook
-from lightning_ddp_ext.parallel.recomputation.activation_checkpointing import ActivationCheckpointingPolicy
-from lightning_ddp_ext.strategies.registered import Registered
-from lightning_ddp_ext.strategies.unknown_arguments import refuse_unknown
+from lightning_ddp_ext._validation import as_timeout
+from lightning_ddp_ext._validation import check_bucket_cap
+from lightning_ddp_ext._validation import check_integer
+from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
+from lightning_ddp_ext.resume.checkpoint_files import AtomicSaving
+from lightning_ddp_ext.strategies.base import DataOnlyLoading
+from lightning_ddp_ext.clusters.process_group_options import Connection
+from lightning_ddp_ext.clusters.process_group_options import StartMethod
+from lightning_ddp_ext.clusters.process_group_options import check_objects
+from lightning_ddp_ext.clusters.process_group_options import choose_start_method
+from lightning_ddp_ext._compat.loaders import keep_batch_samplers
+from lightning_ddp_ext.strategies.sample_counts import BatchSamples
+from lightning_ddp_ext.strategies.sample_counts import combine_counted
+from lightning_ddp_ext.resume.preemption import shield_workers
+from lightning_ddp_ext.resume.preemption import leave_at_once
+from lightning_ddp_ext.strategies.base import widened
+from lightning_ddp_ext.resume.resumable_run import RANKS
+from lightning_ddp_ext.resume.resumable_run import ResumableRun
+from lightning_ddp_ext.strategies.stall_watch import StallWatch
+from lightning_ddp_ext.strategies.synchronized_step import SynchronizedStep
+from lightning_ddp_ext.strategies.synchronized_step import check_weighable
+from lightning_ddp_ext.strategies.sample_counts import WeightedLogging
+from lightning_ddp_ext.batches.weights import WeightBy
+from lightning_ddp_ext.batches.weights import check_weight_by
+from lightning_ddp_ext.consistency.setups import compare_setups
+from lightning_ddp_ext.consistency.setups import describe_arguments
+from lightning_ddp_ext.consistency.setups import describe_versions
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.reducer.comm_hooks import CommHook
+from lightning_ddp_ext.strategies.base import Registered
+from lightning_ddp_ext._validation import refuse_unknown
+
+
+class Recomputing:
+    """Lets a module recompute activations while it is trained, and says once what that saves.
+
+    Args:
+        policy: See `ActivationCheckpointing`; None to keep all activations.
+    """
+
+    def __init__(self, policy: ActivationCheckpointingPolicy | None) -> None:
+        self.policy = policy
+        self._checkpointing = None if policy is None else ActivationCheckpointing(policy)
+        self._is_reported = False
+
+    def start(self, module: nn.Module) -> None:
+        """Let the parts of a module that the policy names recompute."""
+        if self._checkpointing is not None:
+            self._checkpointing.apply(module)
+            self._is_reported = False
+
+    def report(self) -> None:
+        """Say what is saved, after the first backward pass."""
+        if self._checkpointing is not None and not self._is_reported:
+            self._is_reported = True
+            rank_zero_info(f"On each rank, {self._checkpointing.report}.")
+
+    def stop(self, module: nn.Module) -> None:
+        """Leave a module as it was."""
+        if self._checkpointing is not None:
+            self._checkpointing.remove(module)
+
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
 _ONE_MINUTE = timedelta(minutes=1)

@@ -5,7 +5,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.callbacks import JoinReport
-from lightning_ddp_ext.callbacks.join_picture import draw_ranks
+from lightning_ddp_ext.callbacks.plots import draw_ranks
 from lightning_ddp_ext.callbacks.join_report import RankRecord
 from tests.callbacks import join_ranks as ranks
 from tests.parity import Classifier, dataset, quiet_trainer

@@ -4,8 +4,8 @@ import socket
 from pathlib import Path
 
 import lightning_ddp_ext.cli.main  # noqa: F401  once for all that are forked
-from lightning_ddp_ext.network.bandwidth import SIZES
-from lightning_ddp_ext.network.slurm_ports import candidate_ports
+from lightning_ddp_ext.distributed.bandwidth import SIZES
+from lightning_ddp_ext.clusters.slurm import candidate_ports
 from lightning_ddp_ext.testing.ports import free_port
 from tests.network import rank_server
 from tests.network.rank_programs import diagnose

@@ -17,11 +17,11 @@ from lightning_ddp_ext import (
     ManualEnvironment,
 )
 from lightning_ddp_ext.callbacks import BalanceReport, GradientCheck, JoinReport, ReplicaConsistency
-from lightning_ddp_ext.demo.byte_stream import StdlibStream
+from lightning_ddp_ext.demo.byte_text import StdlibStream
 from lightning_ddp_ext.demo.byte_text import ByteTransformer, StdlibText
 from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
-from lightning_ddp_ext.demo.slowed_digits import SlowedDigitsCNN
-from lightning_ddp_ext.strategies.upstream import ddp_strategy, fsdp_strategy
+from lightning_ddp_ext.demo.digits import SlowedDigitsCNN
+from lightning_ddp_ext.strategies.builtin import ddp_strategy, fsdp_strategy
 from tests.cli.judging import MUTATIONS, SEED, SHARE, report
 from tests.cli.mutations import draw_arguments
 

@@ -3,7 +3,7 @@ import importlib.util
 import pytest
 
 from lightning_ddp_ext.callbacks.balance_report import ReplicaRecord
-from lightning_ddp_ext.cli.picture import draw_run
+from lightning_ddp_ext.cli.plots import draw_run
 
 RECORDS = [ReplicaRecord(batch, replica, "cpu", 4, 0.01, 0.0) for batch in range(20) for replica in range(2)]
 

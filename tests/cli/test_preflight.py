@@ -8,7 +8,7 @@ from hydra.types import RunMode
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.cli.preflight import (
+from lightning_ddp_ext.cli.validation import (
     check_folder,
     check_launcher,
     find_launcher,
@@ -16,7 +16,7 @@ from lightning_ddp_ext.cli.preflight import (
     has_process_group,
     is_started_alone,
 )
-from lightning_ddp_ext.cli.problems import LaunchError
+from lightning_ddp_ext.cli.errors import LaunchError
 from lightning_ddp_ext.cli.sweep import needs_processes_of_its_own
 
 SCRIPT = {
@@ -101,8 +101,8 @@ def test_launchers_are_told_from_shells_for_people(monkeypatch, environ, found, 
         ("lightning.pytorch.strategies.SingleDeviceStrategy", False),
         ("lightning_ddp_ext.DDPJoinStrategy", True),
         ("lightning_ddp_ext.BalancedDataParallelStrategy", False),
-        ("lightning_ddp_ext.strategies.upstream.ddp_strategy", True),
-        ("lightning_ddp_ext.strategies.upstream.single_device_strategy", False),
+        ("lightning_ddp_ext.strategies.builtin.ddp_strategy", True),
+        ("lightning_ddp_ext.strategies.builtin.single_device_strategy", False),
         ("nosuch.Strategy", True),  # an error of the run, which has its own message
     ],
 )

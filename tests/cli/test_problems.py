@@ -5,7 +5,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_ddp_ext.cli.problems import describe
+from lightning_ddp_ext.cli.errors import describe
 
 
 def problem(*overrides, build="strategy"):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.cli.run_folder import checkpoint_to_resume, keep_config
+from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.network.slurm_ports import candidate_ports
+from lightning_ddp_ext.clusters.slurm import candidate_ports
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "slurm"

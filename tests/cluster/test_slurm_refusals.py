@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import CheckedSLURMEnvironment, ClusterError
-from lightning_ddp_ext.integration.clusters.slurm_cluster import meeting_ports
-from lightning_ddp_ext.network.slurm_ports import candidate_ports
+from lightning_ddp_ext.clusters.slurm import meeting_ports
+from lightning_ddp_ext.clusters.slurm import candidate_ports
 
 SOON = 5.0  # seconds
 

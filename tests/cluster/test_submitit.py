@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.integration.ranks.preemption import REQUEUE, Departure
+from lightning_ddp_ext.resume.preemption import REQUEUE, Departure
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra `slurm`")
 submitit = pytest.importorskip("submitit")

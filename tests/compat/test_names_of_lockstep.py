@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics import CatMetric
 
 from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, loaders, loops, resuming, torchmetrics
-from lightning_ddp_ext.parallel.messages.tail_collectives import _Redirection
+from lightning_ddp_ext.join.active_ranks import _Redirection
 
 
 def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():

@@ -5,7 +5,7 @@ import inspect
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torchs
 
-from lightning_ddp_ext._compat import torch_loaders
+from lightning_ddp_ext._compat import torch as torch_loaders
 
 
 def test_iterators_have_the_names_that_count():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.data.lockstep_loader import LockstepLoader, Votes
+from lightning_ddp_ext.join.lockstep_loader import LockstepLoader, Votes
 from lightning_ddp_ext.errors import DDPExtError
 
 

@@ -5,7 +5,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ddp_ext.data.counted_loader import CountedLoader
+from lightning_ddp_ext.strategies.sample_counts import CountedLoader
 
 
 class Numbers(Dataset):

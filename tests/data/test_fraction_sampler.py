@@ -1,7 +1,7 @@
 import pytest
 from torch.utils.data import DistributedSampler
 
-from lightning_ddp_ext.data.fraction_sampler import FractionSampler
+from lightning_ddp_ext.join.samplers import FractionSampler
 
 
 def parts(size, fractions, **options):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_ddp_ext.data.lockstep_loader import number_of_steps
+from lightning_ddp_ext.join.lockstep_loader import number_of_steps
 from lightning_ddp_ext.errors import UnevenInputsError
 from tests.data import loader_ranks as ranks
 from tests.processes import run_processes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Subset
 
-from lightning_ddp_ext.data.own_generators import capture_states, find_generators, restore_states, seed_all
+from lightning_ddp_ext.resume.rng_state import capture_states, find_generators, restore_states, seed_all
 
 KINDS = {
     "torch": lambda: torch.Generator().manual_seed(1),

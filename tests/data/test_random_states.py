@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from lightning_ddp_ext.data.random_states import SharedRandomNumbers, capture_random_states, restore_random_states
+from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers, capture_random_states, restore_random_states
 
 
 def draw():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext.data.repeatable_fetches import FetchRecord, RepeatableFetches
+from lightning_ddp_ext.resume.resumable_rng import FetchRecord, RepeatableFetches
 
 
 class Noise(Dataset):

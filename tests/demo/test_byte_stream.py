@@ -1,6 +1,6 @@
 import torch
 
-from lightning_ddp_ext.demo.byte_stream import Paragraphs, StdlibStream, count_tokens, pad
+from lightning_ddp_ext.demo.byte_text import Paragraphs, StdlibStream, count_tokens, pad
 
 
 def test_a_stream_yields_all_text_in_pieces(tmp_path):

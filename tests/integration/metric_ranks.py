@@ -8,7 +8,7 @@ from torchmetrics import CatMetric, Metric
 
 from lightning_ddp_ext._compat.torchmetrics import unwatch_synchronization, watch_synchronization
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.lockstep.metric_states import synchronize_states
+from lightning_ddp_ext.join.metric_states import synchronize_states
 
 
 class Entries(Metric):

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, CheckpointRefusedError
 from lightning_ddp_ext.demo.digits import DigitsCNN
-from lightning_ddp_ext.demo.slowed_digits import SlowedDigitsCNN
-from lightning_ddp_ext.integration.checkpoints.checkpoint_loading import refusal
+from lightning_ddp_ext.demo.digits import SlowedDigitsCNN
+from lightning_ddp_ext.strategies.base import refusal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),

@@ -5,8 +5,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import BackendError, ManualEnvironment, NetworkInterfaceError
-from lightning_ddp_ext.network import backends
-from lightning_ddp_ext.strategies.upstream import ddp_strategy, fsdp_strategy
+from lightning_ddp_ext.distributed import backends
+from lightning_ddp_ext.strategies.builtin import ddp_strategy, fsdp_strategy
 
 
 def trainer(strategy, **options):

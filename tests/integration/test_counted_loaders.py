@@ -7,14 +7,14 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
-from lightning_ddp_ext.integration.ranks.counted_loaders import (
+from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
+from lightning_ddp_ext.strategies.sample_counts import (
     BatchSamples,
     CountedCombinedLoader,
     combine_counted,
     mean_count,
 )
-from lightning_ddp_ext.integration.ranks.resumable_data import POSITION, WORLD_SIZE, ResumableCombinedLoader
+from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader
 
 
 def loader(samples, batch_size):

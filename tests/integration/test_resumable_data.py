@@ -3,13 +3,13 @@
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.data.lockstep_loader import Votes
-from lightning_ddp_ext.data.repeatable_fetches import RepeatableFetches
-from lightning_ddp_ext.data.unpadded_sampler import UnpaddedDistributedSampler
+from lightning_ddp_ext.join.lockstep_loader import Votes
+from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
+from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.integration.lockstep.ranked_loaders import RankedLoader
-from lightning_ddp_ext.integration.lockstep.resumable_loader import ResumableLockstepLoader
-from lightning_ddp_ext.integration.ranks.resumable_data import POSITION, WORLD_SIZE, ResumableCombinedLoader
+from lightning_ddp_ext.join.combined_loader import RankedLoader
+from lightning_ddp_ext.join.combined_loader import ResumableLockstepLoader
+from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader
 
 
 def test_an_epoch_that_is_shorter_than_the_one_that_was_left_is_refused():

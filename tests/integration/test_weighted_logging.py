@@ -6,9 +6,9 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_ddp_ext.integration.ranks.counted_loaders import BatchSamples
-from lightning_ddp_ext.integration.ranks.reductions import sums_and_means
-from lightning_ddp_ext.integration.ranks.weighted_logging import WeightedLogging
+from lightning_ddp_ext.strategies.sample_counts import BatchSamples
+from lightning_ddp_ext.strategies.base import sums_and_means
+from lightning_ddp_ext.strategies.sample_counts import WeightedLogging
 
 
 @pytest.fixture

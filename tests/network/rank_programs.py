@@ -16,11 +16,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment, RendezvousError
-from lightning_ddp_ext.integration.clusters.connecting import Connection
-from lightning_ddp_ext.network import stores
-from lightning_ddp_ext.network.bandwidth import measure_all_reduce
-from lightning_ddp_ext.network.process_group import init_process_group
-from lightning_ddp_ext.strategies.upstream import ConnectedDDPStrategy
+from lightning_ddp_ext.clusters.process_group_options import Connection
+from lightning_ddp_ext.distributed import stores
+from lightning_ddp_ext.distributed.bandwidth import measure_all_reduce
+from lightning_ddp_ext.distributed.process_group import init_process_group
+from lightning_ddp_ext.strategies.builtin import ConnectedDDPStrategy
 
 
 def join(*, delay=0.0, umask=None, **settings):

@@ -2,8 +2,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import BackendError
-from lightning_ddp_ext.network import backends
-from lightning_ddp_ext.network.backends import available_backends, check_backend, check_mpirun
+from lightning_ddp_ext.distributed import backends
+from lightning_ddp_ext.distributed.backends import available_backends, check_backend, check_mpirun
 
 
 @pytest.mark.parametrize("backend", [None, "gloo", "GLOO", "cpu:gloo"])

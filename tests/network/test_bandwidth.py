@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ddp_ext.network.bandwidth import SIZES, AllReduceTime
+from lightning_ddp_ext.distributed.bandwidth import SIZES, AllReduceTime
 
 
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75)])

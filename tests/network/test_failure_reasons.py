@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_ext.network.watching.failure_reasons import find_reason
-from lightning_ddp_ext.network.watching.heartbeats import MOST_READERS, Heartbeats
+from lightning_ddp_ext.distributed.watchdog import find_reason
+from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Heartbeats
 
 INTERVAL = 0.2  # seconds
 MANY = MOST_READERS + 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ddp_ext.network.watching.run_watch import STALL_EXIT_CODE
+from lightning_ddp_ext.distributed.watchdog import STALL_EXIT_CODE
 from tests.network.watch_programs import LIMIT, SCENARIOS, STEPS, play_scenarios
 from tests.processes import run_processes
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.network.init_method import MeetingPlace, parse_init_method
+from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
 
 
 @pytest.mark.parametrize(

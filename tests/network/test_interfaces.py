@@ -3,8 +3,8 @@ import os
 import pytest
 
 from lightning_ddp_ext.errors import NetworkInterfaceError
-from lightning_ddp_ext.network import interfaces
-from lightning_ddp_ext.network.interfaces import (
+from lightning_ddp_ext.distributed import interfaces
+from lightning_ddp_ext.distributed.interfaces import (
     address_towards,
     check_interface,
     find_interface,
@@ -15,7 +15,7 @@ from lightning_ddp_ext.network.interfaces import (
     is_loopback,
     resolve,
 )
-from lightning_ddp_ext.network.pinning import pin_interface, unpin_interface
+from lightning_ddp_ext.distributed.interfaces import pin_interface, unpin_interface
 
 GLOO, NCCL = VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -5,9 +5,9 @@ import socket
 import pytest
 
 from lightning_ddp_ext.errors import RendezvousError
-from lightning_ddp_ext.network.init_method import MeetingPlace
-from lightning_ddp_ext.network.ports import bind, check_port, who_listens
-from lightning_ddp_ext.network.stores import check_meeting_place
+from lightning_ddp_ext.distributed.init_method import MeetingPlace
+from lightning_ddp_ext.distributed.ports import bind, check_port, who_listens
+from lightning_ddp_ext.distributed.stores import check_meeting_place
 
 
 @pytest.fixture

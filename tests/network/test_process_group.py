@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RendezvousError
-from lightning_ddp_ext.network import process_group
-from lightning_ddp_ext.network.stores import connect_store
+from lightning_ddp_ext.distributed import process_group
+from lightning_ddp_ext.distributed.stores import connect_store
 from lightning_ddp_ext.testing.ports import free_port
 
 

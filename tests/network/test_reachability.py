@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from lightning_ddp_ext.network.reachability import Listener, explain_failures, first_connection, listen
+from lightning_ddp_ext.distributed.ports import Listener, explain_failures, first_connection, listen
 
 
 @pytest.fixture

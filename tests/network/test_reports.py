@@ -2,8 +2,8 @@ import dataclasses
 import json
 import socket
 
-from lightning_ddp_ext.network.interfaces import interface_addresses
-from lightning_ddp_ext.network.reports import Problem, compare_versions, report_here
+from lightning_ddp_ext.distributed.interfaces import interface_addresses
+from lightning_ddp_ext.distributed.rank_reports import Problem, compare_versions, report_here
 
 
 def test_a_report_describes_this_host():

@@ -4,7 +4,7 @@ import time
 
 import torch.distributed as dist
 
-from lightning_ddp_ext.network.skew import ask_clock, tell_clock
+from lightning_ddp_ext.distributed.rank_reports import ask_clock, tell_clock
 
 
 def asked(answer):

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ddp_ext.network.slurm_arithmetic import find_problems, summarize, tasks_per_node
+from lightning_ddp_ext.clusters.slurm import find_problems, summarize, tasks_per_node
 
 # What SLURM 22.05 gives `sbatch --nodes=2 --ntasks-per-node=2`: to the script, and to the tasks that `srun` starts.
 SCRIPT = {

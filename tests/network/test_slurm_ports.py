@@ -1,6 +1,6 @@
 import itertools
 
-from lightning_ddp_ext.network.slurm_ports import candidate_ports, lightnings_port, step_name
+from lightning_ddp_ext.clusters.slurm import candidate_ports, lightnings_port, step_name
 
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}
 

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from lightning_ddp_ext.network.watching.whereabouts import describe_main_stack, find_main_thread, find_place
+from lightning_ddp_ext.distributed.stall_report import describe_main_stack, find_main_thread, find_place
 
 
 def test_the_main_thread_is_found_from_another_one():
@@ -44,9 +44,9 @@ def test_a_function_of_torch_distributed_is_named_with_its_caller():
     ("module", "waits"),
     [
         ("torch.distributed.distributed_c10d", True),
-        ("lightning_ddp_ext.parallel.gradients.reducer", True),
+        ("lightning_ddp_ext.reducer.gradient_reducer", True),
         ("torch.distributed.checkpoint.filesystem", False),
-        ("lightning_ddp_ext.data.lockstep_loader", False),
+        ("lightning_ddp_ext.join.lockstep_loader", False),
         ("theirs", False),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.network.process_group import init_process_group
+from lightning_ddp_ext.distributed.process_group import init_process_group
 
 folder, init_method = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
 rank = int(os.environ["RANK"])

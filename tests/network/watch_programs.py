@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from lightning_ddp_ext._compat.collectives import cloned_store, is_lost_connection
 from lightning_ddp_ext.errors import OtherRankError
-from lightning_ddp_ext.network.process_group import init_process_group
-from lightning_ddp_ext.network.watching.run_watch import Interruption, RunWatch
+from lightning_ddp_ext.distributed.process_group import init_process_group
+from lightning_ddp_ext.distributed.watchdog import Interruption, RunWatch
 from lightning_ddp_ext.testing.ports import free_port
 from tests.network import rank_server
 

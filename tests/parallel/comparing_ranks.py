@@ -17,8 +17,8 @@ if "lightning_ddp_ext" not in sys.modules:
     package.__path__ = importlib.util.find_spec("lightning_ddp_ext").submodule_search_locations
     sys.modules["lightning_ddp_ext"] = package
 
-from lightning_ddp_ext.parallel.consistency.replica_differences import ReplicaDifference, find_difference
-from lightning_ddp_ext.parallel.messages.exchange import exchange_device, gather_integer, gather_objects
+from lightning_ddp_ext.consistency.replica_differences import ReplicaDifference, find_difference
+from lightning_ddp_ext.distributed.exchange import exchange_device, gather_integer, gather_objects
 from tests.parallel.comparing_setups import compare_all_setups
 
 Tensors = dict[str, Tensor]

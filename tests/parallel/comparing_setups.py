@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ddp_ext.errors import ReplicaMismatchError
-from lightning_ddp_ext.parallel.consistency.setups import (
+from lightning_ddp_ext.consistency.setups import (
     compare_setups,
     describe_arguments,
     describe_module,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_ddp_ext.parallel.messages.packing import broadcast_packed, pack, unpack
+from lightning_ddp_ext.distributed.serialization import broadcast_packed, pack, unpack
 
 
 class Kind(enum.Enum):

@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
-from lightning_ddp_ext.parallel.recomputation.activation_checkpointing import ActivationCheckpointing
-from lightning_ddp_ext.parallel.recomputation.recomputed_module import Segment
+from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
+from lightning_ddp_ext.activation_checkpointing.recomputed_module import Segment
 
 STEPS = 3
 

@@ -10,7 +10,7 @@ from measuring.scenarios import MODES, SCENARIOS, Model, Optimizers, play
 from torch import Tensor
 
 from lightning_ddp_ext.errors import ReplicaMismatchError
-from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
 
 class Reduced:

@@ -14,7 +14,7 @@ import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 from lightning_ddp_ext.errors import RankJoinedError
-from lightning_ddp_ext.parallel.messages.tail_collectives import TailCollectives
+from lightning_ddp_ext.join.active_ranks import TailCollectives
 
 ACTIVE = (0, 2)  # of three ranks
 CASES: dict[str, Callable[[int], Any]] = {}

@@ -33,7 +33,7 @@ def test_the_test_fails_if_masks_are_drawn_anew(monkeypatch):
     def forgetful(*args, **kwargs):
         return checkpoint(*args, **kwargs, preserve_rng_state=False)
 
-    monkeypatch.setattr("lightning_ddp_ext.parallel.recomputation.recomputed_module.checkpoint", forgetful)
+    monkeypatch.setattr("lightning_ddp_ext.activation_checkpointing.recomputed_module.checkpoint", forgetful)
     model = Transformer().double()
     recomputing, _ = with_segments(model, Block)
     assert difference(train(recomputing, tokens), train(model, tokens)) > 1e-3

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.errors import ActivationCheckpointingError
-from lightning_ddp_ext.parallel.recomputation.activation_checkpointing import ActivationCheckpointing
+from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
 from tests.parallel.recomputed_models import (
     Normalised,
     difference,

@@ -5,8 +5,8 @@ from statistics import fmean
 
 import pytest
 
-from lightning_ddp_ext.parallel.replicas.balancing import START_AT, BalanceController
-from lightning_ddp_ext.parallel.replicas.memory import DeviceMemory, advice
+from lightning_ddp_ext.replicas.balance import START_AT, BalanceController
+from lightning_ddp_ext.replicas.balance import DeviceMemory, advice
 
 
 class Device:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.parallel.replicas.batch_norm import BatchNormObserver
-from lightning_ddp_ext.parallel.replicas.buffers import BufferMerger
-from lightning_ddp_ext.parallel.replicas.replicas import Replicas
+from lightning_ddp_ext.replicas.buffers import BatchNormObserver
+from lightning_ddp_ext.replicas.buffers import BufferMerger
+from lightning_ddp_ext.replicas.replica import Replicas
 
 CPU = torch.device("cpu")
 

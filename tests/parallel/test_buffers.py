@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.parallel.replicas.buffers import BufferMerger
-from lightning_ddp_ext.parallel.replicas.replicas import Replicas
+from lightning_ddp_ext.replicas.buffers import BufferMerger
+from lightning_ddp_ext.replicas.replica import Replicas
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ddp_ext.parallel.batches.chunking import (
+from lightning_ddp_ext.batches.chunk_sizes import (
     even_chunks,
     first_limited_chunks,
     merge_single_samples,

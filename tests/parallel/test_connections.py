@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from lightning_ddp_ext.parallel.messages import connections
-from lightning_ddp_ext.parallel.messages.connections import (
+from lightning_ddp_ext.distributed import connections
+from lightning_ddp_ext.distributed.connections import (
     break_connections,
     break_rest,
     count_received,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.parallel.replicas.attributes import AttributeMirror
-from lightning_ddp_ext.parallel.replicas.replicas import Replicas
+from lightning_ddp_ext.replicas.attributes import AttributeMirror
+from lightning_ddp_ext.replicas.replica import Replicas
 
 CPU = torch.device("cpu")
 

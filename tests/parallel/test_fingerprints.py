@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.parallel.consistency import fingerprints
-from lightning_ddp_ext.parallel.consistency.fingerprints import describe, fingerprint, fingerprint_all
+from lightning_ddp_ext.consistency import fingerprints
+from lightning_ddp_ext.consistency.fingerprints import describe, fingerprint, fingerprint_all
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,

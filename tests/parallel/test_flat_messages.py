@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lightning_ddp_ext.parallel.messages import flat_messages
-from lightning_ddp_ext.parallel.messages.flat_messages import send_all
+from lightning_ddp_ext.distributed import flat_tensors as flat_messages
+from lightning_ddp_ext.distributed.flat_tensors import send_all
 
 META = torch.device("meta")
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lightning_ddp_ext.parallel.consistency import gradient_comparison
-from lightning_ddp_ext.parallel.consistency.gradient_comparison import GradientComparison
+from lightning_ddp_ext.callbacks import gradient_check as gradient_comparison
+from lightning_ddp_ext.callbacks.gradient_check import GradientComparison
 
 
 def compared(parts, whole):

@@ -4,7 +4,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.parallel.batches.scattering import join_batches
+from lightning_ddp_ext.batches.splitting import join_batches
 
 
 def test_samples_are_joined_along_the_batch_dimension_and_common_values_stay():

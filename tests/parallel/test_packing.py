@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from lightning_ddp_ext.parallel.messages.packing import Packed, pack, unpack
+from lightning_ddp_ext.distributed.serialization import Packed, pack, unpack
 from tests.parallel import packing_values as values
 from tests.processes import run_processes
 
@@ -101,7 +101,7 @@ HOSTILE = [
     ["record", "builtins:list", []],
     ["enum", "builtins:int", "real"],
     ["object", "antigravity:Joke", {}],
-    ["object", "lightning_ddp_ext.parallel.messages.packing:dist.Store", {}],
+    ["object", "lightning_ddp_ext.distributed.serialization:dist.Store", {}],
     ["call", "os:system", ["id"]],
 ]
 

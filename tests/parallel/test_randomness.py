@@ -3,7 +3,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_ddp_ext.parallel.replicas.randomness import SharedGenerator
+from lightning_ddp_ext.replicas.shared_state import SharedGenerator
 
 CPU = torch.device("cpu")
 

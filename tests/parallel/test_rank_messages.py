@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_ext.parallel.messages.rank_messages import RankMessages
+from lightning_ddp_ext.join.store_mailbox import RankMessages
 
 
 def serve(ports):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_ddp_ext.parallel.consistency.replica_differences import _compare, split_by_majority, union_of_keys
+from lightning_ddp_ext.consistency.replica_differences import _compare, split_by_majority, union_of_keys
 
 
 @pytest.mark.parametrize(

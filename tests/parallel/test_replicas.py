@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.parallel.replicas.replicas import Replicas
+from lightning_ddp_ext.replicas.replica import Replicas
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.parallel.batches.gathering import gather
-from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, split_batch
+from lightning_ddp_ext.batches.splitting import gather
+from lightning_ddp_ext.batches.splitting import batch_size_of, split_batch
 
 CPU = torch.device("cpu")
 

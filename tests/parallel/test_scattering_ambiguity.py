@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, split_batch
+from lightning_ddp_ext.batches.splitting import batch_size_of, split_batch
 
 
 class Sample(NamedTuple):

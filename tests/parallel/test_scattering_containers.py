@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.parallel.batches.containers import to_device
-from lightning_ddp_ext.parallel.batches.gathering import gather
-from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, split_batch
+from lightning_ddp_ext.batches.containers import to_device
+from lightning_ddp_ext.batches.splitting import gather
+from lightning_ddp_ext.batches.splitting import batch_size_of, split_batch
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.parallel.batches.gathering import gather
-from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, join_batches, split_batch
+from lightning_ddp_ext.batches.splitting import gather
+from lightning_ddp_ext.batches.splitting import batch_size_of, join_batches, split_batch
 
 MOST_ENTRIES = 3  # fewer than samples, so that a container is never as long as the batch
 

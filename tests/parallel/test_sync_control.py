@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_ddp_ext.errors import RanksOutOfStepError
-from lightning_ddp_ext.parallel.messages import sync_control
-from lightning_ddp_ext.parallel.messages.sync_control import RankReport, SyncControl
+from lightning_ddp_ext.reducer import control as sync_control
+from lightning_ddp_ext.reducer.control import RankReport, SyncControl
 
 WORLD_SIZE = 3
 

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_ddp_ext.parallel.batches.weighting import GradientWeights, check_weight_by, combination_weights
+from lightning_ddp_ext.batches.weights import GradientWeights, check_weight_by, combination_weights
 
 
 def test_samples_weigh_by_their_number():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from lightning_ddp_ext.parallel.replicas.workers import ReplicaWorkers
+from lightning_ddp_ext.replicas.workers import ReplicaWorkers
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def test_a_device_that_fails_with_the_job_does_not_keep_the_caller_waiting(worke
     def fail(*_):
         raise RuntimeError("device-side assert triggered")
 
-    monkeypatch.setattr(f"lightning_ddp_ext.parallel.replicas.workers.Timer.{moment}", fail)
+    monkeypatch.setattr(f"lightning_ddp_ext.replicas.workers.Timer.{moment}", fail)
     with pytest.raises(RuntimeError, match="device-side assert"):
         run(workers, {0: lambda: 1, 1: lambda: 2})
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
-from lightning_ddp_ext.parallel.replicas.workers import current_replica
+from lightning_ddp_ext.replicas.workers import current_replica
 from tests.parity import Classifier, dataset, quiet_trainer, relative_difference, seeded, train
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BatchSplitError
-from lightning_ddp_ext.parallel.batches.scattering import batch_size_of, split_batch
+from lightning_ddp_ext.batches.splitting import batch_size_of, split_batch
 from tests.parity import CLASSES, FEATURES, Classifier, assert_same_training, balanced, quiet_trainer, seeded, train
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.strategies.upstream import ddp_strategy, fsdp_strategy
+from lightning_ddp_ext.strategies.builtin import ddp_strategy, fsdp_strategy
 
 HERE = Path(__file__).parent
 OURS = [DDPCheckpointStrategy, DDPJoinStrategy]

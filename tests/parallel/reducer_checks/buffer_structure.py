@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_ext.parallel.consistency.training_state import name_training_state
-from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+from lightning_ddp_ext.consistency.training_state import name_training_state
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.parallel.reducer_checks.checking import batch, check, net, spread, step
 
 

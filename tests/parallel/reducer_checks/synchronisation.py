@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp_ext.errors import RanksOutOfStepError, ReplicaMismatchError
-from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.parallel.reducer_checks.checking import batch, check, combined, largest_error, net, spread
 
 

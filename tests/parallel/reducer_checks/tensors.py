@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.parallel.reducer_checks.checking import batch, check, gradients, largest_error, spread
 
 

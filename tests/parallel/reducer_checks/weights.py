@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ddp_ext.parallel.gradients.reducer import GradientReducer
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.parallel.reducer_checks.checking import batch, check, combined, gradients, largest_error, net
 
 

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.integration.lockstep import combined_loader
+from lightning_ddp_ext.join import combined_loader
 from tests.strategies.join_cases.casing import COUNTS, RANK, case, fit, loader
 from tests.strategies.join_ranks import Classifier, Stream, samples
 

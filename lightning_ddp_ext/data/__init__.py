@@ -1,1 +1,0 @@
-"""Samplers and loaders for ranks with different amounts of data, plain torch."""

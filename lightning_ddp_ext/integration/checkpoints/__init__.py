@@ -1,1 +1,0 @@
-"""Checkpoints written whole, and read without running code."""

@@ -1,1 +1,0 @@
-"""Who starts the processes, and how they find each other."""

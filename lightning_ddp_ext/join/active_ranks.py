@@ -1,0 +1,282 @@
+"""Collectives among the active ranks in the uneven phase."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_ext._compat.collectives import replaced_collectives
+from lightning_ddp_ext._compat.torch import copy_all_
+from lightning_ddp_ext.errors import RankJoinedError
+from lightning_ddp_ext.distributed.connections import tracked_connections
+from lightning_ddp_ext.distributed.exchange import list_ranks
+
+_Handler = Callable[..., Any]
+
+
+class TailCollectives:
+    """Runs collectives among the ranks that still have data, the active ones, where all ranks are expected.
+
+    A joined rank counts as one that contributes nothing: reductions are those of the active ranks, and what it would
+    have given to a gather or scatter is zeros, or None for objects. A broadcast from a joined rank, or a message from
+    or to one, cannot be made right and raises. What is reduced or gathered on a joined rank reaches nobody, since it
+    runs none of the code that would use it.
+
+    Nothing is redirected, and nothing costs anything, outside of `redirect`.
+
+    Args:
+        own: Process groups in which joined ranks take part themselves.
+        timeout: Time limit of a collective among active ranks; None for torch's default.
+        most_members: How many ranks the groups that are kept for later may have together. Each of them is a connection.
+    """
+
+    def __init__(
+        self, own: Iterable[dist.ProcessGroup], timeout: timedelta | None = None, most_members: int = 256
+    ) -> None:
+        self._own: set[Any] = {group.group_name for group in own}
+        self._timeout = timeout
+        self._most_members = most_members
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def prepare(self, active: tuple[int, ...]) -> None:
+        """Make the group of active ranks, if there is none; to be called on every rank at the same point.
+
+        Args:
+            active: Global ranks in ascending order.
+        """
+        if active in self._groups:
+            self._groups[active] = self._groups.pop(active)  # the last to be given up
+            return
+        while self._groups and sum(map(len, [*self._groups, active])) > self._most_members:
+            self._give_up(next(iter(self._groups)))
+        with tracked_connections():
+            group: dist.ProcessGroup = dist.new_group(list(active), timeout=self._timeout)
+        self._groups[active] = group
+
+    def group(self, active: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group that `prepare` has made; on an active rank."""
+        return self._groups[active]
+
+    def close(self) -> None:
+        """Give the groups up."""
+        for active in list(self._groups):
+            self._give_up(active)
+
+    def _give_up(self, active: tuple[int, ...]) -> None:
+        group = self._groups.pop(active)
+        if dist.is_initialized() and dist.get_rank() in active:
+            dist.destroy_process_group(group)
+
+    @contextmanager
+    def redirect(self, active: tuple[int, ...]) -> Iterator[None]:
+        """Redirect the collectives of a block, in every thread; on an active rank.
+
+        Raises:
+            RankJoinedError: From a collective that needs a joined rank.
+        """
+        redirection = _Redirection(active, self._groups[active], self._own)
+        with replaced_collectives(redirection.find, redirection.resolve, redirection.refuse_new_groups):
+            yield
+
+
+class _Redirection:
+    """What becomes of each method of a process group. Ranks are global ones unless said otherwise."""
+
+    _HANDLERS: ClassVar[Mapping[str, str]] = {
+        "allreduce": "_all_reduce",
+        "allreduce_coalesced": "_all_reduce",
+        "barrier": "_barrier",
+        "monitored_barrier": "_barrier",
+        "broadcast": "_broadcast",
+        "scatter": "_scatter",
+        "reduce": "_reduce",
+        "gather": "_gather",
+        "allgather": "_all_gather",
+        "reduce_scatter": "_reduce_scatter",
+        "alltoall": "_all_to_all",
+        "_allgather_base": "_all_gather_single",
+        "all_gather_single": "_all_gather_single",
+        "_reduce_scatter_base": "_reduce_scatter_single",
+        "reduce_scatter_single": "_reduce_scatter_single",
+        "alltoall_base": "_all_to_all_single",
+        "all_to_all_single": "_all_to_all_single",
+        "send": "_message",
+        "recv": "_message",
+    }
+
+    def __init__(self, active: tuple[int, ...], group: dist.ProcessGroup, own: set[Any]) -> None:
+        self._active = active
+        self._group = group
+        self._own = own | {group.group_name}
+
+    def find(self, group: dist.ProcessGroup, name: str) -> _Handler | None:
+        """Return what stands in for a method of a process group, as `stand_in(original, group, *args, **kwargs)`."""
+        if not self._concerns(group):
+            return None
+        handler = self._HANDLERS.get(name)
+        stand_in: _Handler = partial(self._refuse, name) if handler is None else getattr(self, handler)
+        return stand_in
+
+    def resolve(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Return the group for a functional collective."""
+        return self._group if self._concerns(group) else group
+
+    def refuse_new_groups(self) -> None:
+        """Refuse to make a process group, which all ranks would have to do."""
+        raise self._error("a new process group needs every rank")
+
+    def _concerns(self, group: dist.ProcessGroup) -> bool:
+        if group.group_name in self._own:
+            return False
+        members = set(dist.get_process_group_ranks(group))
+        if members <= set(self._active):
+            return False
+        if not members >= set(self._active):
+            raise self._error(f"a process group of {list_ranks(sorted(members))} is not that of all ranks")
+        return True
+
+    def _error(self, problem: str) -> RankJoinedError:
+        joined = sorted(set(range(dist.get_world_size())) - set(self._active))
+        have = "has" if len(joined) == 1 else "have"
+        return RankJoinedError(
+            f"rank {dist.get_rank()}: {problem}, but {list_ranks(joined)} {have} run out of data. Issue it outside of"
+            ' the step, where every rank takes part, or train with `uneven_inputs="stop"`.'
+        )
+
+    def _refuse(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        raise self._error(f"`ProcessGroup.{name}` is not known to work among some of the ranks")
+
+    def _positions(self, group: dist.ProcessGroup) -> list[int]:
+        """Find where in what is gathered from a group the parts of active ranks are."""
+        members = dist.get_process_group_ranks(group)
+        return [members.index(rank) for rank in self._active]
+
+    def _root(self, group: dist.ProcessGroup, options: Any) -> int:
+        """Find the global rank of a root."""
+        return int(dist.get_process_group_ranks(group)[options.rootRank])
+
+    def _all_reduce(self, original: _Handler, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return original(self._group, *args, **kwargs)
+
+    _barrier = _all_reduce
+
+    def _from_root(self, original: _Handler, group: dist.ProcessGroup, *args: Any) -> Any:
+        *tensors, options = args
+        root = self._root(group, options)
+        if root not in self._active:
+            raise self._error(f"this collective sends what rank {root} has")
+        options.rootRank = self._active.index(root)
+        return original(self._group, *tensors, options)
+
+    _broadcast = _from_root
+
+    def _scatter(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any) -> Any:
+        if self._root(group, options) not in self._active:
+            # The gradient of an all-gather comes as a scatter from each rank.
+            for output in outputs:
+                output.zero_()
+            return _Completed()
+        positions = self._positions(group)
+        chosen = [[parts[position] for position in positions] if parts else parts for parts in inputs]
+        return self._from_root(original, group, outputs, chosen, options)
+
+    def _to_root(self, original: _Handler, group: dist.ProcessGroup, options: Any, *tensors: Any) -> Any:
+        root = self._root(group, options)
+        options.rootRank = self._active.index(root) if root in self._active else 0
+        return original(self._group, *tensors, options)
+
+    def _reduce(self, original: _Handler, group: dist.ProcessGroup, tensors: list[Tensor], options: Any) -> Any:
+        if self._root(group, options) not in self._active:
+            tensors = [tensor.clone() for tensor in tensors]  # the stand-in for the root keeps what it has
+        return self._to_root(original, group, options, tensors)
+
+    def _gather(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any) -> Any:
+        if self._root(group, options) not in self._active and self._active[0] == dist.get_rank():
+            chosen = [[torch.empty_like(inputs[0]) for _ in self._active]]
+        else:
+            chosen = [self._active_parts(group, parts) if parts else parts for parts in outputs]
+        return self._to_root(original, group, options, chosen, inputs)
+
+    def _active_parts(self, group: dist.ProcessGroup, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Choose what active ranks fill, and set the rest to zero."""
+        positions = self._positions(group)
+        for position, part in enumerate(parts):
+            if position not in positions:
+                part.zero_()
+        return [parts[position] for position in positions]
+
+    def _all_gather(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Any:
+        return original(self._group, [self._active_parts(group, parts) for parts in outputs], inputs, *rest)
+
+    def _reduce_scatter(
+        self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, *rest: Any
+    ) -> Any:
+        positions = self._positions(group)
+        return original(self._group, outputs, [[parts[position] for position in positions] for parts in inputs], *rest)
+
+    def _all_to_all(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Any:
+        positions = self._positions(group)
+        chosen = [inputs[position] for position in positions]
+        return original(self._group, self._active_parts(group, outputs), chosen, *rest)
+
+    def _all_gather_single(
+        self, original: _Handler, group: dist.ProcessGroup, output: Tensor, given: Tensor, *rest: Any
+    ) -> Any:
+        parts = self._active_parts(group, output.view(-1).chunk(group.size()))
+        gathered = output.new_empty(len(parts) * given.numel())
+        work = original(self._group, gathered, given.reshape(-1), *rest)
+        work.wait()
+        copy_all_(parts, gathered.chunk(len(parts)))
+        return work
+
+    def _reduce_scatter_single(
+        self, original: _Handler, group: dist.ProcessGroup, output: Tensor, given: Tensor, *rest: Any
+    ) -> Any:
+        parts = given.reshape(-1).chunk(group.size())
+        chosen = torch.cat([parts[position] for position in self._positions(group)])
+        work = original(self._group, output.view(-1), chosen, *rest)
+        work.wait()
+        return work
+
+    def _all_to_all_single(
+        self,
+        original: _Handler,
+        group: dist.ProcessGroup,
+        output: Tensor,
+        given: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        *rest: Any,
+    ) -> Any:
+        positions = self._positions(group)
+        outputs = self._active_parts(group, torch.split(output, list(output_sizes) or len(output) // group.size()))
+        inputs = torch.split(given, list(input_sizes) or len(given) // group.size())
+        chosen = [inputs[position] for position in positions]
+        received = torch.cat([torch.empty_like(part) for part in outputs])
+        sizes = [len(part) for part in outputs], [len(part) for part in chosen]
+        work = original(self._group, received, torch.cat(chosen), *sizes, *rest)
+        work.wait()
+        for part, value in zip(outputs, torch.split(received, sizes[0]), strict=True):
+            part.copy_(value)
+        return work
+
+    def _message(self, original: _Handler, group: dist.ProcessGroup, tensors: Any, peer: int, *rest: Any) -> Any:
+        rank = dist.get_process_group_ranks(group)[peer]
+        if rank not in self._active:
+            raise self._error(f"a message to or from rank {rank} cannot arrive")
+        return original(group, tensors, peer, *rest)
+
+
+class _Completed:
+    """Stands in for a collective that need not run."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True

@@ -1,1 +1,0 @@
-"""Batches cut into parts, what each part counts, and outputs put together again."""

@@ -1,1 +1,0 @@
-"""Buffers made equal on all ranks, together with the gradients."""

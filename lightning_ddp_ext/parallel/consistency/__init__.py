@@ -1,1 +1,0 @@
-"""Whether ranks or replicas have the same; if not, what differs."""

@@ -1,1 +1,0 @@
-"""Activations recomputed in the backward pass."""

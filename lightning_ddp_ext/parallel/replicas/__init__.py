@@ -1,1 +1,0 @@
-"""Replicas of a module on several devices of one process."""

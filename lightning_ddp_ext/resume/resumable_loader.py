@@ -1,0 +1,106 @@
+"""Training data of a run that is interrupted in the middle of an epoch, and resumes there."""
+
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.loaders import combination_mode, has_state
+from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.strategies.sample_counts import CountedCombinedLoader, combine_counted
+
+POSITION = "position"
+WORLD_SIZE = "world_size"
+
+
+class ResumableCombinedLoader(CountedCombinedLoader):
+    """Combines loaders as a `CombinedLoader` does, and passes over batches that an interrupted run has used.
+
+    Args:
+        iterables: See `CombinedLoader`.
+        mode: See `CombinedLoader`.
+        fetches: Knows the random states of this process.
+        world_size: Number of ranks.
+        may_look_ahead: Whether the loop may fetch a batch before it is needed: not where `training_step` fetches.
+    """
+
+    def __init__(
+        self, iterables: Any, mode: Any, fetches: RepeatableFetches, world_size: int, may_look_ahead: bool = True
+    ) -> None:
+        super().__init__(iterables, mode)
+        self._world_size = world_size
+        self._fetches = fetches
+        self._may_look_ahead = may_look_ahead
+        self._length: int | None = None
+        self._position = self._skip = 0
+        self._has_ended = True
+
+    @override
+    def __iter__(self) -> "ResumableCombinedLoader":
+        skip, self._skip = self._skip, 0
+        self._fetches.begin(self.flattened, skip)
+        super().__iter__()
+        self._length = sized_len(self)
+        self._fetches.looks_ahead = self._looks_ahead
+        self._position, self._has_ended = 0, False
+        for passed in range(skip):
+            if next(self, None) is None:
+                raise UnsupportedFeatureError(
+                    f"the checkpoint was saved after {skip} batches of an epoch, which has only {passed} now. Resume"
+                    " with the same data, batch size and number of ranks, or from a checkpoint of the end of an epoch."
+                )
+        self.samples.clear()
+        return self
+
+    @override
+    def __next__(self) -> tuple[Any, int, int]:
+        try:
+            fetched = self._fetches.fetch(super().__next__)
+        except StopIteration:
+            self._has_ended = True
+            raise
+        self._position += 1
+        return fetched
+
+    @property
+    def used(self) -> int | None:
+        """How many batches of this epoch have been used; None between epochs."""
+        if self._has_ended or self._position == self._length:
+            return None
+        return max(0, self._position - self._looks_ahead)
+
+    @property
+    def _looks_ahead(self) -> bool:
+        # Lightning looks one batch ahead if it cannot tell otherwise which one is the last.
+        return self._may_look_ahead and self._length is None
+
+    def _state_dicts(self) -> list[dict[str, Any]]:
+        return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
+
+    def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        self._skip = position_in(states)
+        ranks = next((state[WORLD_SIZE] for state in states if WORLD_SIZE in state), self._world_size)
+        if self._skip and ranks != self._world_size:
+            rank_zero_warn(
+                f"The checkpoint was saved by {ranks} ranks in the middle of an epoch, and {self._world_size} resume"
+                " it: some samples of this epoch are seen twice or never. Use `ddp_join` to deal out what is left."
+            )
+
+
+def position_in(states: list[dict[str, Any]]) -> int:
+    """Return how many batches had been used, from the states of a loader in a checkpoint."""
+    return next((int(state[POSITION]) for state in states if POSITION in state), 0)
+
+
+def make_resumable(given: Any, fetches: RepeatableFetches, world_size: int, may_look_ahead: bool) -> CombinedLoader:
+    """Combine the loaders of a training loop so that they resume, unless one of them has a state and does so itself."""
+    iterables, mode = given, "max_size_cycle"  # as in Lightning
+    if isinstance(given, CombinedLoader):
+        iterables, mode = given.iterables, combination_mode(given)
+    combined = ResumableCombinedLoader(iterables, mode, fetches, world_size, may_look_ahead)
+    if any(has_state(loader) for loader in combined.flattened):
+        fetches.leave_to_loaders()
+        return combine_counted(given, is_training=True)
+    return combined

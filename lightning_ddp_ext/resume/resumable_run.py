@@ -1,0 +1,149 @@
+"""A training run that can be left between two batches, and resumed there as if nothing had happened."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from torch import Tensor
+
+from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.loaders import training_loader
+from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
+from lightning_ddp_ext._compat.resuming import (
+    Progress,
+    complete_batch,
+    end_epoch,
+    find_progress,
+    go_on,
+    restore_callback_metrics,
+    restore_training_data,
+    resume_training_data,
+)
+from lightning_ddp_ext.resume.resumable_rng import FetchRecord, RepeatableFetches
+from lightning_ddp_ext.resume.preemption import Departure
+from lightning_ddp_ext.resume.resumable_loader import make_resumable
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_different
+
+RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
+
+
+class ResumableRun:
+    """Saves and loads what differs between ranks, of which Lightning saves nothing, or that of rank 0.
+
+    These are the random states of Python, NumPy, torch and the loaders, now and when the batches were fetched that are
+    under way, and what the reducer has learned, on which it depends how sums are rounded.
+    The values that were logged last, of rank 0, are saved too: callbacks and schedulers may look at them.
+    How many batches have been used is part of the state of the training loop's loader, which is the same on all ranks.
+
+    Args:
+        trainer: The Trainer, while it fits.
+        reducer: What synchronises the gradients.
+        resumed: What `save` has added to the checkpoint that is resumed; None for nothing.
+
+    Attributes:
+        departure: Lets all ranks leave together.
+        fetches: Knows the random states of this rank.
+        seed: Of random numbers that all ranks share, the same after resuming.
+        has_equal_weights: Whether all batches weigh the same, because a rank could not count its samples.
+    """
+
+    def __init__(self, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None) -> None:
+        self.departure = Departure(trainer)
+        self.fetches = RepeatableFetches(trainer.strategy.root_device)
+        self._trainer = trainer
+        self._reducer = reducer
+        self._group = reducer.process_group
+        self._resumed = resumed
+        self.seed: int = broadcast_object(torch.initial_seed(), self._group, 0) if resumed is None else resumed["seed"]
+        self.has_equal_weights = False
+        self._progress = Progress(None, is_last_batch=False)  # when that was saved
+        if resumed is not None:
+            self.has_equal_weights = resumed.get("has_equal_weights", False)
+            of_ranks = resumed["of_ranks"]
+            own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
+            self._progress = Progress(**resumed["progress"])
+            self._load(resumed["fetches"], own["loaders"])
+            reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
+        resume_training_data(trainer, lambda: self._ends_epoch, self._begin)
+        before_each_batch(trainer, self._between_batches)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Add the records of all ranks to a checkpoint. Two collectives, or four if ranks have learned other things."""
+        if "optimizer_states" not in checkpoint:
+            return  # weights only
+        progress = find_progress(self._trainer)
+        used = None if progress.ends_epoch else getattr(training_loader(self._trainer), "used", None)
+        reloads: int = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        record = self.fetches.record(used, keeps_loaders=not reloads)
+        own, of_loaders = record.pack()
+        gathered = [torch.empty_like(own) for _ in range(self._trainer.world_size)]
+        dist.all_gather(gathered, own, group=self._group)
+        reducer = self._reducer.state_dict()
+        of_rank = {"reducer": reducer.pop("of_rank"), "loaders": of_loaders}
+        metrics = self._trainer.callback_metrics
+        checkpoint[RANKS] = {
+            "fetches": torch.stack(gathered),
+            "seed": self.seed,
+            "has_equal_weights": self.has_equal_weights,
+            "metrics": {name: metrics[name].cpu() for name in metrics},
+            "reducer": reducer,
+            "of_ranks": gather_different(of_rank, self._group),
+            "progress": asdict(progress),
+        }
+
+    def close(self) -> None:
+        """Give loops and signals back."""
+        not_before_each_batch(self._trainer)
+        restore_training_data(self._trainer)
+        restore_signal_handling(self._trainer)
+
+    def combine(self, given: Any) -> CombinedLoader:
+        """Combine the loaders of the training loop so that they resume."""
+        may_look_ahead = not takes_dataloader_iter(self._trainer.lightning_module, "training_step")
+        return make_resumable(given, self.fetches, self._trainer.world_size, may_look_ahead)
+
+    def _load(self, records: Tensor, of_loaders: list[Any]) -> None:
+        own, _ = self.fetches.record(None).pack()
+        if records.shape == (self._trainer.world_size, *own.shape):
+            self.fetches.resume(FetchRecord.unpack(records[self._trainer.global_rank], of_loaders))
+            return
+        rank_zero_warn(
+            f"The checkpoint was saved by {len(records)} ranks, and {self._trainer.world_size} resume it, or devices"
+            " are of another kind. Random numbers will be others than without interruption. Resume on as many ranks and"
+            " the same kind of devices to get the same."
+        )
+
+    def _begin(self) -> None:
+        if self._resumed is None:
+            return
+        restore_callback_metrics(self._trainer, self._resumed["metrics"])  # a sanity check forgets them
+        combined, progress = training_loader(self._trainer), self._progress
+        self.fetches.loaders = [] if combined is None else combined.flattened
+        if progress.ends_epoch and not self._ends_epoch:
+            self._progress = Progress(None, is_last_batch=False)  # as Lightning resumes
+        elif progress.done == "epoch":
+            end_epoch(self._trainer, progress.is_last_batch)
+        elif progress.is_after_batch:
+            complete_batch(self._trainer, progress.is_last_batch)
+
+    @property
+    def _ends_epoch(self) -> bool:
+        """Whether the run resumes when the batches of an epoch are over; loaders that resume by themselves do that."""
+        return self._progress.ends_epoch and not self.fetches.is_bypassed
+
+    def _between_batches(self) -> bool:
+        if self._resumed is None:
+            self.fetches.go_on()
+            self.departure.leave_if_agreed()
+            return True
+        self._resumed = None
+        go_on(self._trainer, self._progress)
+        if self._progress.is_after_batch and self._progress.ends_epoch:
+            self.fetches.go_on_between_epochs()
+        else:
+            self.fetches.go_on()
+        return not self._progress.is_after_batch

@@ -1,0 +1,143 @@
+"""Lightning's own strategies with the process-group and network settings of this package."""
+
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy
+from typing_extensions import override
+
+from lightning_ddp_ext._validation import as_timeout, check_choice
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.strategies.base import DataOnlyLoading
+from lightning_ddp_ext.clusters.process_group_options import Connection, check_start_method, device_type_of
+
+_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
+class _ConnectedStrategy(DataOnlyLoading, ParallelStrategy):
+    """What the strategies below have in common, to stand before Lightning's in their bases.
+
+    Args:
+        connection: How the ranks find each other.
+        options: Other arguments of Lightning's strategy.
+
+    Raises:
+        BackendError: If this torch has no such back-end.
+        NetworkInterfaceError: If this host has no such interface.
+        ValueError: If the `init_method` has no known form.
+    """
+
+    def __init__(self, connection: Connection, **options: Any) -> None:
+        connection.check_arguments()
+        connected: dict[str, Any] = {"process_group_backend": connection.backend, "timeout": connection.timeout}
+        super().__init__(**connected, **options)
+        self._connection = connection
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._connection.check_launch(self._strategy)
+        super()._configure_launcher()
+
+    def _connect(self) -> None:
+        """Make the process group, which Lightning then finds and leaves as it is."""
+        self._strategy.set_world_ranks()
+        self._connection.open(self._strategy)
+
+    @property
+    def _strategy(self) -> DDPStrategy | FSDPStrategy:
+        assert isinstance(self, DDPStrategy | FSDPStrategy)
+        return self
+
+
+class ConnectedDDPStrategy(_ConnectedStrategy, DDPStrategy):
+    """Lightning's `DDPStrategy` over a chosen network, a `Connection`; it takes the other arguments too."""
+
+    @override
+    def setup_distributed(self) -> None:
+        self._connect()
+        super().setup_distributed()
+
+
+class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
+    """Lightning's `FSDPStrategy` over a chosen network, a `Connection`; it takes the other arguments too."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        if device_type_of(self) != "cuda":
+            raise UnsupportedFeatureError(
+                f"`fsdp` shards over CUDA devices, got {device_type_of(self)}. Use `strategy=ddp` on the CPU."
+            )
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None  # as in Lightning's own
+        self.accelerator.setup_device(self.root_device)
+        self._connect()
+        super().setup_environment()
+
+
+def ddp_strategy(
+    process_group_backend: str | None = None,
+    timeout: timedelta | float = 1800.0,
+    init_method: str | None = None,
+    network_interface: str | None = None,
+    start_method: str = "popen",
+    **options: Any,
+) -> ConnectedDDPStrategy:
+    """Construct Lightning's `DDPStrategy` over a chosen network.
+
+    Args:
+        process_group_backend: `"gloo"`, `"nccl"`, or None for what suits the devices.
+        timeout: How long ranks wait for each other, and the time limit of one collective; a timedelta, or a number of
+            seconds.
+        init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
+        network_interface: Name of an interface, `"loopback"`, `"auto"`, or None to leave it to the back-end.
+        start_method: How this process starts the others of its node.
+        options: Other arguments of `DDPStrategy`.
+
+    Returns:
+        The strategy.
+
+    Raises:
+        BackendError: If this torch has no such back-end.
+        NetworkInterfaceError: If this host has no such interface.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If the `init_method` has no known form, or another argument is out of range.
+    """
+    check_start_method(start_method)
+    connection = _connection(process_group_backend, timeout, init_method, network_interface)
+    return ConnectedDDPStrategy(connection, start_method=start_method, **options)
+
+
+def fsdp_strategy(
+    process_group_backend: str | None = None,
+    timeout: timedelta | float = 1800.0,
+    init_method: str | None = None,
+    network_interface: str | None = None,
+    **options: Any,
+) -> ConnectedFSDPStrategy:
+    """Construct Lightning's `FSDPStrategy` over a chosen network; see `ddp_strategy`, also for what it raises."""
+    sharding, states = options.get("sharding_strategy", "FULL_SHARD"), options.get("state_dict_type", "full")
+    if not isinstance(sharding, Enum):  # torch's own will do as well
+        name = sharding.upper() if isinstance(sharding, str) else sharding
+        check_choice("sharding_strategy", name, _SHARDING_STRATEGIES, "Leave it out to shard everything.")
+    check_choice("state_dict_type", states, ("full", "sharded"), 'Use "full" for one file.')
+    return ConnectedFSDPStrategy(_connection(process_group_backend, timeout, init_method, network_interface), **options)
+
+
+def single_device_strategy() -> str:
+    """Return what makes the Trainer choose its strategy for one device, wherever that is."""
+    return "auto"
+
+
+def _connection(
+    backend: str | None, timeout: timedelta | float, init_method: str | None, network_interface: str | None
+) -> Connection:
+    return Connection(
+        backend=backend,
+        timeout=as_timeout("timeout", timeout),
+        init_method=init_method,
+        network_interface=network_interface,
+    )
