@@ -18,7 +18,7 @@ ADDRESS = "10.77.0.1"  # of the first host
 def main() -> None:
     """Print the commands, and what each host wrote."""
     sys.path.insert(0, str(ROOT))
-    from tests.network.hosts import Hosts, reason_to_skip
+    from tests.distributed.hosts import Hosts, reason_to_skip
 
     reason = reason_to_skip()
     if reason:

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # for `tests`, which has the faults
 from measuring.faults import make_fault_table, show_fault  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from tests.network.hosts import Hosts, reason_to_skip  # noqa: E402
+from tests.distributed.hosts import Hosts, reason_to_skip  # noqa: E402
 from tests.strategies.fault_ranks import FAULTS, OF_LINKS, WHEN  # noqa: E402
 from tests.strategies.fault_runs import FaultOutcome, become_subreaper, list_faults, run_fault  # noqa: E402
 

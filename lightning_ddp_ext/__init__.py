@@ -1,5 +1,7 @@
 """Lightning strategies that keep the gradient of the whole batch, however the batch is split."""
 
+from lightning_ddp_ext.clusters.manual import ManualEnvironment
+from lightning_ddp_ext.clusters.slurm import CheckedSLURMEnvironment
 from lightning_ddp_ext.errors import (
     ActivationCheckpointingError,
     BackendError,
@@ -18,8 +20,6 @@ from lightning_ddp_ext.errors import (
     UnsupportedFeatureError,
     UnsynchronizedGradientsError,
 )
-from lightning_ddp_ext.clusters.manual import ManualEnvironment
-from lightning_ddp_ext.clusters.slurm import CheckedSLURMEnvironment
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.strategies import (
     BalancedDataParallelStrategy,

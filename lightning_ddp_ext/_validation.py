@@ -1,15 +1,13 @@
 """Checks of argument types and values, shared by all constructors."""
 
+import difflib
+import inspect
 import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from numbers import Integral
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
-import difflib
-import inspect
-
 
 _LONGEST = timedelta(days=365)  # torch counts in 64-bit nanoseconds, which end after 292 years
 _LARGEST_BUCKET = 2**20  # MiB

@@ -1,12 +1,10 @@
 """Schemas of the packaged Hydra groups."""
 
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
-from typing import Optional
-from omegaconf import MISSING
-from hydra.core.config_store import ConfigStore
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
 
 # ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
 

@@ -25,8 +25,8 @@ from lightning_ddp_ext import (
     ManualEnvironment,
     config,
 )
-from lightning_ddp_ext.demo.byte_text import count_tokens
 from lightning_ddp_ext.clusters.process_group_options import Connection
+from lightning_ddp_ext.demo.byte_text import count_tokens
 from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"

@@ -23,10 +23,6 @@ LOADERS = {"torch.load": "weights_only", "numpy.load": "allow_pickle", "np.load"
 
 EXCEPTIONS = {
     ("_compat/collectives.py", "_tensor_to_object"): "what users send by their own object collectives in the tail",
-    ("testing/_handover.py", "pickle.loads"): "results of processes of a test, in a folder of this user",
-    ("testing/_worker.py", "pickle.loads"): "the call of a test, in a folder of this user",
-    ("testing/_worker.py", "pickle.Unpickler"): "the same",
-    ("testing/_worker.py", "Unpickler"): "the same",
 }
 
 

@@ -10,7 +10,6 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import lightning_ddp_ext
 import lightning_ddp_ext.callbacks
-import lightning_ddp_ext.testing
 
 PACKAGE = Path(lightning_ddp_ext.__file__).parent
 
@@ -43,8 +42,7 @@ def test_public_names_are_these():
         "__version__",
     ]
     assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport", "GradientCheck", "JoinReport", "ReplicaConsistency"]
-    assert sorted(lightning_ddp_ext.testing.__all__) == ["RankError", "RankTimeoutError", "run_processes"]
-    for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks, lightning_ddp_ext.testing):
+    for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks):
         assert all(hasattr(module, name) for name in module.__all__)
 
 
@@ -83,34 +81,46 @@ def imports_of(path):
             yield node.module
 
 
-def files_below(*rooms):
-    return [path for room in rooms for path in sorted((PACKAGE / room).rglob("*.py"))]
+PLAIN_TORCH = ["activation_checkpointing", "batches", "consistency", "distributed", "reducer"]
+# A folder imports from folders to its right only.
+LAYERS = [
+    "cli", "callbacks", "strategies", "join", "resume", "ranks", "replicas", "clusters", "activation_checkpointing",
+    "reducer", "consistency", "distributed", "batches", "_compat",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", files_below("data", "parallel", "network", "testing"), ids=lambda path: path.stem)
-def test_the_rooms_for_plain_torch_know_nothing_of_lightning(path):
-    forbidden = {"lightning", "lightning_ddp_ext._compat.lightning", "lightning_ddp_ext.integration"}
-    for name in imports_of(path):
-        assert name.split(".")[0] != "lightning"
-        assert not any(name.startswith(f"{other}.") or name == other for other in forbidden)
+def modules():
+    return [(path.relative_to(PACKAGE), list(imports_of(path))) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
-LAYERS = ["cli", "callbacks", "strategies", "integration", "data", "network", "parallel", "_compat"]
+def test_folders_of_plain_torch_never_import_lightning():
+    forbidden = ("lightning", "lightning_ddp_ext._compat.lightning", "lightning_ddp_ext._compat.loops")
+    found = [
+        f"{path} imports {name}"
+        for path, names in modules()
+        for name in names
+        if path.parts[0] in PLAIN_TORCH and (name.split(".")[0] == "lightning" or name.startswith(forbidden[1:]))
+    ]
+    assert not found
 
 
-@pytest.mark.parametrize("path", files_below(*LAYERS), ids=lambda path: "/".join(path.parts[-2:]))
-def test_imports_point_downwards(path):
-    own = LAYERS.index(path.relative_to(PACKAGE).parts[0])
-    for name in imports_of(path):
-        parts = name.split(".")
-        if parts[0] == "lightning_ddp_ext" and len(parts) > 1 and parts[1] in LAYERS:
-            assert LAYERS.index(parts[1]) >= own, f"{path.name} imports {name}"
+def test_imports_point_to_lower_layers():
+    found = []
+    for path, names in modules():
+        for name in names:
+            package, folder = (*name.split("."), "")[:2]
+            if package == "lightning_ddp_ext" and {folder, path.parts[0]} <= {*LAYERS}:
+                found += [f"{path} imports {name}"] if LAYERS.index(folder) < LAYERS.index(path.parts[0]) else []
+    assert not found
 
 
-@pytest.mark.parametrize("path", [p for p in files_below("") if "_compat" not in p.parts], ids=lambda p: p.stem)
-def test_private_names_of_upstream_are_used_in_compat_only(path):
-    upstream = ("lightning.", "torch.", "torchmetrics.")
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(upstream):
-            private = [alias.name for alias in node.names if alias.name.startswith("_")]
-            assert not private, f"{path.name} imports {private} from {node.module}"
+def test_private_names_of_upstream_are_used_in_compat_only():
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                ("lightning.", "torch.", "torchmetrics.")
+            ):
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                found += [f"{path} imports {private}"] if private and "_compat" not in path.parts else []
+    assert not found

@@ -7,3 +7,8 @@ for some rounds (`rounds`); the times become medians with intervals (`estimates`
 `checkpointing`, `joins`), tables (`tables`) and a picture (`picture`). Without a clock: which backward passes ours and
 its peers get right (`scenarios`, `peers`), and the memory that they take (`memory`).
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))  # for `tests`, whose processes and programs benchmarks run

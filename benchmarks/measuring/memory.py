@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import profile, record_function
 
-from lightning_ddp_ext.testing import run_processes
 from measuring.peers import OURS, PEERS, RANKS, connect
 from measuring.scenarios import OneProcess
+from tests.support.rank_processes import run_processes
 
 ONE, TWO = "one batch", "two accumulated"
 ALONE = "one process, for comparison"

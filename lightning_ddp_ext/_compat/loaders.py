@@ -5,18 +5,16 @@ calls to save and load its position.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
-from lightning.pytorch import Trainer
-from torch.utils.data import BatchSampler
-from torch.utils.data import DataLoader
-from collections.abc import Iterator
+
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 
 class _GivenBatchSampler(BatchSampler):

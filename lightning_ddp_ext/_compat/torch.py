@@ -8,24 +8,17 @@
 `tests/compat` fails when one moves.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any
-from typing import TypeVar
-import torch
-from torch import Tensor
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils import parametrize
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
-from typing import cast
-from torch.utils.data import DataLoader
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
 # Instance attributes of `nn.Module` that hold the module tree rather than the user's attributes. A replica has its own.
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})

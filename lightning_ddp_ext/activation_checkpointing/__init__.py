@@ -1,1 +1,1 @@
-"""TODO."""
+"""Activation checkpointing of modules, exact with buffers and RNG state. Plain torch: never imports Lightning."""

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from lightning_ddp_ext._compat.torch import uncompiled
-from lightning_ddp_ext.errors import ActivationCheckpointingError
 from lightning_ddp_ext.activation_checkpointing.memory import ActivationMemory, MemoryMeter
 from lightning_ddp_ext.activation_checkpointing.recomputed_module import Segment
+from lightning_ddp_ext.errors import ActivationCheckpointingError
 
 _ModuleClass = type[nn.Module] | str
 ActivationCheckpointingPolicy = _ModuleClass | Sequence[_ModuleClass] | Set[_ModuleClass] | Callable[[nn.Module], bool]

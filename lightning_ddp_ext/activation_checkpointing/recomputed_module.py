@@ -1,27 +1,21 @@
 """One module whose forward pass is computed again in the backward pass."""
 
-import weakref
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
-import torch
-from torch import Tensor
-from torch import nn
-from lightning_ddp_ext._compat.torch import Normalisation
-from lightning_ddp_ext._compat.torch import version_of
 import copy
 import operator
-from contextlib import AbstractContextManager
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
-from torch.utils.checkpoint import checkpoint
-from lightning_ddp_ext._compat.torch import called_attribute
-from lightning_ddp_ext._compat.torch import never_compiled
-from lightning_ddp_ext.errors import ActivationCheckpointingError
-from lightning_ddp_ext.activation_checkpointing.memory import MemoryMeter
 
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ddp_ext._compat.torch import Normalisation, called_attribute, never_compiled, version_of
+from lightning_ddp_ext.activation_checkpointing.memory import MemoryMeter
+from lightning_ddp_ext.errors import ActivationCheckpointingError
 
 _Place = tuple[nn.Module, str]
 
@@ -73,9 +67,9 @@ class BufferSnapshot:
         owners = {id(owner): owner for (owner, _), _ in changed}
         self._meanwhile = [(owner, dict(owner._buffers)) for owner in owners.values()]
         # Cloned again: with `retain_graph=True` a graph is recomputed more than once. What is shared stays shared.
-        clones = {id(copy): copy.clone.clone() for _, copy in changed}
-        for (owner, name), copy in changed:
-            owner._buffers[name] = clones[id(copy)]
+        clones = {id(kept): kept.clone.clone() for _, kept in changed}
+        for (owner, name), kept in changed:
+            owner._buffers[name] = clones[id(kept)]
 
     def __exit__(self, *exception: object) -> None:
         for owner, buffers in self._meanwhile:

@@ -1,38 +1,33 @@
 """Cutting batches into chunks and gathering outputs."""
 
+import dataclasses
 import enum
 import itertools
+import operator
 import types
-from collections import UserList
-from collections import deque
-from collections.abc import Iterator
-from collections.abc import Set
-from typing import Any
+from collections import UserList, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from numbers import Number
+from typing import Any, NamedTuple
+
+import numpy
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
-from torch.nn.utils.rnn import pack_sequence
-from torch.nn.utils.rnn import unpack_sequence
-from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.batches.containers import items
-import dataclasses
-import operator
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from numbers import Number
-from typing import NamedTuple
-import numpy
-from lightning_ddp_ext.batches.containers import extra_names
-from lightning_ddp_ext.batches.containers import fields
-from lightning_ddp_ext.batches.containers import is_object
-from lightning_ddp_ext.batches.containers import is_record
-from lightning_ddp_ext.batches.containers import map_items
-from lightning_ddp_ext.batches.containers import rebuild
-from lightning_ddp_ext.batches.containers import rebuild_mapping
-from lightning_ddp_ext.batches.containers import rebuild_object
-from lightning_ddp_ext.batches.containers import to_device
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
+from lightning_ddp_ext.batches.containers import (
+    extra_names,
+    fields,
+    is_object,
+    is_record,
+    items,
+    map_items,
+    rebuild,
+    rebuild_mapping,
+    rebuild_object,
+    to_device,
+)
+from lightning_ddp_ext.errors import BatchSplitError
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, enum.Enum, types.FunctionType, types.ModuleType)
 _DEPTH, _LOOKED_AT = 4, 100

@@ -1,50 +1,35 @@
 """Whether the gradient of the parts of a batch is the gradient of the whole batch."""
 
-from collections.abc import Sequence
-import torch
-from torch import Tensor
 import copy
 import math
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import contextmanager
-from contextlib import nullcontext
-from dataclasses import asdict
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
+
 from lightning_ddp_ext._compat.collectives import replaced_collectives
-from lightning_ddp_ext._compat.lightning import takes_batch_idx
-from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning import takes_batch_idx, takes_dataloader_iter
 from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.resume.rng_state import capture_random_states
-from lightning_ddp_ext.resume.rng_state import restore_random_states
+from lightning_ddp_ext.batches.containers import to_device
+from lightning_ddp_ext.batches.splitting import count_samples, join_batches
+from lightning_ddp_ext.batches.weights import WeightBy
+from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects
+from lightning_ddp_ext.distributed.serialization import broadcast_packed, pack, unpack
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.replicas.replicated_step import transfer
-from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.batches.splitting import count_samples
-from lightning_ddp_ext.batches.splitting import join_batches
-from lightning_ddp_ext.batches.weights import WeightBy
-from lightning_ddp_ext.distributed.exchange import broadcast_object
-from lightning_ddp_ext.distributed.exchange import gather_objects
-from lightning_ddp_ext.distributed.serialization import broadcast_packed
-from lightning_ddp_ext.distributed.serialization import pack
-from lightning_ddp_ext.distributed.serialization import unpack
-from lightning_ddp_ext.strategies import BalancedDataParallelStrategy
-from lightning_ddp_ext.strategies import ExplicitDDPStrategy
-
+from lightning_ddp_ext.resume.rng_state import capture_random_states, restore_random_states
+from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, ExplicitDDPStrategy
 
 _ROWS = 2**20  # elements that are compared at a time, in float64
 

@@ -5,9 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from typing import Protocol
-
+from typing import Any, Protocol
 
 _SMOOTHED_OVER = 9
 

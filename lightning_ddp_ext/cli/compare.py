@@ -15,12 +15,11 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from omegaconf import DictConfig
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.batches.splitting import gather
-from lightning_ddp_ext.batches.splitting import count_samples
+from lightning_ddp_ext.batches.splitting import count_samples, gather
 from lightning_ddp_ext.distributed.exchange import own_group
 from lightning_ddp_ext.distributed.serialization import broadcast_packed, pack, unpack
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _CPU = torch.device("cpu")

@@ -1,70 +1,54 @@
 """The subcommand `doctor`."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
-from lightning_ddp_ext.distributed.bandwidth import AllReduceTime
-from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
-from lightning_ddp_ext.distributed.rank_reports import Problem
-from lightning_ddp_ext.distributed.rank_reports import RankReport
-from lightning_ddp_ext.distributed.rank_reports import ClockOffset
-from collections.abc import Sequence
-from typing import TextIO
-from rich.console import Console
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-from lightning_ddp_ext.distributed.rank_reports import VERSIONS
-from lightning_ddp_ext.distributed.exchange import list_ranks
-import os
-from collections.abc import Callable
-from datetime import timedelta
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies import FSDPStrategy
-from lightning_ddp_ext.errors import DDPExtError
-from lightning_ddp_ext.errors import NetworkInterfaceError
-from lightning_ddp_ext.clusters.slurm import meeting_ports
-from lightning_ddp_ext.distributed.backends import check_backend
-from lightning_ddp_ext.distributed.bandwidth import measure_all_reduce
-from lightning_ddp_ext.distributed.init_method import address_text
-from lightning_ddp_ext.distributed.interfaces import check_gloos_variable
-from lightning_ddp_ext.distributed.interfaces import check_interface
-from lightning_ddp_ext.distributed.rendezvous import Meeting
-from lightning_ddp_ext.distributed.process_group import init_process_group
-from lightning_ddp_ext.distributed.rank_reports import consult
-from lightning_ddp_ext.distributed.rank_reports import report_here
-from lightning_ddp_ext.clusters.slurm import step_name
-from lightning_ddp_ext.distributed.stores import OpenStore
 import argparse
 import contextlib
 import json
 import logging
 import multiprocessing
+import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from hydra import compose
-from hydra import initialize_config_module
+from typing import Any, TextIO
+
+import torch.distributed as dist
+from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from omegaconf import DictConfig
-from lightning_ddp_ext.cli.validation import find_slurm_problems
-from lightning_ddp_ext.cli.validation import has_process_group
-from lightning_ddp_ext.cli.validation import is_started_alone
-from lightning_ddp_ext.cli.validation import check_run
-from lightning_ddp_ext.cli.validation import make_plugins
-from lightning_ddp_ext.cli.validation import prepare_config
-from lightning_ddp_ext.cli.errors import LaunchError
-from lightning_ddp_ext.cli.errors import describe
-from lightning_ddp_ext.clusters.slurm import summarize
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
+from lightning_ddp_ext.cli.errors import LaunchError, describe
+from lightning_ddp_ext.cli.validation import (
+    check_run,
+    find_slurm_problems,
+    has_process_group,
+    is_started_alone,
+    make_plugins,
+    prepare_config,
+)
+from lightning_ddp_ext.clusters.slurm import meeting_ports, step_name, summarize
+from lightning_ddp_ext.distributed.backends import check_backend
+from lightning_ddp_ext.distributed.bandwidth import AllReduceTime, measure_all_reduce
+from lightning_ddp_ext.distributed.exchange import list_ranks
+from lightning_ddp_ext.distributed.init_method import address_text
+from lightning_ddp_ext.distributed.interfaces import check_gloos_variable, check_interface
+from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
+from lightning_ddp_ext.distributed.process_group import init_process_group
+from lightning_ddp_ext.distributed.rank_reports import VERSIONS, ClockOffset, Problem, RankReport, consult, report_here
+from lightning_ddp_ext.distributed.rendezvous import Meeting
+from lightning_ddp_ext.distributed.stores import OpenStore
+from lightning_ddp_ext.errors import DDPExtError, NetworkInterfaceError
 
 # What is looked at, in this order; `network.reports` adds "versions".
 SETTINGS, SLURM, BACKEND, INTERFACES = "settings", "SLURM", "back-end", "interfaces"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_ext.callbacks.plots import can_draw, draw_chunks, draw_times
 from lightning_ddp_ext.callbacks.balance_report import ReplicaRecord
+from lightning_ddp_ext.callbacks.plots import can_draw, draw_chunks, draw_times
 
 _NOT_CURVES = {"step", "epoch"}
 

@@ -13,8 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
-from lightning_ddp_ext.cli.validation import find_launcher, has_process_group
 from lightning_ddp_ext.cli.errors import LaunchError
+from lightning_ddp_ext.cli.validation import find_launcher, has_process_group
 
 _FORWARDED = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 _GRACE = 5.0  # seconds

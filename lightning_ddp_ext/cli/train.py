@@ -1,56 +1,47 @@
 """The main job: build what the configuration describes, train, test, and leave the results in the run folder."""
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from lightning.pytorch import Callback
-from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer
-from rich.console import Console
-from rich.table import Table
-from typing_extensions import override
-from lightning_ddp_ext.cli.compare import Reference
-from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 import os
-from collections.abc import Iterable
-from collections.abc import Iterator
-from lightning.pytorch.callbacks import ModelCheckpoint
-from omegaconf import DictConfig
-from omegaconf import OmegaConf
 import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
 from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext.callbacks import BalanceReport
-from lightning_ddp_ext.cli.validation import make
-from lightning_ddp_ext.cli.validation import make_all
-from lightning_ddp_ext.cli.plots import draw_run
-from lightning_ddp_ext.cli.validation import check_meeting
-from lightning_ddp_ext.cli.validation import check_slurm
-from lightning_ddp_ext.cli.validation import has_network_settings
-from lightning_ddp_ext.cli.validation import check_run
-from lightning_ddp_ext.cli.validation import make_plugins
-from lightning_ddp_ext.cli.validation import prepare_config
+from lightning_ddp_ext.cli.compare import BatchRecorder, Reference, merge_results, train_alone
 from lightning_ddp_ext.cli.errors import LaunchError
-from lightning_ddp_ext.cli.compare import BatchRecorder
-from lightning_ddp_ext.cli.compare import merge_results
-from lightning_ddp_ext.cli.compare import train_alone
-from lightning_ddp_ext.errors import CheckpointRefusedError
-from lightning_ddp_ext.errors import DDPExtError
-from lightning_ddp_ext.strategies.base import is_refusal
-from lightning_ddp_ext.strategies.base import refusal
+from lightning_ddp_ext.cli.plots import draw_run
+from lightning_ddp_ext.cli.validation import (
+    check_meeting,
+    check_run,
+    check_slurm,
+    has_network_settings,
+    make,
+    make_all,
+    make_plugins,
+    prepare_config,
+)
+from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
+from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+from lightning_ddp_ext.strategies.base import is_refusal, refusal
 
 
 class LaunchSummary(Callback):

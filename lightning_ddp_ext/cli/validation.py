@@ -2,47 +2,36 @@
 
 import os
 import re
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
-from typing import TypeVar
-from hydra.utils import instantiate
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Trainer
-from omegaconf import DictConfig
-from omegaconf import OmegaConf
-from lightning_ddp_ext._validation import check_choice
-from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext._validation import check_number
-from lightning_ddp_ext.cli.errors import LaunchError
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
 import torch
-from omegaconf import ListConfig
-from lightning_ddp_ext.join.samplers import check_fractions
-from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 import torch.distributed as dist
 from hydra.types import RunMode
-from hydra.utils import get_object
+from hydra.utils import get_object, instantiate
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning_ddp_ext.clusters.manual import ManualEnvironment
-from lightning_ddp_ext.clusters.slurm import SET_BY_HAND
-from lightning_ddp_ext.clusters.slurm import TERMINAL
-from lightning_ddp_ext.clusters.slurm import CheckedSLURMEnvironment
-from lightning_ddp_ext.clusters.slurm import meeting_ports
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from lightning_ddp_ext._validation import check_choice, check_integer, check_number
+from lightning_ddp_ext.cli.errors import LaunchError
 from lightning_ddp_ext.clusters import slurm as slurm_arithmetic
-from lightning_ddp_ext.distributed.init_method import MeetingPlace
-from lightning_ddp_ext.distributed.init_method import parse_init_method
+from lightning_ddp_ext.clusters.manual import ManualEnvironment
+from lightning_ddp_ext.clusters.slurm import SET_BY_HAND, TERMINAL, CheckedSLURMEnvironment, meeting_ports
+from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
 from lightning_ddp_ext.distributed.interfaces import check_gloos_variable
 from lightning_ddp_ext.distributed.stores import check_meeting_place
+from lightning_ddp_ext.join.samplers import check_fractions
 from lightning_ddp_ext.strategies.balanced_dp import SingleProcessStrategy
 from lightning_ddp_ext.strategies.builtin import single_device_strategy
-
+from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _DEFAULT = "Leave it out for the default."
 _Part = TypeVar("_Part")

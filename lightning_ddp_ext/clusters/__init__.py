@@ -1,1 +1,1 @@
-"""TODO."""
+"""Launchers: SLURM, processes started by hand, and the process-group settings of a run."""

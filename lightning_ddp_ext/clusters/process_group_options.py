@@ -1,39 +1,29 @@
 """Where Lightning's idea of a run meets ours of a network: one object that every strategy with a process group uses."""
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies import FSDPStrategy
-from lightning_ddp_ext._compat.lightning import repeats_the_command
-from lightning_ddp_ext.errors import UnsupportedFeatureError
 import os
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
-from typing import Literal
-from typing import get_args
+from typing import Any, Literal, get_args
+
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins import ClusterEnvironment
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
-from lightning_ddp_ext._compat.lightning import in_interactive_session
-from lightning_ddp_ext._validation import as_timeout
-from lightning_ddp_ext._validation import check_choice
-from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext._validation import check_text
-from lightning_ddp_ext.clusters.slurm import check_tasks
-from lightning_ddp_ext.clusters.slurm import meeting_ports
-from lightning_ddp_ext.distributed.backends import check_backend
-from lightning_ddp_ext.distributed.backends import check_mpirun
+
+from lightning_ddp_ext._compat.lightning import in_interactive_session, repeats_the_command
+from lightning_ddp_ext._validation import as_timeout, check_choice, check_integer, check_text
+from lightning_ddp_ext.clusters.slurm import check_tasks, meeting_ports, step_name
+from lightning_ddp_ext.distributed.backends import check_backend, check_mpirun
 from lightning_ddp_ext.distributed.init_method import parse_init_method
 from lightning_ddp_ext.distributed.interfaces import check_interface
 from lightning_ddp_ext.distributed.process_group import init_process_group
-from lightning_ddp_ext.clusters.slurm import step_name
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 
 def in_sweep() -> bool:

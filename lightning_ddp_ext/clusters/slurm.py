@@ -1,15 +1,16 @@
 """Jobs of SLURM whose tasks are the processes of a run: what does not fit is refused before anybody waits for it."""
 
-import re
-from collections.abc import Mapping
 import os
+import re
 import signal
+from collections.abc import Mapping
+
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from typing_extensions import override
-from lightning_ddp_ext.errors import ClusterError
 
+from lightning_ddp_ext.errors import ClusterError
 
 # Lightning does not take a job of these names for one of SLURM's, so that people can start processes by other means.
 _HIDING_NAMES = ("bash", "interactive")

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Comparison of settings, parameters and training state between ranks. Plain torch: never imports Lightning."""

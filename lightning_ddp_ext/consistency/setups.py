@@ -1,30 +1,23 @@
 """Which parameters and buffers ranks share, and which belong to a rank alone."""
 
 import functools
-import importlib.metadata
-import platform
-from collections.abc import Mapping
-from collections.abc import Sequence
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
 from enum import Enum
 from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import nn
-from lightning_ddp_ext.errors import ReplicaMismatchError
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_ddp_ext._compat.torch import ignored_by_ddp
 from lightning_ddp_ext.consistency.fingerprints import describe
 from lightning_ddp_ext.consistency.replica_differences import union_of_keys
-from lightning_ddp_ext.distributed.exchange import gather_different
-from lightning_ddp_ext.distributed.exchange import list_ranks
-from torch import Tensor
-from torch.nn.parameter import is_lazy
-from lightning_ddp_ext._compat.torch import ignored_by_ddp
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-
+from lightning_ddp_ext.distributed.exchange import gather_different, list_ranks
+from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureError
 
 _NAMED = 3  # keys in a message
-_PACKAGES = ("torch", "lightning", "lightning-ddp-ext")
 _REMEDIES = {
     "version": "Install the same versions on every host.",
     "argument": "Give the strategy the same arguments on every rank.",
@@ -79,29 +72,6 @@ def _compare(name: str, values: Sequence[str], ranks: Sequence[int]) -> str:
         by_value.setdefault(value, []).append(rank)
     found = [f"{value} on {list_ranks(own)}" for value, own in by_value.items()]
     return f"{name} is {found[0]} but {', '.join(found[1:])}"
-
-
-def describe_versions(packages: Sequence[str] = _PACKAGES) -> dict[str, object]:
-    """Describe the versions of Python, without its last number, and of packages.
-
-    Args:
-        packages: Names of distributions.
-
-    Returns:
-        A description for `compare_setups`.
-    """
-    versions: dict[str, object] = {"version of Python": ".".join(platform.python_version_tuple()[:2])}
-    for package in packages:
-        # What runs, not what is installed: they differ in a source build.
-        versions[f"version of {package}"] = torch.__version__ if package == "torch" else _installed(package)
-    return versions
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def describe_arguments(arguments: Mapping[str, object]) -> dict[str, object]:

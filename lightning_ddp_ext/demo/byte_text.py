@@ -2,26 +2,19 @@
 
 import math
 import sysconfig
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset
-from lightning_ddp_ext.demo.training import check_learning_rate
-from lightning_ddp_ext.demo.training import check_seed
-from lightning_ddp_ext.demo.training import check_sizes
-from lightning_ddp_ext.demo.training import cosine_adamw
-from collections.abc import Iterator
-from collections.abc import Sequence
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_ddp_ext.demo.training import check_learning_rate, check_seed, check_sizes, cosine_adamw
 
 _BYTES = 256
 

@@ -1,29 +1,22 @@
 """Images of digits: model and data."""
 
-from collections.abc import Sequence
-import torch
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
-from torch import nn
-from torch.nn import functional
-from torch.utils.data import DataLoader
-from torch.utils.data import Subset
-from torch.utils.data import TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
-from lightning_ddp_ext.join.samplers import FractionSampler
-from lightning_ddp_ext.join.samplers import check_fractions
-from lightning_ddp_ext.demo.training import check_learning_rate
-from lightning_ddp_ext.demo.training import check_seed
-from lightning_ddp_ext.demo.training import check_sizes
-from lightning_ddp_ext.demo.training import cosine_adamw
 import time
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from typing_extensions import override
-from lightning_ddp_ext._validation import check_number
-from lightning_ddp_ext.replicas.workers import current_replica
+from collections.abc import Sequence
 
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+from typing_extensions import override
+
+from lightning_ddp_ext._validation import check_number
+from lightning_ddp_ext.demo.training import check_learning_rate, check_seed, check_sizes, cosine_adamw
+from lightning_ddp_ext.join.samplers import FractionSampler, check_fractions
+from lightning_ddp_ext.replicas.workers import current_replica
 
 _CLASSES = 10
 _TRAIN, _VAL = 1257, 180  # of 1797; the rest is for testing

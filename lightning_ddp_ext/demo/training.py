@@ -1,13 +1,13 @@
 """Options and schedules that the demo models share."""
 
-from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext._validation import check_number
 import math
+
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
+from lightning_ddp_ext._validation import check_integer, check_number
 
 _DEFAULT = "Leave it out for the default."
 _MOST = {

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Process groups, networks, rendezvous, and the watchdog. Plain torch: never imports Lightning."""

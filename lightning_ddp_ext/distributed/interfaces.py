@@ -1,13 +1,14 @@
 """Network interfaces of a node."""
 
-import os
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-import psutil
-from lightning_ddp_ext.errors import NetworkInterfaceError
 
+import psutil
+
+from lightning_ddp_ext.errors import NetworkInterfaceError
 
 # Each back-end reads its own variable, gloo for every process group, NCCL for the first of a process. NCCL takes a
 # name for the beginning of one, `eth1` for `eth10` too, unless an equals sign says that it is the whole name.

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ddp_ext.errors import NetworkInterfaceError
 from lightning_ddp_ext.distributed.interfaces import (
     AUTO,
     LOOPBACK,
@@ -20,6 +19,7 @@ from lightning_ddp_ext.distributed.interfaces import (
     is_loopback,
 )
 from lightning_ddp_ext.distributed.ports import Target, first_connection
+from lightning_ddp_ext.errors import NetworkInterfaceError
 
 _SEARCH_LIMIT = 4.0  # seconds for rank 0's addresses; a neighbour that is not there is known to be missing after 3
 

@@ -9,10 +9,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.distributed.init_method import MeetingPlace
 from lightning_ddp_ext.distributed.rendezvous import invites
 from lightning_ddp_ext.distributed.stores import OpenStore, await_host, connecting_host, has_listener, open_store
+from lightning_ddp_ext.errors import RendezvousError
 
 _PROBE_LIMIT = 2.0  # seconds for a connection to a host that answers
 _ANSWER_LIMIT = timedelta(seconds=5)  # for a store; what has the port may never answer

@@ -1,16 +1,17 @@
 """Ports of a node: binding, listening and connecting."""
 
+import contextlib
 import errno
 import os
-import socket
-from typing import Any
-import psutil
-from lightning_ddp_ext.errors import RendezvousError
-import contextlib
 import selectors
+import socket
 import time
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import psutil
+
+from lightning_ddp_ext.errors import RendezvousError
 
 
 def bind(address: str | None, port: int) -> socket.socket:

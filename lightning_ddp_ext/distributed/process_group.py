@@ -8,16 +8,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import NetworkInterfaceError, RendezvousError
 from lightning_ddp_ext.distributed.backends import check_backend
-from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
-from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
-from lightning_ddp_ext.distributed.interfaces import AUTO, check_interface
-from lightning_ddp_ext.distributed.rendezvous import Meeting, meet, report_problem
-from lightning_ddp_ext.distributed.interfaces import pin_interface, unpin_interface
-from lightning_ddp_ext.distributed.port_search import open_store_of_run
-from lightning_ddp_ext.distributed.stores import OpenStore, has_listener
 from lightning_ddp_ext.distributed.connections import break_rest, tracked_connections
+from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
+from lightning_ddp_ext.distributed.interfaces import AUTO, check_interface, pin_interface, unpin_interface
+from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
+from lightning_ddp_ext.distributed.port_search import open_store_of_run
+from lightning_ddp_ext.distributed.rendezvous import Meeting, meet, report_problem
+from lightning_ddp_ext.distributed.stores import OpenStore, has_listener
+from lightning_ddp_ext.errors import NetworkInterfaceError, RendezvousError
 
 _TELLING_LIMIT = 1.0  # seconds for rank 0 to be told that this rank cannot start
 

@@ -1,26 +1,32 @@
 """What every rank can say about its host before there is a process group, collected by rank 0."""
 
-import json
-import time
-from dataclasses import dataclass
-import torch.distributed as dist
 import dataclasses
+import importlib.metadata
+import json
+import platform
 import socket
-from collections.abc import Mapping
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
 from lightning_ddp_ext.distributed.backends import available_backends
+from lightning_ddp_ext.distributed.interfaces import interface_addresses, interface_with
 from lightning_ddp_ext.distributed.network_choice import this_machine
-from lightning_ddp_ext.distributed.interfaces import interface_addresses
-from lightning_ddp_ext.distributed.interfaces import interface_with
-from lightning_ddp_ext.distributed.rendezvous import Meeting
-from lightning_ddp_ext.distributed.rendezvous import answer_roll
-from lightning_ddp_ext.distributed.rendezvous import call_roll
-from lightning_ddp_ext.distributed.rendezvous import collect_entries
-from lightning_ddp_ext.distributed.rendezvous import poll
-from lightning_ddp_ext.distributed.rendezvous import publish_table
+from lightning_ddp_ext.distributed.rendezvous import (
+    Meeting,
+    answer_roll,
+    call_roll,
+    collect_entries,
+    poll,
+    publish_table,
+)
 from lightning_ddp_ext.distributed.stores import OpenStore
-from lightning_ddp_ext.consistency.setups import describe_versions
+
+_PACKAGES = ("torch", "lightning", "lightning-ddp-ext")
 
 
 _ROUNDS = 8
@@ -236,3 +242,26 @@ def _report_from(entry: Mapping[str, Any]) -> RankReport:
 
 def _clock_store(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(f"{_CLOCK}/{rank}", store)
+
+
+def describe_versions(packages: Sequence[str] = _PACKAGES) -> dict[str, object]:
+    """Describe the versions of Python, without its last number, and of packages.
+
+    Args:
+        packages: Names of distributions.
+
+    Returns:
+        A description for `compare_setups`.
+    """
+    versions: dict[str, object] = {"version of Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in packages:
+        # What runs, not what is installed: they differ in a source build.
+        versions[f"version of {package}"] = torch.__version__ if package == "torch" else _installed(package)
+    return versions
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

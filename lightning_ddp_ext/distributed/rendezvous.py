@@ -1,42 +1,34 @@
 """How the ranks of a run agree on the network: what each one contributes to the roll call, and what follows."""
 
+import contextlib
 import json
 import logging
+import socket
 import time
 import uuid
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-import torch.distributed as dist
-from lightning_ddp_ext.errors import DDPExtError
-from lightning_ddp_ext.errors import NetworkInterfaceError
-from lightning_ddp_ext.errors import RendezvousError
-import contextlib
-import socket
-from collections.abc import Iterator
-from collections.abc import Sequence
-from dataclasses import dataclass
-from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
-from lightning_ddp_ext.distributed.network_choice import HostNetwork
-from lightning_ddp_ext.distributed.network_choice import all_addresses
-from lightning_ddp_ext.distributed.network_choice import check_leaves_host
-from lightning_ddp_ext.distributed.network_choice import choose_alone
-from lightning_ddp_ext.distributed.network_choice import choose_interface
-from lightning_ddp_ext.distributed.network_choice import hosts_from
-from lightning_ddp_ext.distributed.network_choice import interface_towards
-from lightning_ddp_ext.distributed.network_choice import search_interface
-from lightning_ddp_ext.distributed.network_choice import this_machine
-from lightning_ddp_ext.distributed.interfaces import AUTO
-from lightning_ddp_ext.distributed.interfaces import Interface
-from lightning_ddp_ext.distributed.interfaces import loopback_address
-from lightning_ddp_ext.distributed.ports import CONNECT_LIMIT
-from lightning_ddp_ext.distributed.ports import Listener
-from lightning_ddp_ext.distributed.ports import explain_failures
-from lightning_ddp_ext.distributed.stores import OpenStore
-from lightning_ddp_ext.distributed.stores import connect_store
-from lightning_ddp_ext.distributed.stores import serve_store
 
+import torch.distributed as dist
+
+from lightning_ddp_ext.distributed.interfaces import AUTO, Interface, loopback_address
+from lightning_ddp_ext.distributed.network_choice import (
+    ChosenNetwork,
+    HostNetwork,
+    all_addresses,
+    check_leaves_host,
+    choose_alone,
+    choose_interface,
+    hosts_from,
+    interface_towards,
+    search_interface,
+    this_machine,
+)
+from lightning_ddp_ext.distributed.ports import CONNECT_LIMIT, Listener, explain_failures
+from lightning_ddp_ext.distributed.stores import OpenStore, connect_store, serve_store
+from lightning_ddp_ext.errors import DDPExtError, NetworkInterfaceError, RendezvousError
 
 _INVITATION = "invitation"
 _TABLE = "table"

@@ -6,26 +6,22 @@ likes.
 
 import base64
 import dataclasses
+import math
 import sys
 from collections import UserDict
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
+
 import numpy
 import torch
-from torch import Tensor
-from lightning_ddp_ext.batches.containers import extra_names
-from lightning_ddp_ext.batches.containers import fields
-from lightning_ddp_ext.batches.containers import is_object
-from lightning_ddp_ext.batches.containers import is_record
-import math
-from dataclasses import dataclass
-from types import MappingProxyType
 import torch.distributed as dist
-from lightning_ddp_ext.distributed.exchange import broadcast_object
-from lightning_ddp_ext.distributed.exchange import exchange_device
+from torch import Tensor
 
+from lightning_ddp_ext.batches.containers import extra_names, fields, is_object, is_record
+from lightning_ddp_ext.distributed.exchange import broadcast_object, exchange_device
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 

@@ -1,27 +1,34 @@
 """What is said when ranks do not go on: which one is where, since when, and what to do about it."""
 
+import os
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-import os
-import socket
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import Any
-from lightning_ddp_ext.distributed.heartbeats import Failure
-from lightning_ddp_ext.distributed.heartbeats import Heartbeats
-from lightning_ddp_ext.distributed.heartbeats import Peer
-from lightning_ddp_ext.distributed.exchange import list_ranks
 
+from lightning_ddp_ext.distributed.exchange import list_ranks
+from lightning_ddp_ext.distributed.heartbeats import Failure, Heartbeats, Peer
 
 _OURS = "lightning_ddp_ext"
-_PARALLEL = f"{_OURS}.parallel."
-_WAITING = (_PARALLEL, f"{_OURS}.data.")  # code of ours that waits for ranks without a function of torch
+# Code of ours that does nothing but exchange tensors and messages with other ranks.
+_EXCHANGING = tuple(
+    f"{_OURS}.{module}"
+    for module in (
+        "reducer.",
+        "consistency.",
+        "distributed.exchange",
+        "distributed.flat_tensors",
+        "distributed.serialization",
+        "join.active_ranks",
+        "join.store_mailbox",
+    )
+)
+_WAITING = (*_EXCHANGING, f"{_OURS}.join.lockstep_loader")  # waits for ranks without a function of torch
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _LIBRARIES = {"torch", "lightning", "torchmetrics", _OURS}
 _ENTRY = ("lightning.pytorch.trainer.call", "_call_and_handle_interrupt")  # what is outside says nothing
@@ -76,7 +83,7 @@ def find_error(error: BaseException) -> Place:
 
 def _make_place(frames: list[_Line]) -> Place:
     collective = ""
-    waits = bool(frames) and (_module(frames[0]) == _COLLECTIVES or _module(frames[0]).startswith(_PARALLEL))
+    waits = bool(frames) and (_module(frames[0]) == _COLLECTIVES or _module(frames[0]).startswith(_EXCHANGING))
     while frames and _module(frames[0]).split(".")[0] == "torch":
         inner = frames.pop(0)
         # The outermost function is the one that was called: an `all_gather_object` is made of several collectives.

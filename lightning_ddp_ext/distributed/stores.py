@@ -1,27 +1,22 @@
 """Stores in which ranks find each other."""
 
+import logging
 import os
 import socket
 import stat
-import time
-from pathlib import Path
-import torch.distributed as dist
-from lightning_ddp_ext.errors import RendezvousError
-import logging
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
-from lightning_ddp_ext.distributed.init_method import MeetingPlace
-from lightning_ddp_ext.distributed.init_method import address_text
-from lightning_ddp_ext.distributed.interfaces import is_local
-from lightning_ddp_ext.distributed.interfaces import is_loopback
-from lightning_ddp_ext.distributed.interfaces import loopback_address
-from lightning_ddp_ext.distributed.interfaces import resolve
-from lightning_ddp_ext.distributed.ports import check_port
-from lightning_ddp_ext.distributed.ports import port_error
-from lightning_ddp_ext.distributed.ports import listen
-from lightning_ddp_ext.distributed.connections import spare_port
+from pathlib import Path
 
+import torch.distributed as dist
+
+from lightning_ddp_ext.distributed.connections import spare_port
+from lightning_ddp_ext.distributed.init_method import MeetingPlace, address_text
+from lightning_ddp_ext.distributed.interfaces import is_local, is_loopback, loopback_address, resolve
+from lightning_ddp_ext.distributed.ports import check_port, listen, port_error
+from lightning_ddp_ext.errors import RendezvousError
 
 _NOBODY = 65534  # whom a file server shows as the owner of what root has written
 

@@ -1,34 +1,30 @@
 """Ending a run on all ranks when one of them fails, is gone, or gives no sign of life."""
 
-import os
-import time
-from lightning_ddp_ext.distributed.heartbeats import MOST_READERS
-from lightning_ddp_ext.distributed.heartbeats import Failure
-from lightning_ddp_ext.distributed.heartbeats import Heartbeats
-from lightning_ddp_ext.distributed.heartbeats import Peer
-from lightning_ddp_ext.distributed.stall_report import describe_all
-from lightning_ddp_ext.distributed.stall_report import describe_deadlock
-from lightning_ddp_ext.distributed.stall_report import describe_silent
-from lightning_ddp_ext.distributed.exchange import list_ranks
 import ctypes
 import multiprocessing
+import os
 import sys
 import threading
-from collections.abc import Callable
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
-import torch.distributed as dist
-from lightning_ddp_ext._compat.collectives import abort_groups
-from lightning_ddp_ext._compat.collectives import keeps_store_in_file
-from lightning_ddp_ext._compat.collectives import port_of_store
-from lightning_ddp_ext.distributed.stall_report import describe_own_state
-from lightning_ddp_ext.distributed.stall_report import describe_place
-from lightning_ddp_ext.distributed.stall_report import make_report
-from lightning_ddp_ext.distributed.stall_report import find_error
-from lightning_ddp_ext.distributed.stall_report import find_main_thread
-from lightning_ddp_ext.distributed.connections import break_connections
-from lightning_ddp_ext.distributed.connections import count_received
 
+import torch.distributed as dist
+
+from lightning_ddp_ext._compat.collectives import abort_groups, keeps_store_in_file, port_of_store
+from lightning_ddp_ext.distributed.connections import break_connections, count_received
+from lightning_ddp_ext.distributed.exchange import list_ranks
+from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Failure, Heartbeats, Peer
+from lightning_ddp_ext.distributed.stall_report import (
+    describe_all,
+    describe_deadlock,
+    describe_own_state,
+    describe_place,
+    describe_silent,
+    find_error,
+    find_main_thread,
+    make_report,
+)
 
 _MISSED = 2  # heartbeats that a rank misses before it is taken for gone, where a connection is gone too
 _LOOK = 0.1  # seconds

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_ddp_ext._compat.collectives import replaced_collectives
 from lightning_ddp_ext._compat.torch import copy_all_
-from lightning_ddp_ext.errors import RankJoinedError
 from lightning_ddp_ext.distributed.connections import tracked_connections
 from lightning_ddp_ext.distributed.exchange import list_ranks
+from lightning_ddp_ext.errors import RankJoinedError
 
 _Handler = Callable[..., Any]
 

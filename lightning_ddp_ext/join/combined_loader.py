@@ -1,42 +1,35 @@
 """Lightning's loaders in lockstep."""
 
 import random
-from collections.abc import Iterator
-from collections.abc import Sequence
-from typing import Any
-from typing import cast
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
 import numpy
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
-from lightning_ddp_ext._compat.loaders import is_sampler_wrapper
-from lightning_ddp_ext._compat.loaders import wrapped_sampler
-from lightning_ddp_ext.join.lockstep_loader import gather_lengths
-from lightning_ddp_ext.resume.rng_state import capture_states
-from lightning_ddp_ext.resume.rng_state import find_generators
-from lightning_ddp_ext.resume.rng_state import restore_states
-from lightning_ddp_ext.resume.rng_state import seed_all
-from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
-from collections import deque
-from collections.abc import Iterable
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities import rank_zero_info
-from lightning_ddp_ext.join.lockstep_loader import LockstepLoader
-from lightning_ddp_ext.join.lockstep_loader import Turn
-from lightning_ddp_ext.join.lockstep_loader import UnevenInputs
-from lightning_ddp_ext.join.lockstep_loader import Votes
-from lightning_ddp_ext.join.lockstep_loader import number_of_steps
-from lightning_ddp_ext.strategies.sample_counts import CountedCombinedLoader
-from collections.abc import Callable
-from functools import partial
-from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
+
+from lightning_ddp_ext._compat.loaders import is_sampler_wrapper, wrapped_sampler
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.resume.resumable_loader import POSITION
-from lightning_ddp_ext.resume.resumable_loader import WORLD_SIZE
-from lightning_ddp_ext.resume.resumable_loader import position_in
+from lightning_ddp_ext.join.lockstep_loader import (
+    LockstepLoader,
+    Turn,
+    UnevenInputs,
+    Votes,
+    gather_lengths,
+    number_of_steps,
+)
+from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
+from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader
+from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, position_in
+from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
+from lightning_ddp_ext.resume.rng_state import capture_states, find_generators, restore_states, seed_all
 
 
 class InjectedRank(int):

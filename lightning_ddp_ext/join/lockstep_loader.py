@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.distributed.exchange import gather_integer, list_ranks
 from lightning_ddp_ext.distributed.serialization import broadcast_packed, pack, unpack
+from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 
 UnevenInputs = Literal["join", "stop", "error"]
 UNEVEN_INPUTS = ("join", "stop", "error")

@@ -20,11 +20,10 @@ from lightning_ddp_ext._compat.lightning_logging import (
     unwatch_logging,
     watch_logging,
 )
-from lightning_ddp_ext.join.lockstep_loader import Turn, Votes
-from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.strategies.sample_counts import BatchSamples
-from lightning_ddp_ext.strategies.base import sums_and_means
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_integers, gather_objects
+from lightning_ddp_ext.errors import LoggedKeysError
+from lightning_ddp_ext.join.lockstep_loader import Turn, Votes
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 
 _HASH_BITS = 31
 _REDUCING = -1  # noted where a value is reduced outside of a step, by Lightning or by the user

@@ -10,8 +10,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ddp_ext._compat.torchmetrics import Gather, list_states, tensor_states
-from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.distributed.exchange import gather_different
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 _OTHER = "other"  # than a tensor
 _NOTHING: tuple[int, str, list[int], str] = (0, "", [], "")

@@ -1,16 +1,14 @@
 """Samplers that give every sample to exactly one rank."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence
-from collections.abc import Sized
-from typing import Any
-from typing import cast
+import itertools
+import math
+from collections.abc import Iterator, Sequence, Sized
+from numbers import Real
+from typing import Any, cast
+
 import torch
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
-import itertools
-import math
-from numbers import Real
 
 
 class UnpaddedDistributedSampler(DistributedSampler[Any]):

@@ -26,20 +26,19 @@ from lightning_ddp_ext._compat.torchmetrics import (
     unwatch_synchronization,
     watch_synchronization,
 )
-from lightning_ddp_ext.join.lockstep_loader import Turn, UnevenInputs, Votes
-from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader
-from lightning_ddp_ext.join.logged_values import LoggedValues
-from lightning_ddp_ext.join.metric_states import synchronize_states
-from lightning_ddp_ext.join.training_state import StepMirror
-from lightning_ddp_ext.join.combined_loader import ResumableLockstepLoader
-from lightning_ddp_ext.strategies.sample_counts import BatchSamples
-from lightning_ddp_ext.strategies.stall_watch import StallWatch
 from lightning_ddp_ext.distributed.exchange import own_group
 from lightning_ddp_ext.distributed.serialization import header_of, receive_tensors, send_tensors
-from lightning_ddp_ext.join.store_mailbox import RankMessages
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.active_ranks import TailCollectives
+from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, ResumableLockstepLoader
+from lightning_ddp_ext.join.lockstep_loader import Turn, UnevenInputs, Votes
+from lightning_ddp_ext.join.logged_values import LoggedValues
+from lightning_ddp_ext.join.metric_states import synchronize_states
+from lightning_ddp_ext.join.store_mailbox import RankMessages
+from lightning_ddp_ext.join.training_state import StepMirror
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples
+from lightning_ddp_ext.ranks.stall_watch import StallWatch
+from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
 
 _BACKWARD = "backward"
 

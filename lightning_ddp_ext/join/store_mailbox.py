@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_ddp_ext._compat.collectives import cloned_store
-from lightning_ddp_ext.errors import OtherRankError
 from lightning_ddp_ext.distributed.connections import tracked_connections
+from lightning_ddp_ext.errors import OtherRankError
 
 _TIMEOUT = timedelta(minutes=30)
 

@@ -19,13 +19,13 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.loops import manual_step_progress
 from lightning_ddp_ext._compat.torch import version_of, versions_of
-from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.consistency.fingerprints import fingerprint
 from lightning_ddp_ext.consistency.setups import find_ignored
-from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.distributed.flat_tensors import overwrite
 from lightning_ddp_ext.distributed.serialization import Packed, pack, unpack
-from lightning_ddp_ext.replicas.buffers import same_values
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.reducer.buffers import same_values
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.replicas.attributes import SampleCounters
 
 # What is the same on every rank without being sent: code.

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Gradients and buffers synchronised over ranks, for any backward pass. Plain torch: never imports Lightning."""

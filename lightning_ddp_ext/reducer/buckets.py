@@ -1,17 +1,13 @@
 """Flat gradient buckets and the assignment of parameters to buckets."""
 
-from collections.abc import Sequence
-import torch
-from torch import Tensor
-from torch import nn
-from lightning_ddp_ext._compat.torch import copy_all_
-from lightning_ddp_ext._compat.torch import views_of
-from collections.abc import Container
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
-import torch.distributed as dist
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ddp_ext._compat.torch import copy_all_, views_of
 
 # Gradients from this size on are scaled on their way into the buffer, in one pass over memory. Smaller ones are copied
 # in one launch and scaled together.

@@ -1,30 +1,21 @@
 """Synchronisation of buffers with the gradients."""
 
 import hashlib
-import torch
-from torch import Tensor
-from torch import nn
-from lightning_ddp_ext.consistency.fingerprints import describe
-from lightning_ddp_ext.consistency.setups import find_ignored
 import math
-from collections.abc import Container
-from collections.abc import Iterator
-from collections.abc import Sequence
-from typing import Any
-import torch.distributed as dist
-from lightning_ddp_ext._compat.torch import flatten
-from lightning_ddp_ext.distributed.flat_tensors import overwrite
 import weakref
-from collections.abc import Iterable
-from collections.abc import Mapping
-from lightning_ddp_ext._compat.torch import Normalisation
-from lightning_ddp_ext._compat.torch import version_of
-from lightning_ddp_ext.consistency.fingerprints import fingerprint
-from lightning_ddp_ext.consistency.setups import compare_setups
-from lightning_ddp_ext.distributed.exchange import gather_integers
-from lightning_ddp_ext.reducer.control import SyncReport
-from lightning_ddp_ext.replicas.buffers import same_values
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ddp_ext._compat.torch import Normalisation, flatten, version_of
+from lightning_ddp_ext.consistency.fingerprints import describe, fingerprint
+from lightning_ddp_ext.consistency.setups import compare_setups, find_ignored
+from lightning_ddp_ext.distributed.exchange import gather_integers
+from lightning_ddp_ext.distributed.flat_tensors import overwrite
+from lightning_ddp_ext.reducer.control import SyncReport
 
 _Spec = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -373,3 +364,8 @@ class BufferSynchronizer:
     def _is_mean(self, index: int) -> bool:
         spec = self._specs[index]
         return spec is not None and is_mean(spec[1])
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same values; nan equals nan."""
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

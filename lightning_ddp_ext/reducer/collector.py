@@ -1,25 +1,19 @@
 """Collection of the gradients of one backward pass and launch of their all-reduce."""
 
-from collections.abc import Iterable
-from collections.abc import Sequence
-from typing import Any
-from lightning_ddp_ext.reducer.buckets import GradientBucket
 import itertools
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from lightning_ddp_ext._compat.torch import post_accumulate_hooks
-from lightning_ddp_ext.reducer.buckets import LARGE
-from lightning_ddp_ext.reducer.buckets import GradientLayout
-from lightning_ddp_ext.reducer.comm_hooks import BucketTransport
 
+from lightning_ddp_ext._compat.torch import post_accumulate_hooks
+from lightning_ddp_ext.reducer.buckets import LARGE, GradientBucket, GradientLayout
+from lightning_ddp_ext.reducer.comm_hooks import BucketTransport
 
 NEVER = -1
 _KINDS = 16  # remembered kinds of backward pass; a model with more of them overlaps less

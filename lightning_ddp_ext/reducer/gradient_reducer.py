@@ -1,42 +1,26 @@
 """Synchronisation of gradients after any backward pass."""
 
-from collections.abc import Sequence
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch import nn
 import math
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from contextlib import contextmanager
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
 from lightning_ddp_ext._compat.torch import steps_in_backward
 from lightning_ddp_ext._validation import check_bucket_cap
-from lightning_ddp_ext.errors import RanksOutOfStepError
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.reducer.buffers import BufferSynchronizer
-from lightning_ddp_ext.consistency.setups import compare_setups
-from lightning_ddp_ext.consistency.setups import describe_module
-from lightning_ddp_ext.consistency.setups import fixed_parameters
-from lightning_ddp_ext.consistency.setups import shared_parameters
-from lightning_ddp_ext.reducer.buckets import GradientBucket
-from lightning_ddp_ext.reducer.collector import GradientCollector
-from lightning_ddp_ext.reducer.buckets import GradientLayout
-from lightning_ddp_ext.reducer.comm_hooks import BucketTransport
-from lightning_ddp_ext.reducer.comm_hooks import CommHook
-from lightning_ddp_ext.distributed.exchange import digest
-from lightning_ddp_ext.distributed.exchange import group_with_cpu
-from lightning_ddp_ext.distributed.exchange import own_group
+from lightning_ddp_ext.consistency.setups import compare_setups, describe_module, fixed_parameters, shared_parameters
+from lightning_ddp_ext.distributed.exchange import digest, group_with_cpu, own_group
 from lightning_ddp_ext.distributed.flat_tensors import broadcast_all
-from lightning_ddp_ext.reducer.control import NOTES
-from lightning_ddp_ext.reducer.control import RankReport
-from lightning_ddp_ext.reducer.control import SyncControl
-from lightning_ddp_ext.reducer.control import SyncReport
+from lightning_ddp_ext.errors import RanksOutOfStepError, UnsupportedFeatureError
+from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout
+from lightning_ddp_ext.reducer.buffers import BufferSynchronizer
+from lightning_ddp_ext.reducer.collector import GradientCollector
+from lightning_ddp_ext.reducer.comm_hooks import BucketTransport, CommHook
+from lightning_ddp_ext.reducer.control import NOTES, RankReport, SyncControl, SyncReport
 
 
 class SparseGradients:

@@ -1,25 +1,19 @@
 """Plain attributes that steps of replicas change."""
 
-from collections.abc import Hashable
-from collections.abc import Sequence
 import copy
 import operator
-from collections import Counter
-from collections import OrderedDict
-from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterator
-from typing import Any
-from lightning_ddp_ext._compat.torch import HOOKS
-from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.replicas.replica import Replicas
 import warnings
-from collections.abc import Set
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from itertools import chain
+from typing import Any
+
 import torch
 from torch import nn
-from lightning_ddp_ext._compat.torch import STRUCTURE
-from lightning_ddp_ext.replicas.replica import Replica
+
+from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE
+from lightning_ddp_ext.batches.containers import to_device
+from lightning_ddp_ext.replicas.replica import Replica, Replicas
 
 
 class SampleCounters:

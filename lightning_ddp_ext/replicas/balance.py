@@ -1,21 +1,18 @@
 """The controller that moves samples towards faster devices."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from statistics import median
+from statistics import fmean, median
 from typing import Any
-from lightning_ddp_ext.batches.chunk_sizes import proportional_chunks
-import torch
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities import rank_zero_warn
-import math
-from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.replicas.replicated_step import BatchRecord
-from lightning_ddp_ext.batches.chunk_sizes import even_chunks
-from lightning_ddp_ext.batches.chunk_sizes import first_limited_chunks
 
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_ddp_ext._validation import check_integer
+from lightning_ddp_ext.batches.chunk_sizes import even_chunks, first_limited_chunks, proportional_chunks
+from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 
 WINDOW = 7  # batches behind each decision: an average over fewer followed single slow batches
 LONGEST_WINDOW = 112

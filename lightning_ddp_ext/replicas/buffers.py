@@ -1,17 +1,17 @@
 """Buffers of replicas, batch normalisation statistics among them."""
 
 import warnings
-from collections.abc import Sequence
-from collections.abc import Set
-import torch
-from torch import Tensor
-from torch import nn
-from lightning_ddp_ext._compat.torch import BatchNorm
-from lightning_ddp_ext._compat.torch import Normalisation
-from lightning_ddp_ext.replicas.replica import Replicas
-from lightning_ddp_ext.replicas.attributes import SampleCounters
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation
+from lightning_ddp_ext.reducer.buffers import same_values
+from lightning_ddp_ext.replicas.attributes import SampleCounters
+from lightning_ddp_ext.replicas.replica import Replicas
 
 
 class BufferMerger:
@@ -99,11 +99,6 @@ class BufferMerger:
 
 def _has_mean(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
-
-
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have the same values; nan equals nan."""
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _write_mean(buffer: Tensor, values: Sequence[Tensor], factors: Sequence[float]) -> None:

@@ -1,38 +1,32 @@
 """Metrics that several replicas update."""
 
-from collections.abc import Sequence
-from typing import Any
-import torch
-from torch import Tensor
-from lightning_ddp_ext.batches.containers import to_device
 import copy
 import warnings
-from collections.abc import Callable
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from torch import nn
-from torchmetrics import MaxMetric
-from torchmetrics import Metric
-from torchmetrics import MetricCollection
-from torchmetrics import MinMetric
-from torchmetrics import SumMetric
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
+
 from lightning_ddp_ext._compat.torch import HOOKS
-from lightning_ddp_ext._compat.torchmetrics import compute_over
-from lightning_ddp_ext._compat.torchmetrics import forget_compute_groups
-from lightning_ddp_ext._compat.torchmetrics import has_mergeable_state
-from lightning_ddp_ext._compat.torchmetrics import last_forward_value
-from lightning_ddp_ext._compat.torchmetrics import merge_states
-from lightning_ddp_ext._compat.torchmetrics import move_keeping_dtype
-from lightning_ddp_ext._compat.torchmetrics import read_state
-from lightning_ddp_ext._compat.torchmetrics import record_calls
-from lightning_ddp_ext._compat.torchmetrics import restore_compute_groups
-from lightning_ddp_ext._compat.torchmetrics import set_forward_value
-from lightning_ddp_ext._compat.torchmetrics import take_dtype
-from lightning_ddp_ext._compat.torchmetrics import write_state
-from lightning_ddp_ext.batches.containers import items
-from lightning_ddp_ext.batches.containers import map_items
+from lightning_ddp_ext._compat.torchmetrics import (
+    compute_over,
+    forget_compute_groups,
+    has_mergeable_state,
+    last_forward_value,
+    merge_states,
+    move_keeping_dtype,
+    read_state,
+    record_calls,
+    restore_compute_groups,
+    set_forward_value,
+    take_dtype,
+    write_state,
+)
+from lightning_ddp_ext.batches.containers import items, map_items, to_device
 from lightning_ddp_ext.replicas.replica import Replicas
 
 

@@ -1,23 +1,18 @@
 """Replicas of a module on several devices."""
 
 import functools
+import operator
 import types
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-import torch
-from collections.abc import Callable
-from torch import Tensor
-from torch import nn
-from lightning_ddp_ext._compat.torch import STRUCTURE
-from lightning_ddp_ext._compat.torch import copy_all_
-from lightning_ddp_ext.distributed.flat_tensors import send_all
-import operator
-from collections.abc import Iterator
-from collections.abc import Sequence
-from lightning_ddp_ext._compat.torch import add_all_
-from lightning_ddp_ext._compat.torch import has_gradient_hooks
-from lightning_ddp_ext.errors import UnsupportedFeatureError
 
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_ext._compat.torch import STRUCTURE, add_all_, copy_all_, has_gradient_hooks
+from lightning_ddp_ext.distributed.flat_tensors import send_all
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 _MAX_DEPTH = 4
 _MAX_LENGTH = 10_000

@@ -1,46 +1,29 @@
 """A step of the LightningModule on several replicas."""
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.profilers import SimpleProfiler
-from lightning_ddp_ext.replicas.workers import current_replica
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimpleProfiler
 from torch import Tensor
-from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
-from lightning_ddp_ext._compat.lightning import adopt_device
-from lightning_ddp_ext._compat.lightning import data_hook_owner
+
+from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device, data_hook_owner
 from lightning_ddp_ext._compat.loaders import is_list_of_batches
-from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.replicas.logged_values import LogReplay
-from lightning_ddp_ext.replicas.metrics import MetricFolder
-from lightning_ddp_ext.replicas.metrics import copy_metric
-from lightning_ddp_ext.batches.splitting import rows_of_graphs
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
-from lightning_ddp_ext.batches.splitting import batch_size_of
-from lightning_ddp_ext.batches.splitting import split_batch
-from lightning_ddp_ext.batches.weights import WeightBy
-from lightning_ddp_ext.batches.weights import combination_weights
+from lightning_ddp_ext.batches.splitting import batch_size_of, rows_of_graphs, split_batch
+from lightning_ddp_ext.batches.weights import WeightBy, combination_weights
+from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.replicas.attributes import AttributeMirror
-from lightning_ddp_ext.replicas.buffers import BatchNormObserver
-from lightning_ddp_ext.replicas.buffers import BufferMerger
-from lightning_ddp_ext.replicas.shared_state import OptimizerSettings
-from lightning_ddp_ext.replicas.shared_state import SharedParametrizationCache
-from lightning_ddp_ext.replicas.shared_state import SharedGenerator
+from lightning_ddp_ext.replicas.buffers import BatchNormObserver, BufferMerger
+from lightning_ddp_ext.replicas.logged_values import LogReplay
+from lightning_ddp_ext.replicas.metrics import MetricFolder, copy_metric
 from lightning_ddp_ext.replicas.replica import Replicas
-from lightning_ddp_ext.replicas.workers import ReplicaWorkers
-from lightning_ddp_ext.replicas.workers import Timer
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.replicas.shared_state import OptimizerSettings, SharedGenerator, SharedParametrizationCache
+from lightning_ddp_ext.replicas.workers import ReplicaWorkers, Timer, current_replica
 
 
 def watches_one_thread(trainer: Trainer) -> bool:

@@ -1,17 +1,17 @@
 """State that all replicas of a process share: RNG, parametrization caches, optimizer settings."""
 
 import warnings
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.optim import Optimizer
+
 from lightning_ddp_ext._compat.torch import parametrization_cache
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from typing import Any
-from torch import Tensor
-from torch.optim import Optimizer
 
 
 class SharedGenerator:

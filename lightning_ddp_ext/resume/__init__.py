@@ -1,1 +1,1 @@
-"""TODO."""
+"""Exact resuming: RNG state, the position in the data, preemption, and checkpoint files."""

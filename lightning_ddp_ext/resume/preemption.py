@@ -1,25 +1,23 @@
 """Leaving a run together when a process is told to end, so that it can be resumed where it was."""
 
+import atexit
 import os
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from torch.utils.data import DataLoader
-import atexit
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_ddp_ext._compat.loops import preemption_path
-from lightning_ddp_ext._compat.loops import replace_signal_handling
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext._compat.loops import preemption_path, replace_signal_handling
 
 _SEEDS_WORKERS = "PL_SEED_WORKERS"  # what `seed_everything(workers=True)` leaves for Lightning
 

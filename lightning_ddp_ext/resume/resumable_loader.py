@@ -7,9 +7,9 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.loaders import combination_mode, has_state
-from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.strategies.sample_counts import CountedCombinedLoader, combine_counted
+from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, combine_counted
+from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
 
 POSITION = "position"
 WORLD_SIZE = "world_size"

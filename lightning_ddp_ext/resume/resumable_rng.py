@@ -8,12 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.resume.rng_state import capture_states, find_generators, restore_states
-from lightning_ddp_ext.resume.rng_state import capture_random_states, restore_random_states
+from lightning_ddp_ext.ranks.sample_counts import LOOKAHEAD
+from lightning_ddp_ext.resume.rng_state import (
+    capture_random_states,
+    capture_states,
+    find_generators,
+    restore_random_states,
+    restore_states,
+)
 
 T = TypeVar("T")
-
-LOOKAHEAD = 2  # batches that are fetched before they are needed, at most: one by the loop, one by a vote of the ranks
 
 
 @dataclass(frozen=True, slots=True)

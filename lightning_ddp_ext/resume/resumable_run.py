@@ -22,11 +22,11 @@ from lightning_ddp_ext._compat.resuming import (
     restore_training_data,
     resume_training_data,
 )
-from lightning_ddp_ext.resume.resumable_rng import FetchRecord, RepeatableFetches
+from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_different
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.preemption import Departure
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
-from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_different
+from lightning_ddp_ext.resume.resumable_rng import FetchRecord, RepeatableFetches
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 

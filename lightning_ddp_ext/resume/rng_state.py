@@ -1,21 +1,16 @@
 """RNG state of a process and of its data loaders."""
 
+import base64
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
 import numpy
 import torch
 from torch import Tensor
-import base64
-from collections.abc import Iterable
-from collections.abc import Sequence
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset
-from torch.utils.data import DistributedSampler
-from torch.utils.data import Sampler
-
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 _PYTHON_WORDS = 625  # of the Mersenne Twister: 624 and the index of the next one
 _NUMPY_WORDS = 624

@@ -1,39 +1,31 @@
 """The strategy `balanced_dp`: one process, several devices, one chunk of each batch per replica."""
 
-from typing import Any
-from typing import TypeVar
-import torch
-from lightning.pytorch.strategies import ParallelStrategy
-from torch import Tensor
-from typing_extensions import override
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.strategies.base import DataOnlyLoading
-from lightning_ddp_ext.strategies.base import Registered
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
+
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.clusters.process_group_options import check_objects
-from lightning_ddp_ext.replicas.balance import BatchSplit
-from lightning_ddp_ext.replicas.replicated_step import CombinedLoss
-from lightning_ddp_ext.replicas.replicated_step import BatchRecord
-from lightning_ddp_ext.replicas.replicated_step import ReplicatedModule
-from lightning_ddp_ext.replicas.replicated_step import ScatteredBatch
-from lightning_ddp_ext.strategies.base import SkipWarning
 from lightning_ddp_ext.batches.splitting import gather
-from lightning_ddp_ext.batches.weights import WeightBy
-from lightning_ddp_ext.batches.weights import check_weight_by
-
+from lightning_ddp_ext.batches.weights import SkipWarning, WeightBy, check_weight_by
+from lightning_ddp_ext.clusters.process_group_options import check_objects
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.replicas.balance import BatchSplit
+from lightning_ddp_ext.replicas.replicated_step import BatchRecord, CombinedLoss, ReplicatedModule, ScatteredBatch
+from lightning_ddp_ext.strategies.base import DataOnlyLoading, Registered
 
 T = TypeVar("T")
 

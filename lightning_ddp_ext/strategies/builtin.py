@@ -8,9 +8,9 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStra
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import as_timeout, check_choice
+from lightning_ddp_ext.clusters.process_group_options import Connection, check_start_method, device_type_of
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.strategies.base import DataOnlyLoading
-from lightning_ddp_ext.clusters.process_group_options import Connection, check_start_method, device_type_of
 
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 

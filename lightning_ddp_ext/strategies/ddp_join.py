@@ -16,13 +16,13 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import leaves_out_backward
-from lightning_ddp_ext.join.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.training_state import StepMirror
 from lightning_ddp_ext.join.combined_loader import InjectedRank, RankedLoader, unpad
+from lightning_ddp_ext.join.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.join.shadow_steps import Lockstep
-from lightning_ddp_ext.strategies.base import widened
+from lightning_ddp_ext.join.training_state import StepMirror
 from lightning_ddp_ext.reducer.comm_hooks import takes_group
+from lightning_ddp_ext.strategies.base import widened
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 

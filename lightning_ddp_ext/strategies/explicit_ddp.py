@@ -1,71 +1,46 @@
 """One process per device; gradients are synchronised explicitly, after any backward pass."""
 
-from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
-from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
-from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointingPolicy
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from contextlib import ExitStack
-from contextlib import contextmanager
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
+
 from lightning_ddp_ext._compat.lightning import surround_launch
-from lightning_ddp_ext._compat.loaders import replace_loaders
-from lightning_ddp_ext._compat.loaders import restore_loaders
-from lightning_ddp_ext._compat.loaders import restore_preparation
+from lightning_ddp_ext._compat.loaders import keep_batch_samplers, replace_loaders, restore_loaders, restore_preparation
 from lightning_ddp_ext._compat.loops import restore_signal_handling
-from lightning_ddp_ext._validation import as_timeout
-from lightning_ddp_ext._validation import check_bucket_cap
-from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
-from lightning_ddp_ext.resume.checkpoint_files import AtomicSaving
-from lightning_ddp_ext.strategies.base import DataOnlyLoading
-from lightning_ddp_ext.clusters.process_group_options import Connection
-from lightning_ddp_ext.clusters.process_group_options import StartMethod
-from lightning_ddp_ext.clusters.process_group_options import check_objects
-from lightning_ddp_ext.clusters.process_group_options import choose_start_method
-from lightning_ddp_ext._compat.loaders import keep_batch_samplers
-from lightning_ddp_ext.strategies.sample_counts import BatchSamples
-from lightning_ddp_ext.strategies.sample_counts import combine_counted
-from lightning_ddp_ext.resume.preemption import shield_workers
-from lightning_ddp_ext.resume.preemption import leave_at_once
-from lightning_ddp_ext.strategies.base import widened
-from lightning_ddp_ext.resume.resumable_run import RANKS
-from lightning_ddp_ext.resume.resumable_run import ResumableRun
-from lightning_ddp_ext.strategies.stall_watch import StallWatch
-from lightning_ddp_ext.strategies.synchronized_step import SynchronizedStep
-from lightning_ddp_ext.strategies.synchronized_step import check_weighable
-from lightning_ddp_ext.strategies.sample_counts import WeightedLogging
-from lightning_ddp_ext.batches.weights import WeightBy
-from lightning_ddp_ext.batches.weights import check_weight_by
-from lightning_ddp_ext.consistency.setups import compare_setups
-from lightning_ddp_ext.consistency.setups import describe_arguments
-from lightning_ddp_ext.consistency.setups import describe_versions
-from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_integer, refuse_unknown
+from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
+from lightning_ddp_ext.batches.weights import WeightBy, check_weight_by
+from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, check_objects, choose_start_method
+from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
+from lightning_ddp_ext.distributed.rank_reports import describe_versions
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, WeightedLogging, combine_counted
+from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.reducer.comm_hooks import CommHook
-from lightning_ddp_ext.strategies.base import Registered
-from lightning_ddp_ext._validation import refuse_unknown
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.resume.checkpoint_files import AtomicSaving
+from lightning_ddp_ext.resume.preemption import leave_at_once, shield_workers
+from lightning_ddp_ext.resume.resumable_run import RANKS, ResumableRun
+from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
+from lightning_ddp_ext.strategies.base import DataOnlyLoading, Registered, widened
+from lightning_ddp_ext.strategies.synchronized_step import SynchronizedStep, check_weighable
 
 
 class Recomputing:

@@ -1,33 +1,27 @@
 """The training step of one rank: weighted micro-batches and synchronised backward passes."""
 
-from collections.abc import Callable
-from typing import Any
-from lightning.pytorch import LightningModule
-from lightning.pytorch import Trainer
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from lightning_ddp_ext.errors import UnsynchronizedGradientsError
-from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 import warnings
-from collections.abc import Generator
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
+
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.optim import LBFGS
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import leaves_out_backward
-from lightning_ddp_ext.join.lockstep_loader import Votes
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.strategies.sample_counts import BatchSamples
-from lightning_ddp_ext.resume.resumable_run import ResumableRun
-from lightning_ddp_ext.strategies.base import SkipWarning
-from lightning_ddp_ext.batches.weights import GradientWeights
-from lightning_ddp_ext.batches.weights import WeightBy
+from lightning_ddp_ext.batches.weights import GradientWeights, SkipWarning, WeightBy
 from lightning_ddp_ext.distributed.exchange import gather_integer
+from lightning_ddp_ext.errors import UnsupportedFeatureError, UnsynchronizedGradientsError
+from lightning_ddp_ext.join.lockstep_loader import Votes
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.resume.resumable_run import ResumableRun
 
 
 class StepGuard:

@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.callbacks import ReplicaConsistency
-from lightning_ddp_ext.errors import ReplicaMismatchError
 from lightning_ddp_ext.distributed.exchange import gather_objects
+from lightning_ddp_ext.errors import ReplicaMismatchError
 from tests.parity import CLASSES, FEATURES, dataset, quiet_trainer
 
 STEPS = 6

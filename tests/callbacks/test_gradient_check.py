@@ -14,7 +14,7 @@ from lightning_ddp_ext.callbacks import GradientCheck
 from tests.callbacks import gradient_check_ranks as ranks
 from tests.callbacks.gradient_check_modules import CASES, SIZES, Drawing, Plain, SingleLoss, expected_weights, loader
 from tests.parity import quiet_trainer
-from tests.processes import run_processes
+from tests.support.processes import run_processes
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}  # as torchrun does
 ON_RANKS = [

@@ -5,11 +5,11 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.callbacks import JoinReport
-from lightning_ddp_ext.callbacks.plots import draw_ranks
 from lightning_ddp_ext.callbacks.join_report import RankRecord
+from lightning_ddp_ext.callbacks.plots import draw_ranks
 from tests.callbacks import join_ranks as ranks
 from tests.parity import Classifier, dataset, quiet_trainer
-from tests.processes import run_processes
+from tests.support.processes import run_processes
 
 
 def test_a_picture_of_no_known_kind_is_refused():

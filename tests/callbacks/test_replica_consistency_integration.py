@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.processes import run_processes
+from tests.support.processes import run_processes
 
 from . import consistency_ranks as ranks
 

@@ -4,11 +4,11 @@ import socket
 from pathlib import Path
 
 import lightning_ddp_ext.cli.main  # noqa: F401  once for all that are forked
-from lightning_ddp_ext.distributed.bandwidth import SIZES
 from lightning_ddp_ext.clusters.slurm import candidate_ports
-from lightning_ddp_ext.testing.ports import free_port
-from tests.network import rank_server
-from tests.network.rank_programs import diagnose
+from lightning_ddp_ext.distributed.bandwidth import SIZES
+from tests.distributed import rank_server
+from tests.distributed.rank_programs import diagnose
+from tests.support.rank_processes.ports import free_port
 
 CPU = "trainer.accelerator=cpu"
 TASK = {

@@ -17,10 +17,8 @@ from lightning_ddp_ext import (
     ManualEnvironment,
 )
 from lightning_ddp_ext.callbacks import BalanceReport, GradientCheck, JoinReport, ReplicaConsistency
-from lightning_ddp_ext.demo.byte_text import StdlibStream
-from lightning_ddp_ext.demo.byte_text import ByteTransformer, StdlibText
-from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
-from lightning_ddp_ext.demo.digits import SlowedDigitsCNN
+from lightning_ddp_ext.demo.byte_text import ByteTransformer, StdlibStream, StdlibText
+from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData, SlowedDigitsCNN
 from lightning_ddp_ext.strategies.builtin import ddp_strategy, fsdp_strategy
 from tests.cli.judging import MUTATIONS, SEED, SHARE, report
 from tests.cli.mutations import draw_arguments

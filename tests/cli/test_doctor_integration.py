@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.cli.doctor_programs import CPU, is_healthy, play_doctor
-from tests.processes import run_processes
+from tests.support.processes import run_processes
 
 SOON = 30.0  # seconds; a situation whose problem is known at once takes one or two
 

@@ -8,6 +8,8 @@ from hydra.types import RunMode
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from omegaconf import OmegaConf
 
+from lightning_ddp_ext.cli.errors import LaunchError
+from lightning_ddp_ext.cli.sweep import needs_processes_of_its_own
 from lightning_ddp_ext.cli.validation import (
     check_folder,
     check_launcher,
@@ -16,8 +18,6 @@ from lightning_ddp_ext.cli.validation import (
     has_process_group,
     is_started_alone,
 )
-from lightning_ddp_ext.cli.errors import LaunchError
-from lightning_ddp_ext.cli.sweep import needs_processes_of_its_own
 
 SCRIPT = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2",

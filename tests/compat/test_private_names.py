@@ -19,13 +19,13 @@ from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext._compat import loaders as compat_loaders
 from lightning_ddp_ext._compat import loops as compat_loops
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.strategies import balanced_dp, ddp_checkpoint, explicit_ddp, single_process, upstream
+from lightning_ddp_ext.strategies import balanced_dp, builtin, ddp_checkpoint, explicit_ddp
 
 
 def test_the_table_of_private_strategy_hooks_names_those_that_exist_and_are_used():
     for name in compat_lightning.PRIVATE_STRATEGY_NAMES:
         assert hasattr(ParallelStrategy, name) or name in inspect.getsource(ParallelStrategy.__init__)
-        assert name in inspect.getsource(single_process)
+        assert name in inspect.getsource(balanced_dp)
         assert name in compat_lightning.__doc__
 
 
@@ -38,7 +38,7 @@ def test_strategies_use_no_other_private_name_of_lightning():
     }
 
     used = set()
-    for module in (single_process, balanced_dp, explicit_ddp, ddp_checkpoint, upstream):
+    for module in (balanced_dp, explicit_ddp, ddp_checkpoint, builtin):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Attribute | ast.FunctionDef):
                 used.add(node.attr if isinstance(node, ast.Attribute) else node.name)
@@ -48,7 +48,7 @@ def test_strategies_use_no_other_private_name_of_lightning():
 def test_the_last_call_of_the_trainers_constructor_lets_a_strategy_refuse():
     called = []
 
-    class Refusing(single_process.SingleProcessStrategy):
+    class Refusing(balanced_dp.SingleProcessStrategy):
         def _configure_launcher(self):
             called.append((self.parallel_devices, self._layer_sync is not None))
 
@@ -197,7 +197,7 @@ def test_the_trainer_knows_an_interactive_session(monkeypatch):
 
 def test_a_trainer_reads_the_accelerator_of_a_strategy_before_its_other_settings():
     """`OneTrainerStrategy` relies on it; nothing but a Trainer's constructor reads the private name."""
-    strategy = single_process.SingleProcessStrategy()
+    strategy = balanced_dp.SingleProcessStrategy()
     Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
     with pytest.raises(UnsupportedFeatureError, match="Create a new strategy for each Trainer"):
         Trainer(strategy=strategy, accelerator="cpu", precision="64-true", plugins=[LightningEnvironment()])

@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 
-from lightning_ddp_ext.testing.ports import free_port
-from tests.network import rank_server
+from tests.distributed import rank_server
 from tests.strategies.fault_ranks import (
     CHECKPOINTS,
     GO_ON,
@@ -24,6 +23,7 @@ from tests.strategies.fault_ranks import (
     list_broken_checkpoints,
     train,
 )
+from tests.support.rank_processes.ports import free_port
 
 _DISK = "1500k"  # room for some checkpoints
 _CUT = 4.0  # seconds
@@ -106,7 +106,7 @@ def run_fault(
         fault: What goes wrong.
         folder: An empty folder.
         limit: The stall limit in seconds.
-        hosts: Hosts 1 and 2 of `tests.network.hosts`, for cut links; None for processes of this machine.
+        hosts: Hosts 1 and 2 of `tests.distributed.hosts`, for cut links; None for processes of this machine.
         port: A free port, on hosts.
         options: Other arguments of `fault_ranks.train`.
     """

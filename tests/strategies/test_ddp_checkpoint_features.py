@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.processes import run_processes
 from tests.strategies import feature_ranks as ranks
+from tests.support.processes import run_processes
 
 MISMATCHES = {
     "different modules": "`network.2.weight` is",

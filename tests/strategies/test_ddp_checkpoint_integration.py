@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from tests.processes import run_processes
 from tests.strategies import ddp_ranks as ranks
 from tests.strategies.ddp_modules import (
     Adam,
@@ -31,6 +30,7 @@ from tests.strategies.ddp_modules import (
     count_tokens,
 )
 from tests.strategies.ddp_ranks import Case
+from tests.support.processes import run_processes
 
 UNEVEN = [[3, 5, 2, 4, 6], [1, 2, 7, 4, 3]]
 EVEN = [[4] * 5, [4] * 5]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_processes
 from tests.strategies import ddp_runs as ranks
+from tests.support.processes import run_processes
 
 HERE = Path(__file__).parent
 

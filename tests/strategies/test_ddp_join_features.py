@@ -7,10 +7,10 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from lightning_ddp_ext import DDPJoinStrategy
-from tests.processes import run_processes
 from tests.strategies.join_cases import batch_samplers, changing, evaluation, run_cases
 from tests.strategies.join_cases import samplers as own_samplers
 from tests.strategies.join_ranks import samples
+from tests.support.processes import run_processes
 
 RANKS = range(3)
 

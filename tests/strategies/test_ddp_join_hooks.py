@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_processes
 from tests.strategies import ghost_hook_ranks as ranks
+from tests.support.processes import run_processes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ddp_join.md").read_text()
 ROWS = re.findall(r"^\| (`on_before_batch_transfer`.*?|`\w+`.*?) \| (yes|\*\*no\*\*) \|", PAGE, re.MULTILINE)

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from tests.processes import run_processes
 from tests.strategies import join_ranks as ranks
 from tests.strategies.join_ranks import Case
+from tests.support.processes import run_processes
 
 CASES = [
     *[

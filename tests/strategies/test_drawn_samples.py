@@ -6,8 +6,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPCheckpointStrategy
-from tests.processes import run_processes
 from tests.strategies import drawn_ranks as ranks
+from tests.support.processes import run_processes
 
 COUNTED = [case for case in ranks.CASES if not case.endswith("along another dimension")]
 

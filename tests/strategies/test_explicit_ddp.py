@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ExplicitDDPStrategy
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.strategies.stall_watch import StallWatch
+from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from tests.parity import quiet_trainer
 
 

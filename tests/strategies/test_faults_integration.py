@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import skip
-from tests.network.hosts import Hosts, reason_to_skip
-from tests.processes import run_processes
+from tests.distributed.hosts import Hosts, reason_to_skip
 from tests.strategies.fault_ranks import FAULTS, GO_ON, OF_LINKS, WHEN
 from tests.strategies.fault_runs import Fault, become_subreaper, list_faults, run_fault
+from tests.support.processes import run_processes
 
 LIMIT = 6.0  # seconds without a sign of life
 MORE = 10.0  # seconds that all ranks may take beyond the limit

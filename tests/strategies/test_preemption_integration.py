@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.processes import run_processes
 from tests.strategies import preemption_ranks as ranks
 from tests.strategies import redealing_ranks as redealing
 from tests.strategies.preemption_cases import CASES, SAVED, SAVED_WITHIN
+from tests.support.processes import run_processes
 
 pytestmark = pytest.mark.timeout(600)
 

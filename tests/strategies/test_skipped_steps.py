@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.processes import run_processes
 from tests.strategies import skipping_ranks as ranks
+from tests.support.processes import run_processes
 
 ALL = {**ranks.CASES, **ranks.UNEVEN}
 

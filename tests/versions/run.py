@@ -26,7 +26,7 @@ _PYTEST = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "
 CHECKS: dict[str, list[str]] = {
     "import": ["-c", "import lightning_ddp_ext"],
     "private names": [*_PYTEST, "tests/compat"],
-    "uneven phase": [*_PYTEST, "tests/parallel/test_tail_integration.py"],
+    "uneven phase": [*_PYTEST, "tests/join/test_active_ranks_integration.py"],
     "parity": [
         *_PYTEST,
         "tests/strategies/test_balanced_dp_gradients.py",

@@ -1,0 +1,142 @@
+"""Where a watch over all ranks meets the Trainer: every strategy with a process per device has one."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+
+from lightning_ddp_ext._compat.collectives import cloned_store, is_lost_connection
+from lightning_ddp_ext._compat.lightning import is_exit, is_planned_end
+from lightning_ddp_ext._validation import as_timeout
+from lightning_ddp_ext.distributed.watchdog import Interruption, RunWatch
+from lightning_ddp_ext.errors import DDPExtError, OtherRankError
+
+_PHASES = {
+    RunningStage.TRAINING: "training",
+    RunningStage.SANITY_CHECKING: "sanity check",
+    RunningStage.VALIDATING: "validation",
+    RunningStage.TESTING: "test",
+    RunningStage.PREDICTING: "prediction",
+}
+
+# Of this process, so the same on every rank: all make the same runs.
+_numbers = itertools.count()
+
+
+class StallWatch:
+    """Ends the run on every rank when one of them fails, is gone, or gives no sign of life; nothing is added to a step.
+
+    Args:
+        limit: Time without a sign of life after which a rank counts as stalled, a timedelta or seconds; None for never.
+
+    Attributes:
+        limit: The same.
+        has_exited: Whether this rank ends the run with `sys.exit()`, maybe alone.
+
+    Raises:
+        TypeError: If the limit is no time.
+        ValueError: If the limit is not above 0.
+    """
+
+    def __init__(self, limit: timedelta | float | None) -> None:
+        self.limit = None if limit is None else as_timeout("stall_timeout", limit)
+        self.has_exited = False
+        self._watch: RunWatch | None = None
+
+    def start(self, trainer: Trainer) -> None:
+        """Begin to watch, if there is another rank; when the process group has been made.
+
+        Args:
+            trainer: The Trainer of the run.
+        """
+        self.stop()
+        self.has_exited = False
+        number = next(_numbers)
+        # MPI connects processes without a store.
+        if trainer.world_size == 1 or not dist.is_initialized() or dist.get_backend() == dist.Backend.MPI:
+            return
+        group = dist.group.WORLD
+        assert group is not None
+        self._watch = RunWatch(
+            dist.PrefixStore(f"watch/{number}", cloned_store(group)),
+            dist.get_rank(),
+            dist.get_world_size(),
+            None if self.limit is None else self.limit.total_seconds(),
+            lambda: describe_position(trainer),
+            lambda: _finalize(trainer),
+        )
+        self._watch.start()
+
+    def stop(self) -> None:
+        """End with the run."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = None
+
+    def failure(self) -> str | None:
+        """Return what any rank has failed of, or None."""
+        return None if self._watch is None else self._watch.failure
+
+    def others_come(self) -> bool:
+        """Tell whether this rank may wait for the others: not after a failure, nor when it ends the run by itself."""
+        return self.failure() is None and not self.has_exited
+
+    def on_failure(self, wake: Callable[[], None]) -> None:
+        """Have something called in a thread of this rank, in this run, when any rank has failed.
+
+        Args:
+            wake: Wakes a main thread that waits for a rank without a process group.
+        """
+        if self._watch is not None:
+            self._watch.wakers.append(wake)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Tell other ranks of an error that leaves a block, or say which rank it comes from.
+
+        Raises:
+            OtherRankError: Where this rank only sees that a connection is gone, or was made to end.
+        """
+        try:
+            yield
+        except BaseException as error:
+            watch = self._watch
+            if watch is None or is_planned_end(error):
+                raise
+            self.has_exited = is_exit(error)
+            if self.has_exited:
+                raise
+            if isinstance(error, Interruption) or (is_lost_connection(error) and not isinstance(error, DDPExtError)):
+                raise OtherRankError(watch.explain(error)) from error
+            watch.fail(error)
+            raise
+
+
+def describe_position(trainer: Trainer) -> Mapping[str, Any]:
+    """Return the step and the phase of a run, in words.
+
+    Args:
+        trainer: The Trainer of the run; only attributes are read, from any thread.
+    """
+    stage = trainer.state.stage
+    phase = _PHASES.get(stage, "set-up") if stage is not None else "set-up"
+    if stage == RunningStage.TRAINING:
+        phase += f", batch {trainer.fit_loop.epoch_loop.batch_idx}"
+    elif stage is not None and stage.evaluating:
+        loop = trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == TrainerFn.FITTING else trainer.validate_loop
+        loop = trainer.test_loop if stage == RunningStage.TESTING else loop
+        phase += f", batch {max(0, loop.batch_progress.current.ready - 1)}"
+    if getattr(trainer.strategy, "is_ghost", False):
+        phase += ", ghost step"
+    return {"step": trainer.global_step, "phase": phase}
+
+
+def _finalize(trainer: Trainer) -> None:
+    for logger in trainer.loggers:
+        with contextlib.suppress(Exception):  # the process ends in any case
+            logger.finalize("failed")

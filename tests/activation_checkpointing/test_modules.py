@@ -1,0 +1,150 @@
+"""A module whose parts are recomputed stays what it is."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
+from tests.activation_checkpointing.recomputed_models import (
+    STEPS,
+    Block,
+    Transformer,
+    difference,
+    segments_of,
+    tokens,
+    train,
+    vectors,
+    with_segments,
+)
+
+
+def test_names_keys_classes_and_signatures_do_not_change():
+    model = Transformer()
+    recomputing, _ = with_segments(model, Block)
+    assert [name for name, _ in recomputing.named_modules()] == [name for name, _ in model.named_modules()]
+    assert list(recomputing.state_dict()) == list(model.state_dict())
+    assert type(recomputing.blocks[0]) is Block
+    assert str(recomputing) == str(model)
+    assert inspect.signature(recomputing.blocks[0].forward) == inspect.signature(model.blocks[0].forward)
+
+
+def test_removal_restores_the_module():
+    def own_forward(hidden, scale):
+        return hidden * scale
+
+    model = Transformer()
+    model.blocks[1].forward = own_forward
+    before = [dict(module.__dict__) for module in model.modules()]
+    checkpointing = ActivationCheckpointing(Block)
+    checkpointing.apply(model)
+    checkpointing.apply(model)
+    ActivationCheckpointing({Block}).apply(model)
+    model(tokens()).sum().backward()
+    assert [block.calls for block in model.blocks] == [2, 0, 2]
+    checkpointing.remove(model)
+    for block in model.blocks:
+        block.calls = 0
+    assert [dict(module.__dict__) for module in model.modules()] == before
+
+
+def test_a_deep_copy_recomputes_with_its_own_parameters():
+    recomputing, checkpointing = with_segments(Transformer().double(), Block)
+    twin = copy.deepcopy(recomputing)
+    reference = copy.deepcopy(recomputing)
+    checkpointing.remove(reference)
+    assert not segments_of(reference)
+    for parameter in recomputing.parameters():
+        parameter.data.fill_(float("nan"))
+    assert difference(train(twin, tokens), train(reference, tokens)) < 1e-12
+    assert [block.calls for block in twin.blocks] == [2 * STEPS] * 3
+    assert [block.calls for block in recomputing.blocks] == [0, 0, 0]
+    assert checkpointing.report.memory is None  # the copy is not what was asked about
+
+
+def tenfold(hidden, scale):
+    return 10 * hidden
+
+
+def test_a_pickled_module_is_an_ordinary_one():
+    recomputing, _ = with_segments(Transformer(), Block)
+    recomputing.blocks[1].forward = tenfold
+    ActivationCheckpointing(Block).apply(recomputing)
+    for loaded in (pickle.loads(pickle.dumps(recomputing)), saved_and_loaded(recomputing)):
+        assert not segments_of(loaded)
+        assert loaded.blocks[1].forward is tenfold
+        batch = tokens()
+        assert torch.equal(loaded.eval()(batch), recomputing.eval()(batch))
+        loaded.train()(batch).sum().backward()
+        assert loaded.blocks[0].calls == recomputing.blocks[0].calls + 1
+        recomputing.blocks[0].calls = 0
+    assert b"lightning_ddp_ext.parallel" not in pickle.dumps(recomputing)
+
+
+def saved_and_loaded(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_outermost_modules_become_segments_once_and_the_root_never():
+    model = nn.Sequential(
+        nn.Sequential(nn.Sequential(nn.Linear(2, 2))), nn.ModuleList([nn.Linear(2, 2)]), nn.Identity()
+    )
+    model.append(model[0])
+    ActivationCheckpointing({nn.Sequential, nn.Linear, nn.ModuleList}).apply(model)
+    assert segments_of(model) == ["0", "1.0"]
+
+
+def test_hooks_of_a_segment_run_once_and_those_below_it_again():
+    recomputing, _ = with_segments(Transformer(blocks=1), Block)
+    calls = []
+    recomputing.blocks[0].register_forward_hook(lambda *_: calls.append("segment"))
+    recomputing.blocks[0].register_full_backward_hook(lambda *_: calls.append("backward"))
+    recomputing.blocks[0].attention.register_forward_hook(lambda *_: calls.append("below"))
+    recomputing(tokens()).sum().backward()
+    assert calls == ["below", "segment", "below", "backward"]
+
+
+class Odd(nn.Module):
+    """Takes and returns more than tensors, under names that torch's checkpoint has too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, pair, *, debug=False, use_reentrant=None, context_fn="own"):
+        first, second = pair["first"], pair["second"]
+        return {"sum": self.layer(first).tanh() + second, "text": context_fn, "nothing": use_reentrant, "debug": debug}
+
+
+def test_arguments_and_outputs_may_be_of_any_kind():
+    model = nn.ModuleDict({"odd": Odd()}).double()
+    ActivationCheckpointing(Odd).apply(model)
+    first, second = vectors(), vectors().requires_grad_()
+    outputs = model["odd"]({"first": first, "second": second}, debug=True)
+    assert {**outputs, "sum": None} == {"sum": None, "text": "own", "nothing": None, "debug": True}
+    outputs["sum"].sum().backward()
+    assert torch.equal(second.grad, torch.ones_like(second))
+    expected = torch.autograd.grad(model["odd"].layer(first).tanh().sum(), model["odd"].layer.weight)[0]
+    torch.testing.assert_close(model["odd"].layer.weight.grad, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_module_that_recomputes_parts_itself_keeps_its_gradients(use_reentrant):
+    class Own(Block):
+        def forward(self, hidden, *, scale=1.0):
+            hidden = hidden + checkpoint(self.feed_forward, hidden, use_reentrant=use_reentrant)
+            return super().forward(hidden, scale=scale)
+
+    model = Transformer().double()
+    model.blocks = nn.ModuleList(Own() for _ in range(2)).double()
+    recomputing, checkpointing = with_segments(model, Own)
+    assert difference(train(recomputing, tokens), train(model, tokens)) < 1e-12
+    assert checkpointing.report.memory.saved > 0

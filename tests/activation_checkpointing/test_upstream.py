@@ -1,0 +1,118 @@
+"""Recomputed segments in compiled modules and in models of HuggingFace."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
+from lightning_ddp_ext.errors import ActivationCheckpointingError
+from tests.activation_checkpointing.recomputed_models import (
+    Normalised,
+    difference,
+    segments_of,
+    tokens,
+    train,
+    vectors,
+    with_segments,
+)
+
+
+class Moving(nn.Module):
+    """Computes with a buffer that it then replaces. One changed in place differs by compilation alone (torch 2.13)."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, inputs):
+        torch._dynamo.graph_break()  # ends what is compiled around it, the segment included
+        outputs = inputs.square() * self.codes
+        self.codes = 0.5 * self.codes + inputs.detach().mean(0)
+        return outputs
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's, hidden by itself
+@pytest.mark.parametrize("how", ["wrapped", "in place", "around"])
+@pytest.mark.parametrize("layer", [nn.Identity, lambda: nn.BatchNorm1d(4), Moving])
+def test_compiled_modules_give_the_same_gradients_and_buffers(how, layer):
+    torch.compiler.reset()
+    model = Normalised(layer(), layer()).double()
+    reference = copy.deepcopy(model)
+    if how == "wrapped":
+        model.segments = nn.ModuleList(torch.compile(segment, backend="aot_eager") for segment in model.segments)
+    elif how == "in place":
+        for segment in model.segments:
+            segment.compile(backend="aot_eager")
+    checkpointing = ActivationCheckpointing(nn.Sequential)
+    checkpointing.apply(model)
+    assert list(checkpointing.report.segments.values()) == ["Sequential"] * 2
+    run = torch.compile(model, backend="aot_eager") if how == "around" else model
+    assert difference(train(run, vectors), train(reference, vectors)) < 1e-12
+    for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+    if how != "around":
+        assert checkpointing.report.memory.calls == 2
+    checkpointing.remove(model)
+    assert not segments_of(model)
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config), "transformers.models.gpt2.modeling_gpt2.GPT2Block"
+
+
+def t5():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=11, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config), "transformers.models.t5.modeling_t5.T5Block"
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        attention_dropout=0.2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+
+
+class Loss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch):
+        return self.model(input_ids=batch, labels=batch).loss
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("own", [False, True], ids=["plain", "recomputing itself too"])
+@pytest.mark.parametrize("make", [gpt2, t5, llama])
+def test_models_of_huggingface_keep_their_gradients(make, own):
+    network, path = make()
+    model = Loss(network.double())
+    recomputing, checkpointing = with_segments(model, path)
+    if own:
+        recomputing.model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert difference(train(recomputing, tokens), train(model, tokens)) < 1e-12
+    memory = checkpointing.report.memory
+    assert memory.calls == len(checkpointing.report.segments) >= 2
+    assert list(recomputing.state_dict()) == list(model.state_dict())
+    if not own:
+        assert memory.saved > 0.5 * memory.without
+
+
+def test_a_cache_that_holds_something_is_refused():
+    network, path = gpt2()
+    ActivationCheckpointing(path).apply(network)
+    with torch.no_grad():
+        cache = network(tokens(), use_cache=True).past_key_values
+    with pytest.raises(ActivationCheckpointingError, match="DynamicCache that holds keys and values of 5 tokens"):
+        network(tokens(), past_key_values=cache)

@@ -1,0 +1,1 @@
+"""Tests of `tests.support.rank_processes`."""

@@ -1,0 +1,207 @@
+"""Checks of what becomes of the values of buffers."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from tests.reducer.reducer_checks.checking import batch, check, net, spread, step
+
+
+@check
+def buffers_become_equal_after_every_step() -> tuple[float, float, int]:
+    alone = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
+    together = copy.deepcopy(alone)
+    reducer = GradientReducer(together)
+    starts = [copy.deepcopy(alone) for _ in range(2)]
+    difference = error = 0.0
+    for _ in range(3):
+        for rank, start in enumerate(starts):
+            start.load_state_dict(together.state_dict())
+            start(batch(rank, 3 + 2 * rank))
+        with reducer.synchronize(3 + 2 * dist.get_rank()):
+            together(batch(dist.get_rank(), 3 + 2 * dist.get_rank())).pow(2).mean().backward()
+        mean = (3 * starts[0][1].running_mean + 5 * starts[1][1].running_mean) / 8
+        error = max(error, float((together[1].running_mean - mean).abs().max()))
+        difference = max(difference, *(spread(buffer.double()) for buffer in together.buffers()))
+    return error, difference, int(together[1].num_batches_tracked)
+
+
+@check
+def buffers_become_equal_where_no_rank_counts() -> tuple[float, float]:
+    """Before and after ranks have learned what to send ahead; in the mean all count the same."""
+    module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
+    reducer = GradientReducer(module)
+    norm = module[1]
+    error = difference = 0.0
+    for weight in (0, 1 + dist.get_rank(), 0):
+        module(batch(dist.get_rank()))
+        mean = norm.running_mean.clone()
+        dist.all_reduce(mean)
+        with reducer.synchronize(weight):
+            pass
+        if not weight:
+            error = max(error, float((norm.running_mean - mean / dist.get_world_size()).abs().max()))
+        difference = max(difference, *(spread(buffer.double()) for buffer in module.buffers()))
+    return error, difference
+
+
+@check
+def whole_numbers_come_from_the_first_rank_with_data() -> list[int]:
+    module = net()
+    module.register_buffer("steps", torch.tensor(0))
+    module.register_buffer("mask", torch.tensor([True, False]))
+    module.register_buffer("large", torch.tensor(0))
+    reducer = GradientReducer(module)
+    rank = dist.get_rank()
+    found = []
+    for first in (0, 1, 1, 0):
+        active = rank >= first
+        if active:
+            module.steps += 1 + rank
+            module.mask.logical_not_()
+            module.large.fill_(-(2**62) - 1 - rank)
+        with reducer.synchronize(1 if active else 0):
+            if active:
+                module[0:3](batch(rank)).sum().backward()
+        found.append(int(module.steps))
+    differences = [spread(buffer.long()) for buffer in module.buffers()]
+    return [*found, int(module.large) + 2**62, *map(int, differences)]
+
+
+class SilentStatistics(nn.Module):
+    """Someone else's batch normalisation: torch changes its buffers without counting the change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(6, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, self.weight, training=self.training)
+
+
+@check
+def buffers_that_change_silently() -> float:
+    module = SilentStatistics()
+    reducer = GradientReducer(module)
+    for number in range(8):
+        with reducer.synchronize():
+            module(batch(number + dist.get_rank())).pow(2).sum().backward()
+    return spread(module.mean) + spread(module.var)
+
+
+@check
+def a_state_tells_which_buffers_change_silently() -> list[bool]:
+    """It was noticed in the first steps, and happens again after those in which a resumed reducer would notice it."""
+
+    def run(module: nn.Module, reducer: GradientReducer, steps: range) -> bool:
+        for number in steps:
+            if number % 8 == 0:
+                module.seen.data.add_(1.0 + dist.get_rank())
+            step(reducer, module)
+        return spread(module.seen) == 0.0
+
+    module = net()
+    module.register_buffer("seen", torch.zeros(()))
+    reducer = GradientReducer(module)
+    found = [run(module, reducer, range(4))]
+    for states in ([reducer.state_dict()], []):
+        again = copy.deepcopy(module)
+        resumed = GradientReducer(again)
+        for state in states:
+            resumed.load_state_dict(state)
+        found.append(run(again, resumed, range(4, 9)))
+    return [*found, run(module, reducer, range(4, 9))]
+
+
+@check
+def buffers_without_changes_cost_nothing() -> list[int]:
+    module = net()
+    module.register_buffer("table", torch.randn(10))
+    reducer = GradientReducer(module)
+    with reducer.synchronize():
+        module(batch(dist.get_rank())).sum().backward()
+    return list(reducer._buffers._expected)
+
+
+@check
+def parameters_and_buffers_start_as_the_first_ranks() -> float:
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).half())
+    module[1].running_mean.normal_()
+    GradientReducer(module)
+    return max(spread(tensor.double()) for tensor in module.state_dict().values())
+
+
+@check
+def buffers_of_many_kinds() -> list[str]:
+    module = net()
+    kinds = [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex64",
+        "int64",
+        "uint8",
+        "bool",
+        "int8",
+        "float8_e4m3fn",
+    ]
+    for kind in kinds:
+        module.register_buffer(f"of_{kind}", torch.zeros(3).to(getattr(torch, kind)))
+    module.register_buffer("scalar", torch.tensor(0.0))
+    module.register_buffer("empty", torch.zeros(0, 4))
+    module.register_buffer("transposed", torch.zeros(3, 4).t())
+    reducer = GradientReducer(module)
+    for number in range(3):
+        for buffer in module.buffers():
+            buffer.copy_((torch.arange(buffer.numel()) % 3 + dist.get_rank() + number).view(buffer.shape))
+        step(reducer, module)
+    assert module.of_float32.tolist() == [2.5, 3.5, 4.5]
+    assert module.of_int8.tolist() == [2, 3, 4]
+    assert module.transposed.stride() == (1, 4)
+    return [name for name, buffer in module.named_buffers() if buffer.numel() and spread(buffer.to(torch.complex128))]
+
+
+@check
+def values_that_all_ranks_have_stay_what_they_are() -> bool:
+    module = net()
+    module.register_buffer("table", torch.rand(1000) / 3)
+    reducer = GradientReducer(module)
+    for _ in range(3):
+        module.table.mul_(1.1)
+        before = module.table.clone()
+        step(reducer, module, 3.0 + 4 * dist.get_rank())
+        if not torch.equal(module.table, before):
+            return False
+    return True
+
+
+@check
+def large_buffers_travel_only_if_they_differ() -> tuple[float, float, int]:
+    module = net()
+    module.register_buffer("queue", torch.zeros(2**19, 5))
+    reducer = GradientReducer(module)
+    sent = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: object, **kwargs: object) -> object:
+        sent.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        for number in range(4):
+            module.queue[:4] += number
+            step(reducer, module)
+        largest = max(sent)
+        module.queue += dist.get_rank()
+        step(reducer, module, 1.0 + 2 * dist.get_rank())
+    finally:
+        dist.all_reduce = all_reduce
+    return float((module.queue[4:] - 0.75).abs().max()), spread(module.queue), int(largest > 2**20 or max(sent) > 2**20)

@@ -1,1 +1,0 @@
-"""Tests of `lightning_ddp_ext.testing`."""
