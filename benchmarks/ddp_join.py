@@ -3,9 +3,9 @@
 Whole Trainer steps of a tiny, a middle and a convolutional model on two processes with one thread each.
 Even data: against `ddp`, with loaders that tell their length and with loaders that do not. Uneven data, twice as much
 on one rank: against the time that this rank needs alone, against `ddp` with a shorter rank that repeats batches, and
-against torch's `Join` and Accelerate's in plain loops. The tail: a step while one rank has run out of data against a
-step while none has, with and without collectives of the user's. Last, three ways to redirect collectives in the tail:
-the replaced methods of process groups, which `ddp_join` uses, a dispatch mode, and a back-end in Python.
+against torch's `Join` and Accelerate's in plain loops. the uneven phase: a step while one rank has run out of data against a
+step while none has, with and without collectives of the user's. Last, three ways to redirect collectives in the uneven phase:
+the replaced methods of process groups, which `ddp_join` uses, a dispatch mode, and a backend in Python.
 
 All contenders are hosted in turn by the same processes, and new ones come after every few rounds. Ratios are taken
 within a round, and a round counts only if other processes left the machine alone meanwhile.
@@ -35,7 +35,7 @@ from measuring.joins import (
     explain_failures,
     make_even_table,
     make_redirection_table,
-    make_tail_table,
+    make_uneven_phase_table,
     make_uneven_table,
     name_contender,
     pair_even,
@@ -147,11 +147,12 @@ def measure_redirections(options: argparse.Namespace) -> PairsResult:
     """Measure what redirecting collectives costs in each way."""
     shared = {"ranks": len(ACTIVE)}
     orders: dict[str, dict[str, Any]] = {
-        name_contender(work, DIRECT): {"work": work, "way": DIRECT, "in_tail": False, **shared} for work in WORKS
+        name_contender(work, DIRECT): {"work": work, "way": DIRECT, "in_uneven_phase": False, **shared}
+        for work in WORKS
     }
     pairs = pair_redirections()
     orders |= {
-        name: {"work": work, "way": way, "in_tail": phase == TAIL, **shared}
+        name: {"work": work, "way": way, "in_uneven_phase": phase == TAIL, **shared}
         for phase in (EVEN, TAIL)
         for work in WORKS
         for way in WAYS
@@ -165,7 +166,7 @@ def make_tables(
     measured: Mapping[str, Mapping[str, PairsResult]], redirections: PairsResult | None, any_load: bool
 ) -> list[RenderableType]:
     """Show everything that was measured."""
-    makers = {EVEN: make_even_table, UNEVEN: make_uneven_table, TAIL: make_tail_table}
+    makers = {EVEN: make_even_table, UNEVEN: make_uneven_table, TAIL: make_uneven_phase_table}
     tables: list[RenderableType] = [makers[part](by_model, any_load) for part, by_model in measured.items()]
     tables += explain_failures(measured.get(UNEVEN, {}))
     results = [result for by_model in measured.values() for result in by_model.values()]

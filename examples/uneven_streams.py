@@ -1,7 +1,7 @@
 """Two ranks read streams of different length, in batches with different numbers of tokens: exact, and nothing hangs.
 
 Run it with `python examples/uneven_streams.py`. Nobody knows how long a stream is before it ends. Rank 0 ends after 9
-batches of an epoch; from then on it makes ghost steps, with the same gradient as rank 1. Each batch counts its tokens.
+batches of an epoch; from then on it makes shadow steps, with the same gradient as rank 1. Each batch counts its tokens.
 With Lightning's `ddp` rank 0 would go on to the next epoch, while rank 1 still is in this one. The last line counts
 samples instead of tokens, to show that it matters.
 """
@@ -52,7 +52,7 @@ class Stream(IterableDataset[Batch]):
 
 
 class Tagger(pl.LightningModule):
-    """Predicts a number for each token; nothing here knows of ghost steps."""
+    """Predicts a number for each token; nothing here knows of shadow steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def main() -> None:
         return
     alone, alone_trainer, _ = train("auto", devices=1)
     for record in report.records[-2:]:
-        print(f"rank {record.rank}: {record.batches} batches, then {record.ghost_steps} ghost steps in an epoch")
+        print(f"rank {record.rank}: {record.batches} batches, then {record.shadow_steps} shadow steps in an epoch")
     for name, run in (("one process", alone_trainer), ("two ranks", trainer)):
         print(f"{name}: loss {float(run.callback_metrics['loss']):.6f} after {run.global_step} steps")
     between_ranks = float((by_rank[0] - by_rank[1]).abs().max())

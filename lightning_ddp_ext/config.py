@@ -238,7 +238,7 @@ class ProcessGroupConfig:
     """How processes find each other.
 
     Attributes:
-        backend: The back-end; None for what suits the devices.
+        backend: The backend; None for what suits the devices.
         timeout_seconds: How long ranks wait for each other, and the time limit of one collective.
         stall_timeout_seconds: How long `ddp_checkpoint` and `ddp_join` do without a sign of life; None for ever.
         init_method: `"tcp://host:port"` or `"file:///path"`; None for what the cluster says.

@@ -15,7 +15,7 @@ Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can o
     |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
     |-- CheckpointRefusedError         a checkpoint that holds more than tensors and plain values
     |-- ClusterError                   a job whose processes are not those that the run needs
-    |-- BackendError                   a communication back-end that this installation or launch cannot use
+    |-- BackendError                   a communication backend that this installation or launch cannot use
     |-- RendezvousError                processes of a run that do not find each other
     `-- NetworkInterfaceError          a network interface that a host lacks, or that does not reach the other hosts
 """
@@ -96,7 +96,7 @@ class ClusterError(DDPExtError):
 
 
 class BackendError(DDPExtError):
-    """The communication back-end is not part of this torch, or does not suit the devices or the launcher."""
+    """The communication backend is not part of this torch, or does not suit the devices or the launcher."""
 
 
 class RendezvousError(DDPExtError):

@@ -27,7 +27,7 @@ from lightning_ddp_ext import (
 )
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.demo.byte_text import count_tokens
-from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
+from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
 ROOT_CONF = Path(__file__).parent.parent / "conf"
@@ -42,9 +42,9 @@ def composed():
 @pytest.mark.parametrize(
     ("override", "place"),
     [
-        ('process_group.init_method="tcp://[fd00::1]:29500"', MeetingPlace("fd00::1", 29500)),
-        ("process_group.init_method=tcp://node1:29500", MeetingPlace("node1", 29500)),
-        ("process_group.init_method=file:///shared/7.0.0", MeetingPlace(path=Path("/shared/7.0.0"))),
+        ('process_group.init_method="tcp://[fd00::1]:29500"', RendezvousEndpoint("fd00::1", 29500)),
+        ("process_group.init_method=tcp://node1:29500", RendezvousEndpoint("node1", 29500)),
+        ("process_group.init_method=file:///shared/7.0.0", RendezvousEndpoint(path=Path("/shared/7.0.0"))),
     ],
 )
 def test_the_meeting_places_of_the_documentation_can_be_typed(composed, override, place):

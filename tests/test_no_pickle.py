@@ -22,7 +22,10 @@ MODULES = {
 LOADERS = {"torch.load": "weights_only", "numpy.load": "allow_pickle", "np.load": "allow_pickle"}
 
 EXCEPTIONS = {
-    ("_compat/collectives.py", "_tensor_to_object"): "what users send by their own object collectives in the tail",
+    (
+        "_compat/collectives.py",
+        "_tensor_to_object",
+    ): "what users send by their own object collectives in the uneven phase",
 }
 
 

@@ -64,7 +64,7 @@ def train(
         steps: Steps of the first rank that count.
         way: The Trainer's `strategy`, or `JOIN` or `ACCELERATE` for a plain loop.
         amounts: How much data the second rank has: as much as the first one; half of it, of the steps that count; or
-            one batch, so that all steps that count are in the tail.
+            one batch, so that all steps that count are in the uneven phase.
         ranks: Number of processes that train together.
         is_sized: Whether loaders tell their length.
         is_talkative: Whether steps issue collectives; in the Trainer only.

@@ -71,7 +71,7 @@ def pair_uneven() -> dict[str, tuple[str, str]]:
 
 
 def pair_tail() -> dict[str, tuple[str, str]]:
-    """Return what is compared in the tail."""
+    """Return what is compared in the uneven phase."""
     return {
         name_contender(loader, talk): (name_contender(TAIL, loader, talk), name_contender(EVEN, loader, talk))
         for loader in (SIZED, UNSIZED)
@@ -81,11 +81,11 @@ def pair_tail() -> dict[str, tuple[str, str]]:
 
 def pair_redirections() -> dict[str, tuple[str, str]]:
     """Return which ways of redirecting collectives are compared."""
-    in_tail = [(TAIL, work, way) for work in WORKS for way in WAYS]
+    in_uneven_phase = [(TAIL, work, way) for work in WORKS for way in WAYS]
     even = [(EVEN, work, BACKEND) for work in (SMALL, LARGE)]  # the other ways are not in place then
     return {
         name_contender(phase, work, way): (name_contender(phase, work, way), name_contender(work, DIRECT))
-        for phase, work, way in even + in_tail
+        for phase, work, way in even + in_uneven_phase
     }
 
 
@@ -118,9 +118,9 @@ def make_uneven_table(results: Mapping[str, PairsResult], any_load: bool) -> Tab
     return table
 
 
-def make_tail_table(results: Mapping[str, PairsResult], any_load: bool) -> Table:
+def make_uneven_phase_table(results: Mapping[str, PairsResult], any_load: bool) -> Table:
     """Show the time of a step while one of two ranks has run out of data."""
-    table = start_table(f"The tail: time of {OURS}'s step in milliseconds", any_load)
+    table = start_table(f"the uneven phase: time of {OURS}'s step in milliseconds", any_load)
     add_columns(table, "model,\nloaders, steps", EVEN, TAIL, f"{TAIL} / {EVEN}", "rounds\ncounted")
     table.caption = (
         f"{table.caption} Collectives: a value that is logged with `sync_dist`, and one that is gathered. Aim: at most"

@@ -27,7 +27,7 @@ from tests.support.rank_processes.ports import free_port
 RANKS = 2
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LIMIT = 60.0  # seconds for a run to end after its signal
-_COUNTS = (900, 600)  # samples of the ranks, so that a third of each epoch is the tail
+_COUNTS = (900, 600)  # samples of the ranks, so that a third of each epoch is the uneven phase
 _BATCH = 3
 _EPOCHS = 2
 _STARTED, _ENDED = "started", "ended"

@@ -50,7 +50,7 @@ def measure_memory() -> MemoryUses:
     """Measure training in plain torch with ours, with each peer, and with nothing that synchronises.
 
     The model has next to no activations: 64 square layers, and a batch of one sample. What torch has allocated since
-    it was built and has not freed belongs to the gradients: they themselves, buckets and messages. The back-end's own
+    it was built and has not freed belongs to the gradients: they themselves, buckets and messages. The backend's own
     buffers are not seen.
 
     Returns:
@@ -67,7 +67,7 @@ def _measure_all() -> MemoryUses:
 
 
 def _measure(name: str, batches: int) -> MemoryUse:
-    """Measure several times, and take the least: the profiler does not see what a thread of the back-end frees.
+    """Measure several times, and take the least: the profiler does not see what a thread of the backend frees.
 
     That is now and then a message, if the thread is slow to let go of it.
     """

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_ext.join.active_ranks import TailCollectives
+from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
 from measuring.fitting import StepTimes
 from measuring.models import CASES, CLASSES, TINY
 from measuring.orders import WARM_UP, Orders
 
 RANKS = 3
 ACTIVE = (0, 1)
-DIRECT, REPLACED, MODE, BACKEND = "direct", "replaced methods", "dispatch mode", "Python back-end"
+DIRECT, REPLACED, MODE, BACKEND = "direct", "replaced methods", "dispatch mode", "Python backend"
 PASSES, SMALL, LARGE = "forward and backward", "all-reduce of 4 bytes", "all-reduce of 1 MiB"
 COLLECTIVES_OF_STEP = 10
 _ELEMENTS = {SMALL: 1, LARGE: 2**18}
@@ -34,7 +34,7 @@ Redirect = Callable[[], AbstractContextManager[Any]]
 
 
 class DelegatingGroup(dist.ProcessGroup):
-    """A back-end in Python: whatever the group is asked for, it asks another one. Only all-reduce, which is timed.
+    """A backend in Python: whatever the group is asked for, it asks another one. Only all-reduce, which is timed.
 
     Args:
         store: Where ranks find each other.
@@ -43,7 +43,7 @@ class DelegatingGroup(dist.ProcessGroup):
         timeout: Of a collective.
 
     Attributes:
-        target: Does the work; in the tail another group.
+        target: Does the work; in the uneven phase another group.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -84,15 +84,15 @@ class Groups:
 
     Attributes:
         pair: The active ranks.
-        delegating_pair: These, with a back-end in Python.
-        delegating_all: All ranks, with a back-end in Python.
+        delegating_pair: These, with a backend in Python.
+        delegating_all: All ranks, with a backend in Python.
         tail: What we redirect with.
     """
 
     pair: Any
     delegating_pair: Any
     delegating_all: Any
-    tail: TailCollectives
+    tail: ActiveRankCollectives
 
     @classmethod
     def make(cls) -> "Groups":
@@ -100,14 +100,14 @@ class Groups:
         dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=RANKS, timeout=_TIMEOUT)
         dist.Backend.register_backend(_BACKEND_NAME, DelegatingGroup, devices=["cpu"])
         pair, delegating_pair = (dist.new_group(list(ACTIVE), backend=backend) for backend in (None, _BACKEND_NAME))
-        tail = TailCollectives([])
+        tail = ActiveRankCollectives([])
         tail.prepare(ACTIVE)
         return cls(pair, delegating_pair, dist.new_group(backend=_BACKEND_NAME), tail)
 
-    def choose(self, way: str, in_tail: bool) -> tuple[dist.ProcessGroup, Redirect]:
+    def choose(self, way: str, in_uneven_phase: bool) -> tuple[dist.ProcessGroup, Redirect]:
         """Return the group that a collective is issued in, and what redirects it."""
         pair, everyone = self.pair, self.delegating_all
-        if not in_tail:
+        if not in_uneven_phase:
             return (self.delegating_pair if way == BACKEND else pair), nullcontext
         ways: dict[str, tuple[Any, Redirect]] = {
             REPLACED: (dist.group.WORLD, lambda: self.tail.redirect(ACTIVE)),
@@ -127,7 +127,7 @@ class Redirections:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def time(self, orders: Orders, *, work: str, way: str, in_tail: bool, steps: int, ranks: int) -> None:
+    def time(self, orders: Orders, *, work: str, way: str, in_uneven_phase: bool, steps: int, ranks: int) -> None:
         """Run steps that consist of one kind of work only, and report their times.
 
         Args:
@@ -135,14 +135,14 @@ class Redirections:
             work: `PASSES` of a model of tiny layers, redirected as in training, each by itself; or `SMALL` or `LARGE`
                 all-reduces one after the other.
             way: `REPLACED`, `MODE` or `BACKEND`; or `DIRECT`, if nothing has to be redirected.
-            in_tail: Whether collectives have to be redirected.
+            in_uneven_phase: Whether collectives have to be redirected.
             steps: Steps that count.
             ranks: How many ranks have got the order.
 
         Raises:
             RuntimeError: If a collective does not reach the active ranks.
         """
-        group, redirect = self._groups.choose(way, in_tail)
+        group, redirect = self._groups.choose(way, in_uneven_phase)
         probe = torch.ones(())
         with redirect():
             dist.all_reduce(probe, group=group)

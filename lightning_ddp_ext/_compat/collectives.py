@@ -51,7 +51,7 @@ def replaced_collectives(
 ) -> Iterator[None]:
     """Replace what process groups do, in every thread, at no cost outside of the block.
 
-    A dispatch mode would slow every operation down and miss the threads of a backward pass on GPUs; a back-end of our
+    A dispatch mode would slow every operation down and miss the threads of a backward pass on GPUs; a backend of our
     own would stand between the user and NCCL all the time. Collectives of compiled code are not seen.
 
     Args:

@@ -111,7 +111,7 @@ def complete_batch(trainer: Trainer, is_last_batch: bool) -> None:
     current.completed = current.processed
 
 
-def go_on(trainer: Trainer, progress: Progress) -> None:
+def advance(trainer: Trainer, progress: Progress) -> None:
     """Let the epoch that was resumed go on and end as any other; to be called before its first batch is fetched.
 
     Lightning leaves `ReduceLROnPlateau` out at its end, and goes through the end of the last batch once more.

@@ -5,16 +5,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-WeightBy = Literal["samples", "ranks", "sum"] | Callable[[Any], float]
+WeightBy = Literal["samples", "equal", "sum"] | Callable[[Any], float]
 
-_NAMES = ("samples", "ranks", "sum")
+_NAMES = ("samples", "equal", "sum")
 
 
 def check_weight_by(weight_by: object) -> None:
     """Check the value of a `weight_by` argument.
 
     Args:
-        weight_by: `"samples"`, `"ranks"`, `"sum"` or a callable from a batch to a number.
+        weight_by: `"samples"`, `"equal"`, `"sum"` or a callable from a batch to a number.
 
     Raises:
         ValueError: If it is none of these.
@@ -31,7 +31,7 @@ def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Seque
     """Compute the factors with which the losses of the parts add up to the loss of the whole batch.
 
     Args:
-        weight_by: `"samples"` for losses that are means over samples (its share of the samples); `"ranks"` to count
+        weight_by: `"samples"` for losses that are means over samples (its share of the samples); `"equal"` to count
             every part once; `"sum"` for losses that are sums (each factor is 1); or a callable that returns what a part
             counts, such as its number of non-padding tokens. Where no part counts anything, each factor is 0.
         chunks: The parts, each with at least one sample.
@@ -45,7 +45,7 @@ def combination_weights(weight_by: WeightBy, chunks: Sequence[Any], sizes: Seque
     """
     if weight_by == "sum":
         return [1.0] * len(sizes)
-    if weight_by == "ranks":
+    if weight_by == "equal":
         return [1.0 / len(sizes)] * len(sizes)
     if weight_by == "samples":
         counts = [float(size) for size in sizes]
@@ -67,17 +67,17 @@ class GradientWeights:
     the accumulated gradient is then the first micro-batch's weight short of a weighted sum.
 
     Args:
-        weight_by: See `combination_weights`; `"ranks"` counts every micro-batch once.
+        weight_by: See `combination_weights`; `"equal"` counts every micro-batch once.
 
     Attributes:
-        of_batch: What the values that the micro-batch logs count.
+        batch_weight: What the values that the micro-batch logs count.
         in_gradient: What its gradient counts.
     """
 
     def __init__(self, weight_by: WeightBy) -> None:
         self._weight_by = weight_by
-        self.adds_up = weight_by == "sum"  # whether losses are sums, so that gradients are added up, not averaged
-        self.of_batch = self.in_gradient = 0.0
+        self.is_sum = weight_by == "sum"  # whether losses are sums, so that gradients are added up, not averaged
+        self.batch_weight = self.in_gradient = 0.0
         self._first = 0.0
         self._total = 0.0
         self._counted = True
@@ -96,12 +96,12 @@ class GradientWeights:
         Raises:
             ValueError: If a callable returns a negative number, or one that is not finite.
         """
-        self.of_batch = self.in_gradient = self._measure(batch, samples)
+        self.batch_weight = self.in_gradient = self._measure(batch, samples)
         self._counted = False
 
     def set_no_batch(self) -> None:
         """Have no micro-batch, while other ranks have one."""
-        self.of_batch = self.in_gradient = 0.0
+        self.batch_weight = self.in_gradient = 0.0
         self._counted = False
 
     def skip_batch(self) -> None:

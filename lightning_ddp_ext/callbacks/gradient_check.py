@@ -28,7 +28,7 @@ from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_obje
 from lightning_ddp_ext.distributed.serialization import broadcast_packed, pack, unpack
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.replicas.replicated_step import transfer
-from lightning_ddp_ext.resume.rng_state import capture_random_states, restore_random_states
+from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, ExplicitDDPStrategy
 
 _ROWS = 2**20  # elements that are compared at a time, in float64
@@ -341,7 +341,7 @@ class _StepCopy:
                     raise _ImpossibleError("`training_step` returned None")
                 self.loss_dtypes.add(loss.dtype)
                 module.backward(loss)
-                self.draws |= not torch.equal(states, capture_random_states(device))
+                self.draws |= not torch.equal(states, capture_rng_state(device))
         except _ImpossibleError:
             raise
         except Exception as error:
@@ -390,11 +390,11 @@ class _NoDropout(TorchFunctionMode):
 @contextmanager
 def _random_numbers_kept(device: torch.device) -> Iterator[Tensor]:
     """Restore the RNG state after a block; yields it."""
-    states = capture_random_states(device)
+    states = capture_rng_state(device)
     try:
         yield states
     finally:
-        restore_random_states(states, device)
+        restore_rng_state(states, device)
 
 
 @contextmanager
@@ -512,7 +512,7 @@ def _join(batches: Iterable[Any], batch_dim: int, device: torch.device) -> Any:
 
 
 def _gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the vector of each rank. As bytes: not every back-end has every type."""
+    """Return the vector of each rank. As bytes: not every backend has every type."""
     sent = own.contiguous().view(torch.uint8)
     rows = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, sent, group=group)

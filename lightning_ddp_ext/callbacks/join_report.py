@@ -29,8 +29,8 @@ class RankRecord:
         rank: The rank.
         batches: Batches it had.
         samples: Samples in these; batches whose samples cannot be counted count once.
-        ghost_steps: Steps that it made without data.
-        ghost_seconds: Time it spent in these.
+        shadow_steps: Steps that it made without data.
+        shadow_seconds: Time it spent in these.
         seconds: Time it spent in all steps.
     """
 
@@ -38,18 +38,18 @@ class RankRecord:
     rank: int
     batches: int
     samples: int
-    ghost_steps: int
-    ghost_seconds: float
+    shadow_steps: int
+    shadow_seconds: float
     seconds: float
 
     @property
     def idle_share(self) -> float:
-        """Part of the time of all steps that it spent in ghost steps."""
-        return self.ghost_seconds / self.seconds if self.seconds else 0.0
+        """Part of the time of all steps that it spent in shadow steps."""
+        return self.shadow_seconds / self.seconds if self.seconds else 0.0
 
 
 class JoinReport(Callback):
-    """Counts for every epoch what each rank had: batches, samples, and ghost steps with the time they took.
+    """Counts for every epoch what each rank had: batches, samples, and shadow steps with the time they took.
 
     Rank 0 prints a table when training ends, and draws a picture if it is given a path. A warning says so when a rank
     had no data for more than a fifth of an epoch. It costs one collective of five numbers per epoch. Under other
@@ -57,7 +57,7 @@ class JoinReport(Callback):
 
     Args:
         log: Whether to give the loggers the values of every epoch, as `rank_0/batches`, `rank_0/samples`,
-            `rank_0/ghost_steps`, `rank_0/ghost_seconds` and so on.
+            `rank_0/shadow_steps`, `rank_0/shadow_seconds` and so on.
         table: Whether to print the table.
         path: A picture to write when training ends: a timeline of the ranks. Needs matplotlib.
 
@@ -81,7 +81,7 @@ class JoinReport(Callback):
         self._warned = False
         self._started = 0.0
         self._epoch: int | None = None  # that is counted
-        self._counts = [0.0] * 5  # batches, samples, ghost steps, seconds in these, seconds in all steps
+        self._counts = [0.0] * 5  # batches, samples, shadow steps, seconds in these, seconds in all steps
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,7 +106,7 @@ class JoinReport(Callback):
         if not isinstance(trainer.strategy, DDPJoinStrategy):
             return
         seconds = time.perf_counter() - self._started
-        if trainer.strategy.is_ghost:
+        if trainer.strategy.is_shadow:
             step = [0, 0, 1, seconds, seconds]
         else:
             step = [1, trainer.strategy.count_samples(batch) or 1, 0, 0, seconds]
@@ -140,7 +140,7 @@ class JoinReport(Callback):
     def table(self) -> Table:
         """Return what was recorded as a table to print."""
         table = Table(title="Ranks", title_justify="left")
-        for column in ("epoch", "rank", "batches", "samples", "ghost steps", "seconds in these", "idle"):
+        for column in ("epoch", "rank", "batches", "samples", "shadow steps", "seconds in these", "idle"):
             table.add_column(column, justify="right")
         for record in self.records:
             table.add_row(
@@ -148,8 +148,8 @@ class JoinReport(Callback):
                 str(record.rank),
                 str(record.batches),
                 str(record.samples),
-                str(record.ghost_steps),
-                f"{record.ghost_seconds:.2f}",
+                str(record.shadow_steps),
+                f"{record.shadow_seconds:.2f}",
                 f"{record.idle_share:.0%}",
             )
         return table
@@ -166,14 +166,14 @@ class JoinReport(Callback):
 
 
 def _record(
-    epoch: int, rank: int, batches: float, samples: float, ghost_steps: float, ghost_seconds: float, seconds: float
+    epoch: int, rank: int, batches: float, samples: float, shadow_steps: float, shadow_seconds: float, seconds: float
 ) -> RankRecord:
-    return RankRecord(epoch, rank, int(batches), int(samples), int(ghost_steps), ghost_seconds, seconds)
+    return RankRecord(epoch, rank, int(batches), int(samples), int(shadow_steps), shadow_seconds, seconds)
 
 
 def _as_metrics(records: list[RankRecord]) -> dict[str, float]:
     return {
         f"rank_{record.rank}/{name}": float(getattr(record, name))
         for record in records
-        for name in ("batches", "samples", "ghost_steps", "ghost_seconds")
+        for name in ("batches", "samples", "shadow_steps", "shadow_seconds")
     }

@@ -108,7 +108,7 @@ class _JoinRecord(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def ghost_seconds(self) -> float: ...
+    def shadow_seconds(self) -> float: ...
     @property
     def seconds(self) -> float: ...
 
@@ -132,10 +132,10 @@ def draw_ranks(path: Path, records: Sequence[_JoinRecord]) -> None:
     for epoch in sorted({record.epoch for record in records}):
         own = [record for record in records if record.epoch == epoch]
         for record in own:
-            busy = record.seconds - record.ghost_seconds
+            busy = record.seconds - record.shadow_seconds
             below = record.rank - _HEIGHT / 2
             axis.broken_barh([(begin, busy)], (below, _HEIGHT), color=_WITH_DATA)
-            axis.broken_barh([(begin + busy, record.ghost_seconds)], (below, _HEIGHT), color=_GHOST)
+            axis.broken_barh([(begin + busy, record.shadow_seconds)], (below, _HEIGHT), color=_GHOST)
         axis.axvline(begin, color="black", linewidth=0.8)
         axis.annotate(f"epoch {epoch}", (begin, -0.5), xytext=(3, 3), textcoords="offset points", fontsize="small")
         begin += max(record.seconds for record in own)
@@ -143,7 +143,7 @@ def draw_ranks(path: Path, records: Sequence[_JoinRecord]) -> None:
     axis.set(xlim=(0, begin or 1), ylim=(ranks - 0.5, -1))  # rank 0 above
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(left=False)
-    handles = [Patch(color=_WITH_DATA, label="with data"), Patch(color=_GHOST, label="ghost steps")]
+    handles = [Patch(color=_WITH_DATA, label="with data"), Patch(color=_GHOST, label="shadow steps")]
     axis.legend(handles=handles, fontsize="small", frameon=False, loc="upper right", ncols=2, bbox_to_anchor=(1, 1.15))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

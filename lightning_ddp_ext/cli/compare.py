@@ -66,7 +66,7 @@ class BatchRecorder(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not getattr(trainer.strategy, "is_ghost", False):
+        if not getattr(trainer.strategy, "is_shadow", False):
             place = trainer.current_epoch, batch_idx // _window(trainer)
             recorded = copy.deepcopy(to_device(batch, _CPU))
             if trainer.world_size > 1:

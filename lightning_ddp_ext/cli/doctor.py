@@ -45,13 +45,20 @@ from lightning_ddp_ext.distributed.init_method import address_text
 from lightning_ddp_ext.distributed.interfaces import check_gloos_variable, check_interface
 from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
 from lightning_ddp_ext.distributed.process_group import init_process_group
-from lightning_ddp_ext.distributed.rank_reports import VERSIONS, ClockOffset, Problem, RankReport, consult, report_here
-from lightning_ddp_ext.distributed.rendezvous import Meeting
+from lightning_ddp_ext.distributed.rank_reports import (
+    VERSIONS,
+    ClockOffset,
+    Problem,
+    RankReport,
+    exchange_reports,
+    report_here,
+)
+from lightning_ddp_ext.distributed.rendezvous import RendezvousInfo
 from lightning_ddp_ext.distributed.stores import OpenStore
 from lightning_ddp_ext.errors import DDPExtError, NetworkInterfaceError
 
 # What is looked at, in this order; `network.reports` adds "versions".
-SETTINGS, SLURM, BACKEND, INTERFACES = "settings", "SLURM", "back-end", "interfaces"
+SETTINGS, SLURM, BACKEND, INTERFACES = "settings", "SLURM", "backend", "interfaces"
 RENDEZVOUS, NETWORK, ALL_REDUCE = "rendezvous", "network", "all-reduce"
 
 
@@ -66,7 +73,7 @@ class Diagnosis:
         world_size: Number of ranks.
         num_nodes: Number of hosts.
         slurm: What SLURM has started; None outside of it.
-        backend: The back-end; None for one process.
+        backend: The backend; None for one process.
         meeting_place: Where ranks meet.
         reports: What ranks say about themselves, by rank.
         clocks: How far clocks are ahead of rank 0's, by the first rank of their host.
@@ -167,8 +174,8 @@ class Diagnosis:
             "host": report.host,
             "ranks": ranks,
             "interfaces": {name: list(addresses) for name, addresses in report.interfaces.items()},
-            "meeting_address": report.meeting_address,
-            "meeting_interface": report.meeting_interface,
+            "rendezvous_address": report.rendezvous_address,
+            "rendezvous_interface": report.rendezvous_interface,
             "backends": list(report.backends),
             "versions": dict(report.versions),
             "clock_offset": None if clock is None else clock.seconds,
@@ -304,9 +311,9 @@ def _rendezvous(diagnosis: Diagnosis, reports: Sequence[RankReport]) -> str:
     if diagnosis.meeting_place is None:
         return ""
     ways = [
-        f"{report.host}: {report.meeting_interface} ({report.meeting_address})"
+        f"{report.host}: {report.rendezvous_interface} ({report.rendezvous_address})"
         for report in reports
-        if report.meeting_interface is not None
+        if report.rendezvous_interface is not None
     ]
     return "\n".join([diagnosis.meeting_place, *ways])
 
@@ -333,7 +340,7 @@ def _differing(lines: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-_ALWAYS_THERE = "gloo"  # what to meet with where the chosen back-end or interface is missing
+_ALWAYS_THERE = "gloo"  # what to meet with where the chosen backend or interface is missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,8 +348,8 @@ class NetworkSettings:
     """What the strategy is told about the network; see `Connection`.
 
     Attributes:
-        backend: The back-end; None for what suits the devices.
-        init_method: Another meeting place.
+        backend: The backend; None for what suits the devices.
+        init_method: Another rendezvous endpoint.
         network_interface: The interface.
         timeout: How long to wait for other ranks.
     """
@@ -381,8 +388,8 @@ def examine(strategy: DDPStrategy | FSDPStrategy, settings: NetworkSettings, dia
     diagnosis.add_problems(own)
     report = diagnosis.reports[rank] = report_here(own)
 
-    def on_meeting(meeting: Meeting, opened: OpenStore) -> None:
-        consultation = consult(meeting, opened, report)
+    def on_store_open(meeting: RendezvousInfo, opened: OpenStore) -> None:
+        consultation = exchange_reports(meeting, opened, report)
         diagnosis.shared = True
         diagnosis.reports.update(consultation.reports)
         diagnosis.clocks.update(consultation.clocks)
@@ -407,7 +414,7 @@ def examine(strategy: DDPStrategy | FSDPStrategy, settings: NetworkSettings, dia
             network_interface=None if own else settings.network_interface,
             num_nodes=strategy.num_nodes,
             device_id=device,
-            on_meeting=on_meeting,
+            on_store_open=on_store_open,
         )
         diagnosis.all_reduce = measure_all_reduce(device)
 
@@ -442,7 +449,7 @@ def _try(connect_and_measure: Callable[[], None], diagnosis: Diagnosis) -> None:
         diagnosis.add_problems([Problem(NETWORK, f"{error}{_hint(diagnosis)}")])
     except DDPExtError as error:
         diagnosis.add_problems([Problem(RENDEZVOUS, str(error))])
-    except RuntimeError as error:  # of the back-end
+    except RuntimeError as error:  # of the backend
         diagnosis.shared = False  # ranks may have met different errors
         reason = str(error).partition("\n")[0]
         text = (
@@ -454,7 +461,7 @@ def _try(connect_and_measure: Callable[[], None], diagnosis: Diagnosis) -> None:
 
 def _hint(diagnosis: Diagnosis) -> str:
     """Name the interface over which other hosts have reached rank 0, if it is the same on all."""
-    names = {report.meeting_interface for _, report in diagnosis.hosts()[1:]}
+    names = {report.rendezvous_interface for _, report in diagnosis.hosts()[1:]}
     return f" Rank 0 was reached over `{names.pop()}`." if len(names) == 1 and None not in names else ""
 
 

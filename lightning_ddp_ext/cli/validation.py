@@ -25,9 +25,9 @@ from lightning_ddp_ext.cli.errors import LaunchError
 from lightning_ddp_ext.clusters import slurm as slurm_arithmetic
 from lightning_ddp_ext.clusters.manual import ManualEnvironment
 from lightning_ddp_ext.clusters.slurm import SET_BY_HAND, TERMINAL, CheckedSLURMEnvironment, meeting_ports
-from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
+from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
 from lightning_ddp_ext.distributed.interfaces import check_gloos_variable
-from lightning_ddp_ext.distributed.stores import check_meeting_place
+from lightning_ddp_ext.distributed.stores import check_endpoint
 from lightning_ddp_ext.join.samplers import check_fractions
 from lightning_ddp_ext.strategies.balanced_dp import SingleProcessStrategy
 from lightning_ddp_ext.strategies.builtin import single_device_strategy
@@ -445,20 +445,20 @@ def check_meeting(trainer: Trainer, settings: DictConfig) -> None:
     check_gloos_variable(backend, settings.network_interface)
     place = _known_place(environment, settings.init_method)
     if place is not None and environment.node_rank() == 0 and environment.local_rank() == 0:
-        check_meeting_place(place, trainer.num_nodes)
+        check_endpoint(place, trainer.num_nodes)
 
 
-def _known_place(environment: ClusterEnvironment, init_method: str | None) -> MeetingPlace | None:
+def _known_place(environment: ClusterEnvironment, init_method: str | None) -> RendezvousEndpoint | None:
     """Return where ranks will meet; None if that is not chosen yet, or may still change."""
     if isinstance(environment, MPIEnvironment):  # to ask it is a collective operation
         return None
     place = parse_init_method(init_method)
-    if place != MeetingPlace():
+    if place != RendezvousEndpoint():
         return place
     if "MASTER_PORT" not in os.environ and not isinstance(environment, ManualEnvironment):
         return None
     port, *others = meeting_ports(environment)
-    return None if others else MeetingPlace(environment.main_address, port)
+    return None if others else RendezvousEndpoint(environment.main_address, port)
 
 
 def _count(devices: object, accelerator: object) -> int | None:

@@ -35,7 +35,7 @@ def check_sweep(strategy: DDPStrategy | FSDPStrategy) -> None:
     """Refuse a job of a sweep that would start its processes by repeating the command.
 
     Each of them would begin the whole sweep again, and go through it in step with the others on the process group of
-    the first job, whatever number of processes, back-end and network the next ones ask for.
+    the first job, whatever number of processes, backend and network the next ones ask for.
 
     Args:
         strategy: A strategy whose Trainer is about to configure the launcher.
@@ -70,7 +70,7 @@ class Connection:
     """How the ranks of a strategy find each other.
 
     Attributes:
-        backend: The back-end; None for what suits the device.
+        backend: The backend; None for what suits the device.
         timeout: How long ranks wait for each other at the start, and the time limit of one collective.
         init_method: See `parse_init_method`.
         network_interface: See `init_process_group`.
@@ -85,7 +85,7 @@ class Connection:
         """Refuse what cannot work on this host; for the constructor of a strategy.
 
         Raises:
-            BackendError: If this torch has no such back-end.
+            BackendError: If this torch has no such backend.
             NetworkInterfaceError: If this host has no such interface.
             TypeError: If an argument is of the wrong type.
             ValueError: If `init_method` has no known form, or `timeout` is out of range.
@@ -105,7 +105,7 @@ class Connection:
             strategy: A strategy whose Trainer is about to configure the launcher.
 
         Raises:
-            BackendError: If the back-end does not suit the devices, or `mpirun` started processes unnoticed.
+            BackendError: If the backend does not suit the devices, or `mpirun` started processes unnoticed.
             ClusterError: If the tasks of a SLURM job are not the processes of the run.
             NetworkInterfaceError: If the loopback interface was chosen for several hosts.
             UnsupportedFeatureError: If every process that is started would begin a sweep again.

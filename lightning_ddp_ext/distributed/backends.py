@@ -1,4 +1,4 @@
-"""Whether a back-end can be used at all, known before any process starts."""
+"""Whether a backend can be used at all, known before any process starts."""
 
 import os
 
@@ -23,7 +23,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def available_backends() -> list[str]:
-    """List the back-ends that this torch was built with, or that were registered since.
+    """List the backends that this torch was built with, or that were registered since.
 
     Returns:
         Their names.
@@ -36,7 +36,7 @@ def available_backends() -> list[str]:
 
 
 def check_backend(backend: str | None, device_type: str | None = None) -> None:
-    """Refuse a back-end that is not there, or that cannot communicate for the devices.
+    """Refuse a backend that is not there, or that cannot communicate for the devices.
 
     Args:
         backend: A name; names by device type, `"cpu:gloo,cuda:nccl"`; or None for what suits the devices.
@@ -53,7 +53,7 @@ def check_backend(backend: str | None, device_type: str | None = None) -> None:
         if name not in available:
             remedy = _REMEDIES.get(name, "Use one of these.")
             raise BackendError(
-                f"`process_group_backend={backend}`: this build of torch has no back-end `{name}`; available:"
+                f"`process_group_backend={backend}`: this build of torch has no backend `{name}`; available:"
                 f" {', '.join(available)}. {remedy}"
             )
     single = by_device.get("")

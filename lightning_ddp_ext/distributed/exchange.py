@@ -29,7 +29,7 @@ def group_with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     backends = dist.get_backend_config(group)
     if "cpu" not in backends:
-        raise ValueError(f'`process_group` has no back-end for CPU tensors, got "{backends}". Add "cpu:gloo".')
+        raise ValueError(f'`process_group` has no backend for CPU tensors, got "{backends}". Add "cpu:gloo".')
     return group
 
 
@@ -56,7 +56,7 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     """Return the value that each rank gives, in the order of ranks. Two collectives.
 
     It travels as JSON, which runs no code when it is read: tuples arrive as lists, and keys as strings. Where
-    collectives are redirected to ranks that have data, see `TailCollectives`, others give None.
+    collectives are redirected to ranks that have data, see `ActiveRankCollectives`, others give None.
     """
     own = _to_bytes(value, exchange_device(group))
     lengths = gather_integer(own.numel(), group)

@@ -47,7 +47,7 @@ def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: i
     for bucket in _buckets(tensors):
         members = [tensors[position] for position in bucket]
         flat = flatten(members)
-        # As bytes: not every back-end has every type.
+        # As bytes: not every backend has every type.
         dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
         overwrite(members, flat, [True] * len(members))
 

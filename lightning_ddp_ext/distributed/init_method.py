@@ -10,7 +10,7 @@ _FORMS = "`env://`, `tcp://host:port` or `file:///path`"
 
 
 @dataclass(frozen=True, slots=True)
-class MeetingPlace:
+class RendezvousEndpoint:
     """Where ranks meet.
 
     Attributes:
@@ -44,7 +44,7 @@ def address_text(host: str | None, port: int | None) -> str:
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
-def parse_init_method(init_method: str | None) -> MeetingPlace:
+def parse_init_method(init_method: str | None) -> RendezvousEndpoint:
     """Read an `init_method`, and refuse what cannot work; to be called before any process starts.
 
     Args:
@@ -52,13 +52,13 @@ def parse_init_method(init_method: str | None) -> MeetingPlace:
             `"file:///path"` on a file system that all hosts share.
 
     Returns:
-        The meeting place; empty for `"env://"`.
+        The rendezvous endpoint; empty for `"env://"`.
 
     Raises:
         ValueError: If it has none of these forms.
     """
     if init_method is None:
-        return MeetingPlace()
+        return RendezvousEndpoint()
     try:
         parts = urlsplit(init_method)
         port = parts.port
@@ -67,14 +67,14 @@ def parse_init_method(init_method: str | None) -> MeetingPlace:
     if parts.query:
         raise ValueError(f"`init_method={init_method}`: leave out `?{parts.query}`; rank and world size are known.")
     if parts.scheme == "env" and not parts.netloc and not parts.path:
-        return MeetingPlace()
+        return RendezvousEndpoint()
     if parts.scheme == "tcp":
         if not parts.hostname or not port or parts.path not in ("", "/"):
             raise ValueError(f"`init_method={init_method}` needs a host and a port. Use `tcp://host:port`.")
         check_host("init_method", parts.hostname, "Use `tcp://host:port`.")
-        return MeetingPlace(host=parts.hostname, port=port)
+        return RendezvousEndpoint(host=parts.hostname, port=port)
     if parts.scheme == "file":
         if parts.netloc or len(parts.path) < 2:
             raise ValueError(f"`init_method={init_method}` needs an absolute path. Use `file:///path`.")
-        return MeetingPlace(path=Path(parts.path))
+        return RendezvousEndpoint(path=Path(parts.path))
     raise ValueError(f"`init_method={init_method}` is of no known form. Use {_FORMS}.")

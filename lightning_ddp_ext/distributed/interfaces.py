@@ -10,7 +10,7 @@ import psutil
 
 from lightning_ddp_ext.errors import NetworkInterfaceError
 
-# Each back-end reads its own variable, gloo for every process group, NCCL for the first of a process. NCCL takes a
+# Each backend reads its own variable, gloo for every process group, NCCL for the first of a process. NCCL takes a
 # name for the beginning of one, `eth1` for `eth10` too, unless an equals sign says that it is the whole name.
 _VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
@@ -38,7 +38,7 @@ def pin_interface(name: str, *, keep: bool = False) -> None:
 
 
 def unpin_interface() -> None:
-    """Give the variables of the back-ends the values they had before; one that was changed since is left alone."""
+    """Give the variables of the backends the values they had before; one that was changed since is left alone."""
     for variable, value in _before.items():
         if os.environ.get(variable) != _pinned[variable]:
             continue
@@ -62,8 +62,8 @@ class Interface:
     """What a host talks over.
 
     Attributes:
-        name: Name of the interface, or several with commas; None where the back-end chooses an address by itself.
-        addresses: The addresses that the back-end will listen on.
+        name: Name of the interface, or several with commas; None where the backend chooses an address by itself.
+        addresses: The addresses that the backend will listen on.
     """
 
     name: str | None
@@ -237,7 +237,7 @@ def check_gloos_variable(backend: str, requested: str | None) -> None:
     """Refuse an interface in the environment variable of gloo that this host lacks; asks no other host.
 
     Args:
-        backend: The back-end.
+        backend: The backend.
         requested: The interface of the run; only `"auto"` and None leave it to the variable.
 
     Raises:

@@ -33,7 +33,7 @@ class HostNetwork:
     Attributes:
         host: Its name.
         ranks: The ranks on it, the first of which speaks for it.
-        interface: Name of the interface; None where the back-end chooses by itself.
+        interface: Name of the interface; None where the backend chooses by itself.
         targets: Addresses and ports at which other hosts can try to reach it.
     """
 
@@ -60,7 +60,7 @@ class ChosenNetwork:
     """What every host of a run talks over; as a string, one line for people.
 
     Attributes:
-        backend: The back-end.
+        backend: The backend.
         hosts: The hosts, that of rank 0 first.
     """
 
@@ -100,7 +100,7 @@ def choose_interface(
 
     Args:
         requested: Name of an interface, `"loopback"`, `"auto"` or None.
-        gloo: Whether gloo is among the back-ends; the user's own choice for it counts as `"auto"`.
+        gloo: Whether gloo is among the backends; the user's own choice for it counts as `"auto"`.
         num_nodes: Number of hosts.
         local_address: The address of this host on the way to rank 0.
 
@@ -126,7 +126,7 @@ def choose_alone(requested: str | None, *, gloo: bool) -> Interface:
 
     Args:
         requested: Name of an interface, `"loopback"`, `"auto"` or None.
-        gloo: Whether gloo is among the back-ends.
+        gloo: Whether gloo is among the backends.
 
     Returns:
         The interface.

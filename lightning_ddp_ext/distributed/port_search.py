@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed.init_method import MeetingPlace
+from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint
 from lightning_ddp_ext.distributed.rendezvous import invites
 from lightning_ddp_ext.distributed.stores import OpenStore, await_host, connecting_host, has_listener, open_store
 from lightning_ddp_ext.errors import RendezvousError
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 def open_store_of_run(
-    place: MeetingPlace, *, rank: int, world_size: int, num_nodes: int, timeout: timedelta
+    endpoint: RendezvousEndpoint, *, rank: int, world_size: int, num_nodes: int, timeout: timedelta
 ) -> OpenStore:
     """Open the store where ranks meet, at another port if that of the place is taken.
 
@@ -32,7 +32,7 @@ def open_store_of_run(
     when all have come, nobody finds a store of an earlier meeting either.
 
     Args:
-        place: Where; with `other_ports`, or just `open_store`.
+        endpoint: Where; with `other_ports`, or just `open_store`.
         rank: This rank.
         world_size: Number of ranks.
         num_nodes: Number of hosts.
@@ -44,32 +44,36 @@ def open_store_of_run(
     Raises:
         RendezvousError: If rank 0 finds no free port, or is not found in time.
     """
-    if not place.other_ports:
-        return open_store(place, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
-    assert place.host is not None  # files have no ports
-    assert place.port is not None
-    places = [dataclasses.replace(place, port=port, other_ports=()) for port in (place.port, *place.other_ports)]
+    if not endpoint.other_ports:
+        return open_store(endpoint, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
+    assert endpoint.host is not None  # files have no ports
+    assert endpoint.port is not None
+    endpoints = [
+        dataclasses.replace(endpoint, port=port, other_ports=()) for port in (endpoint.port, *endpoint.other_ports)
+    ]
     if rank == 0:
-        return _serve_first_free(places, world_size, num_nodes, timeout)
-    return _Search(places, rank, world_size, num_nodes).find(timeout)
+        return _serve_first_free(endpoints, world_size, num_nodes, timeout)
+    return _Search(endpoints, rank, world_size, num_nodes).find(timeout)
 
 
-def _serve_first_free(places: list[MeetingPlace], world_size: int, num_nodes: int, timeout: timedelta) -> OpenStore:
-    for place in places:
+def _serve_first_free(
+    endpoints: list[RendezvousEndpoint], world_size: int, num_nodes: int, timeout: timedelta
+) -> OpenStore:
+    for endpoint in endpoints:
         try:
-            opened = open_store(place, rank=0, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
+            opened = open_store(endpoint, rank=0, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
         except RendezvousError as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
                 raise
             continue
-        if place is not places[0]:
+        if endpoint is not endpoints[0]:
             _logger.warning(
                 "port %d of host %s is taken: the ranks meet at port %d.",
-                places[0].port, socket.gethostname(), place.port,
+                endpoints[0].port, socket.gethostname(), endpoint.port,
             )  # fmt: skip
         return opened
     raise RendezvousError(
-        f"ports {_listed(places)} of host {socket.gethostname()}, rank 0, are all taken."
+        f"ports {_listed(endpoints)} of host {socket.gethostname()}, rank 0, are all taken."
         " Set `MASTER_PORT` to a free one."
     )
 
@@ -77,11 +81,11 @@ def _serve_first_free(places: list[MeetingPlace], world_size: int, num_nodes: in
 class _Search:
     """How a rank finds the store of its run."""
 
-    def __init__(self, places: list[MeetingPlace], rank: int, world_size: int, num_nodes: int) -> None:
-        self._places = places
+    def __init__(self, endpoints: list[RendezvousEndpoint], rank: int, world_size: int, num_nodes: int) -> None:
+        self._places = endpoints
         self._rank, self._world_size, self._num_nodes = rank, world_size, num_nodes
-        assert places[0].host is not None
-        self._host = connecting_host(places[0].host, num_nodes)
+        assert endpoints[0].host is not None
+        self._host = connecting_host(endpoints[0].host, num_nodes)
         self._left_alone: dict[int | None, float] = {}  # until when, by port
 
     def find(self, timeout: timedelta) -> OpenStore:
@@ -98,8 +102,8 @@ class _Search:
         await_host(self._host, self._places[0].port, rank=self._rank, timeout=timeout)
         pause = _FIRST_PAUSE
         while True:
-            for place in self._places:
-                opened = self._try(place)
+            for endpoint in self._places:
+                opened = self._try(endpoint)
                 if opened is not None:
                     opened.store.set_timeout(timeout)
                     return opened
@@ -112,27 +116,27 @@ class _Search:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _try(self, place: MeetingPlace) -> OpenStore | None:
+    def _try(self, endpoint: RendezvousEndpoint) -> OpenStore | None:
         """Return the store at a place, if it is that of the run."""
-        assert place.port is not None
-        if time.monotonic() < self._left_alone.get(place.port, 0.0):
+        assert endpoint.port is not None
+        if time.monotonic() < self._left_alone.get(endpoint.port, 0.0):
             return None
-        if not has_listener(self._host, place.port, _PROBE_LIMIT):
+        if not has_listener(self._host, endpoint.port, _PROBE_LIMIT):
             return None
         try:
             opened = open_store(
-                place, rank=self._rank, world_size=self._world_size, num_nodes=self._num_nodes, timeout=_ANSWER_LIMIT
+                endpoint, rank=self._rank, world_size=self._world_size, num_nodes=self._num_nodes, timeout=_ANSWER_LIMIT
             )
-            if invites(opened.store, place.run):
+            if invites(opened.store, endpoint.run):
                 return opened
         except RendezvousError:
-            self._left_alone[place.port] = time.monotonic() + _STRANGER_PAUSE
+            self._left_alone[endpoint.port] = time.monotonic() + _STRANGER_PAUSE
         except dist.DistError:  # the store of another run has just ended
             pass
         else:
-            self._left_alone[place.port] = time.monotonic() + _STORE_PAUSE
+            self._left_alone[endpoint.port] = time.monotonic() + _STORE_PAUSE
         return None
 
 
-def _listed(places: list[MeetingPlace]) -> str:
-    return ", ".join(str(place.port) for place in places)
+def _listed(endpoints: list[RendezvousEndpoint]) -> str:
+    return ", ".join(str(endpoint.port) for endpoint in endpoints)

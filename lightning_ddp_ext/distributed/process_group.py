@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.distributed.backends import check_backend
 from lightning_ddp_ext.distributed.connections import break_rest, tracked_connections
-from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
+from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
 from lightning_ddp_ext.distributed.interfaces import AUTO, check_interface, pin_interface, unpin_interface
 from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
 from lightning_ddp_ext.distributed.port_search import open_store_of_run
-from lightning_ddp_ext.distributed.rendezvous import Meeting, meet, report_problem
+from lightning_ddp_ext.distributed.rendezvous import RendezvousInfo, rendezvous, report_problem
 from lightning_ddp_ext.distributed.stores import OpenStore, has_listener
 from lightning_ddp_ext.errors import NetworkInterfaceError, RendezvousError
 
@@ -35,7 +35,7 @@ def init_process_group(
     network_interface: str | None = None,
     num_nodes: int = 1,
     device_id: torch.device | None = None,
-    on_meeting: Callable[[Meeting, OpenStore], None] | None = None,
+    on_store_open: Callable[[RendezvousInfo, OpenStore], None] | None = None,
 ) -> ChosenNetwork | None:
     """Make the default process group over a network interface that connects all hosts.
 
@@ -54,12 +54,12 @@ def init_process_group(
             for its store there. None are tried by default.
         run: A name of the run, the same on every rank and of no other run on these hosts; for `other_ports`.
         timeout: How long ranks wait for each other here, and the time limit of one collective afterwards.
-        init_method: Another meeting place than the main address, see `parse_init_method`.
+        init_method: Another rendezvous endpoint than the main address, see `parse_init_method`.
         network_interface: Name of an interface that every host has; `"loopback"`, for one host; `"auto"` for the one
-            that the other hosts are reached over; None to leave the choice to the back-end, within the same limits.
+            that the other hosts are reached over; None to leave the choice to the backend, within the same limits.
         num_nodes: Number of hosts.
         device_id: The device that this rank is bound to; None or the CPU for none.
-        on_meeting: Called with the open store, on every rank, before ranks agree on a network; what it raises ends the
+        on_store_open: Called with the open store, on every rank, before ranks agree on a network; what it raises ends the
             meeting. Not called for MPI.
 
     Returns:
@@ -67,7 +67,7 @@ def init_process_group(
         connects the processes.
 
     Raises:
-        BackendError: If this torch has no such back-end.
+        BackendError: If this torch has no such backend.
         NetworkInterfaceError: If a host lacks its interface, or hosts do not reach each other.
         RendezvousError: If ranks do not find each other, or there is a process group of another size.
         ValueError: If `init_method` has no known form.
@@ -89,30 +89,30 @@ def init_process_group(
     if backend.lower() == "mpi":
         dist.init_process_group(backend, timeout=timeout)
         return None
-    place = parse_init_method(init_method)
-    if place.path is None and place.host is None:
-        place = MeetingPlace(main_address, main_port, other_ports=tuple(other_ports), run=run)
-    meeting = Meeting(
+    endpoint = parse_init_method(init_method)
+    if endpoint.path is None and endpoint.host is None:
+        endpoint = RendezvousEndpoint(main_address, main_port, other_ports=tuple(other_ports), run=run)
+    info = RendezvousInfo(
         backend=backend.lower(),
         rank=rank,
         world_size=world_size,
         num_nodes=num_nodes,
         requested=network_interface,
         timeout=timeout,
-        remedy=_remedy(place),
-        run=place.run,
+        remedy=_remedy(endpoint),
+        run=endpoint.run,
     )
     unpin_interface()  # what an earlier run chose is not the user's choice
     try:
         check_interface(network_interface, num_nodes)
     except NetworkInterfaceError as error:
-        _tell_rank_0(meeting, place, error)
+        _tell_rank_0(info, endpoint, error)
         raise
     try:
-        opened = open_store_of_run(place, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
-        if on_meeting is not None:
-            on_meeting(meeting, opened)
-        network, store = meet(meeting, opened)
+        opened = open_store_of_run(endpoint, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
+        if on_store_open is not None:
+            on_store_open(info, opened)
+        network, store = rendezvous(info, opened)
     except dist.DistError as error:
         raise _lost_meeting(rank, error) from error
     chosen = network.host_of(rank).interface
@@ -148,24 +148,24 @@ def _lost_meeting(rank: int, error: dist.DistError) -> RendezvousError:
     )
 
 
-def _remedy(place: MeetingPlace) -> str:
-    if place.path is not None:
-        return f"Check that they have been started and that {place.path} is on a file system that all hosts share."
-    return f"Check that they have been started, with {place} as the address of rank 0."
+def _remedy(endpoint: RendezvousEndpoint) -> str:
+    if endpoint.path is not None:
+        return f"Check that they have been started and that {endpoint.path} is on a file system that all hosts share."
+    return f"Check that they have been started, with {endpoint} as the address of rank 0."
 
 
-def _tell_rank_0(meeting: Meeting, place: MeetingPlace, error: NetworkInterfaceError) -> None:
+def _tell_rank_0(info: RendezvousInfo, endpoint: RendezvousEndpoint, error: NetworkInterfaceError) -> None:
     """Spare rank 0 the wait for this rank, if that takes no time."""
-    if meeting.rank == 0 or place.host is None or place.port is None:
+    if info.rank == 0 or endpoint.host is None or endpoint.port is None:
         return
-    if not has_listener(place.host, place.port, _TELLING_LIMIT):
+    if not has_listener(endpoint.host, endpoint.port, _TELLING_LIMIT):
         return
     limit = timedelta(seconds=_TELLING_LIMIT)
     with contextlib.suppress(RendezvousError, dist.DistError):  # rank 0 was not there in time; our own error follows
         opened = open_store_of_run(
-            place, rank=meeting.rank, world_size=meeting.world_size, num_nodes=meeting.num_nodes, timeout=limit
+            endpoint, rank=info.rank, world_size=info.world_size, num_nodes=info.num_nodes, timeout=limit
         )
-        report_problem(meeting, opened, error, limit)
+        report_problem(info, opened, error, limit)
 
 
 def _destroy() -> None:

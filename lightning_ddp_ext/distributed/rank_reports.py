@@ -17,12 +17,12 @@ from lightning_ddp_ext.distributed.backends import available_backends
 from lightning_ddp_ext.distributed.interfaces import interface_addresses, interface_with
 from lightning_ddp_ext.distributed.network_choice import this_machine
 from lightning_ddp_ext.distributed.rendezvous import (
-    Meeting,
-    answer_roll,
-    call_roll,
-    collect_entries,
+    RendezvousInfo,
+    collect_responses,
+    join_round,
+    open_round,
     poll,
-    publish_table,
+    publish_result,
 )
 from lightning_ddp_ext.distributed.stores import OpenStore
 
@@ -103,12 +103,12 @@ class RankReport:
         host: Name of the host.
         machine: What is equal for ranks of one host.
         interfaces: Addresses by interface.
-        backends: The back-ends of its torch.
+        backends: The backends of its torch.
         versions: Versions by what they are of.
         problems: What it has found wrong by itself.
-        meeting_address: The address of this host on the way to rank 0; on rank 0's host, the one it is looked for at.
+        rendezvous_address: The address of this host on the way to rank 0; on rank 0's host, the one it is looked for at.
             None if that is every address, or a file.
-        meeting_interface: The interface with this address.
+        rendezvous_interface: The interface with this address.
     """
 
     host: str
@@ -117,8 +117,8 @@ class RankReport:
     backends: Sequence[str]
     versions: Mapping[str, str]
     problems: Sequence[Problem] = ()
-    meeting_address: str | None = None
-    meeting_interface: str | None = None
+    rendezvous_address: str | None = None
+    rendezvous_interface: str | None = None
 
     def at(self, address: str | None) -> "RankReport":
         """Return the same report with the address that turned out to lead to rank 0.
@@ -128,11 +128,11 @@ class RankReport:
         """
         interface = None if address is None else interface_with(address)
         name = None if interface is None else interface.name
-        return dataclasses.replace(self, meeting_address=address, meeting_interface=name)
+        return dataclasses.replace(self, rendezvous_address=address, rendezvous_interface=name)
 
 
 @dataclass(frozen=True, slots=True)
-class Consultation:
+class ReportExchange:
     """What the ranks have said.
 
     Attributes:
@@ -167,11 +167,11 @@ def report_here(problems: Sequence[Problem] = ()) -> RankReport:
     )
 
 
-def consult(meeting: Meeting, opened: OpenStore, report: RankReport) -> Consultation:
+def exchange_reports(info: RendezvousInfo, opened: OpenStore, report: RankReport) -> ReportExchange:
     """Collect the reports of all ranks, and compare the clocks of hosts; every rank has to call it.
 
     Args:
-        meeting: What this rank knows of the run.
+        info: What this rank knows of the run.
         opened: The store where ranks meet.
         report: The report of this rank.
 
@@ -182,22 +182,22 @@ def consult(meeting: Meeting, opened: OpenStore, report: RankReport) -> Consulta
         RendezvousError: If ranks do not come in time.
     """
     report = report.at(opened.local_address)
-    if meeting.rank == 0:
-        return _collect(meeting, opened.store, report)
+    if info.rank == 0:
+        return _collect(info, opened.store, report)
 
-    def describe(invitation: Mapping[str, Any]) -> dict[str, Any]:
+    def describe(request: Mapping[str, Any]) -> dict[str, Any]:
         return dataclasses.asdict(report)
 
-    roll, table = answer_roll(opened.store, meeting.rank, meeting.world_size, describe, meeting.timeout)
-    if meeting.rank in table["speakers"]:
-        tell_clock(_clock_store(roll.store, meeting.rank))
-    roll.store.add(_HEARD, 1)
-    return Consultation({meeting.rank: report}, {}, (), table["healthy"])
+    round_, table = join_round(opened.store, info.rank, info.world_size, describe, info.timeout)
+    if info.rank in table["speakers"]:
+        tell_clock(_clock_store(round_.store, info.rank))
+    round_.store.add(_HEARD, 1)
+    return ReportExchange({info.rank: report}, {}, (), table["healthy"])
 
 
-def _collect(meeting: Meeting, store: dist.Store, own: RankReport) -> Consultation:
-    roll = call_roll(store, meeting.world_size, {"run": meeting.run}, meeting.timeout)
-    entries = collect_entries(roll, meeting.remedy)
+def _collect(info: RendezvousInfo, store: dist.Store, own: RankReport) -> ReportExchange:
+    round_ = open_round(store, info.world_size, {"run": info.run}, info.timeout)
+    entries = collect_responses(round_, info.remedy)
     reports = {0: own, **{rank: _report_from(entry) for rank, entry in entries.items()}}
     machines = {own.machine: 0}
     for rank, report in reports.items():
@@ -205,12 +205,12 @@ def _collect(meeting: Meeting, store: dist.Store, own: RankReport) -> Consultati
     speakers = [rank for rank in machines.values() if rank != 0]
     problems = compare_versions(reports)
     healthy = not problems and not any(report.problems for report in reports.values())
-    publish_table(roll, {"speakers": speakers, "healthy": healthy}, entries)
-    clocks = {rank: ask_clock(_clock_store(roll.store, rank)) for rank in speakers}
+    publish_result(round_, {"speakers": speakers, "healthy": healthy}, entries)
+    clocks = {rank: ask_clock(_clock_store(round_.store, rank)) for rank in speakers}
     # The store ends with this process, which may have no reason to go on: give others time to read.
-    others = meeting.world_size - 1
-    poll(lambda: roll.store.add(_HEARD, 0) >= others, time.monotonic() + _FAREWELL)
-    return Consultation(reports, clocks, problems, healthy)
+    others = info.world_size - 1
+    poll(lambda: round_.store.add(_HEARD, 0) >= others, time.monotonic() + _FAREWELL)
+    return ReportExchange(reports, clocks, problems, healthy)
 
 
 def compare_versions(reports: Mapping[int, RankReport]) -> list[Problem]:

@@ -30,8 +30,8 @@ from lightning_ddp_ext.distributed.ports import CONNECT_LIMIT, Listener, explain
 from lightning_ddp_ext.distributed.stores import OpenStore, connect_store, serve_store
 from lightning_ddp_ext.errors import DDPExtError, NetworkInterfaceError, RendezvousError
 
-_INVITATION = "invitation"
-_TABLE = "table"
+_REQUEST = "invitation"
+_RESULT = "table"
 _PROBLEM = "problem"
 _SEEN = "seen"
 _NUMBERS = "numbers"
@@ -46,7 +46,7 @@ _ERRORS: dict[str, type[DDPExtError]] = {error.__name__: error for error in (Net
 Entry = Mapping[str, Any]
 
 
-class RollCall:
+class RendezvousRound:
     """One attempt of all ranks to meet.
 
     Args:
@@ -117,7 +117,7 @@ class RollCall:
 
     def withdraw(self) -> None:
         """Take the invitation back, so that no later attempt answers it."""
-        self._meeting.set(_INVITATION, "")
+        self._meeting.set(_REQUEST, "")
 
     def _leave(self) -> None:
         if self.rank != 0:
@@ -133,22 +133,22 @@ class RollCall:
         raise _ERRORS[problem[0]](problem[1])
 
 
-def call_roll(store: dist.Store, world_size: int, invitation: Entry, timeout: timedelta) -> RollCall:
+def open_round(store: dist.Store, world_size: int, request: Entry, timeout: timedelta) -> RendezvousRound:
     """Invite the other ranks; for rank 0.
 
     Args:
         store: Where they meet.
         world_size: Number of ranks.
-        invitation: What they need to know for their entries.
+        request: What they need to know for their entries.
         timeout: How long to wait for them.
 
     Returns:
         The call.
     """
     name = uuid.uuid4().hex
-    roll = RollCall(store, name, 0, world_size, time.monotonic() + timeout.total_seconds())
-    store.set(_INVITATION, json.dumps({**invitation, "name": name}))
-    return roll
+    round_ = RendezvousRound(store, name, 0, world_size, time.monotonic() + timeout.total_seconds())
+    store.set(_REQUEST, json.dumps({**request, "name": name}))
+    return round_
 
 
 def invites(store: dist.Store, run: str) -> bool:
@@ -161,15 +161,15 @@ def invites(store: dist.Store, run: str) -> bool:
     Returns:
         Whether they are.
     """
-    invitation = _read_invitation(store)
-    return invitation is not None and invitation.get("run") == run
+    request = _read_request(store)
+    return request is not None and request.get("run") == run
 
 
-def collect_entries(roll: RollCall, remedy: str) -> dict[int, Entry]:
+def collect_responses(round_: RendezvousRound, remedy: str) -> dict[int, Entry]:
     """Wait for the entries of all other ranks; for rank 0.
 
     Args:
-        roll: The call.
+        round_: The call.
         remedy: What to do about ranks that do not come.
 
     Returns:
@@ -179,37 +179,37 @@ def collect_entries(roll: RollCall, remedy: str) -> dict[int, Entry]:
         RendezvousError: If ranks are missing when the time is over.
         DDPExtError: The problem that a rank has met.
     """
-    ranks = range(1, roll.world_size)
+    ranks = range(1, round_.world_size)
     keys = [str(rank) for rank in ranks]
 
     def missing() -> str:
-        return ", ".join(key for key in keys if not roll.store.check([key]))
+        return ", ".join(key for key in keys if not round_.store.check([key]))
 
-    if not roll.wait(*keys, limit=_PATIENCE):
-        _logger.warning("rank 0 is still waiting for rank %s of %d ranks. %s", missing(), roll.world_size, remedy)
-    if not roll.wait(*keys):
-        error = RendezvousError(f"rank {missing()} of {roll.world_size} ranks did not join in time. {remedy}")
-        roll.fail(error)
+    if not round_.wait(*keys, limit=_PATIENCE):
+        _logger.warning("rank 0 is still waiting for rank %s of %d ranks. %s", missing(), round_.world_size, remedy)
+    if not round_.wait(*keys):
+        error = RendezvousError(f"rank {missing()} of {round_.world_size} ranks did not join in time. {remedy}")
+        round_.fail(error)
         raise error
-    roll.withdraw()
-    return {rank: roll.read(str(rank)) for rank in ranks}
+    round_.withdraw()
+    return {rank: round_.read(str(rank)) for rank in ranks}
 
 
-def publish_table(roll: RollCall, table: Entry, entries: Mapping[int, Entry]) -> None:
+def publish_result(round_: RendezvousRound, result: Entry, responses: Mapping[int, Entry]) -> None:
     """Tell all ranks what follows from their entries; for rank 0.
 
     Args:
-        roll: The call.
-        table: What follows.
-        entries: What they said.
+        round_: The call.
+        result: What follows.
+        responses: What they said.
     """
-    numbers = {str(rank): entry["number"] for rank, entry in entries.items()}
-    roll.publish(_TABLE, {**table, _NUMBERS: numbers})
+    numbers = {str(rank): response["number"] for rank, response in responses.items()}
+    round_.publish(_RESULT, {**result, _NUMBERS: numbers})
 
 
-def answer_roll(
+def join_round(
     store: dist.Store, rank: int, world_size: int, describe: Callable[[Entry], Entry], timeout: timedelta
-) -> tuple[RollCall, Entry]:
+) -> tuple[RendezvousRound, Entry]:
     """Answer the invitation of rank 0 and wait for the table; for all other ranks.
 
     Args:
@@ -228,30 +228,30 @@ def answer_roll(
     """
     number = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
-    answered: dict[str, RollCall] = {}
+    answered: dict[str, RendezvousRound] = {}
 
-    def answer(invitation: Entry) -> None:
-        roll = answered[invitation["name"]] = RollCall(store, invitation["name"], rank, world_size, deadline)
+    def answer(request: Entry) -> None:
+        round_ = answered[request["name"]] = RendezvousRound(store, request["name"], rank, world_size, deadline)
         try:
-            entry = describe(invitation)
+            response = describe(request)
         except DDPExtError as error:
-            roll.fail(error)
+            round_.fail(error)
             raise
-        roll.publish(str(rank), {**entry, "number": number})
+        round_.publish(str(rank), {**response, "number": number})
 
-    def completed() -> tuple[RollCall, Entry] | None:
-        invitation = _read_invitation(store)
-        if invitation and invitation["name"] not in answered:
-            answer(invitation)
+    def completed() -> tuple[RendezvousRound, Entry] | None:
+        request = _read_request(store)
+        if request and request["name"] not in answered:
+            answer(request)
         if not answered:
             return None
         newest = list(answered.values())[-1]
-        if not newest.wait(_TABLE, limit=0):
+        if not newest.wait(_RESULT, limit=0):
             return None
-        table = newest.read(_TABLE)
-        return (newest, table) if table[_NUMBERS].get(str(rank)) == number else None
+        result = newest.read(_RESULT)
+        return (newest, result) if result[_NUMBERS].get(str(rank)) == number else None
 
-    result: tuple[RollCall, Entry] | None = poll(completed, deadline)
+    result: tuple[RendezvousRound, Entry] | None = poll(completed, deadline)
     if result is None:
         raise RendezvousError(
             f"rank {rank} waited {timeout.total_seconds():g} s for rank 0 to find all {world_size} ranks."
@@ -260,10 +260,10 @@ def answer_roll(
     return result
 
 
-def _read_invitation(store: dist.Store) -> Entry | None:
-    text = store.get(_INVITATION) if store.check([_INVITATION]) else b""
-    invitation: Entry | None = json.loads(text) if text else None
-    return invitation
+def _read_request(store: dist.Store) -> Entry | None:
+    text = store.get(_REQUEST) if store.check([_REQUEST]) else b""
+    request: Entry | None = json.loads(text) if text else None
+    return request
 
 
 def poll(question: Callable[[], Any], deadline: float) -> Any:
@@ -290,18 +290,18 @@ _VERDICT_LIMIT = CONNECT_LIMIT + 20.0  # seconds; ranks on busy hosts are late
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
+class RendezvousInfo:
     """What a rank knows before it has heard of the others.
 
     Attributes:
-        backend: The back-end.
+        backend: The backend.
         rank: This rank.
         world_size: Number of ranks.
         num_nodes: Number of hosts.
         requested: Name of an interface, `"loopback"`, `"auto"` or None.
         timeout: How long to wait for the others.
         remedy: What to do about ranks that do not come.
-        run: A name of the run, see `MeetingPlace`.
+        run: A name of the run, see `RendezvousEndpoint`.
     """
 
     backend: str
@@ -315,15 +315,15 @@ class Meeting:
 
     @property
     def gloo(self) -> bool:
-        """Whether gloo is among the back-ends."""
+        """Whether gloo is among the backends."""
         return "gloo" in self.backend
 
 
-def meet(meeting: Meeting, opened: OpenStore) -> tuple[ChosenNetwork, dist.Store]:
+def rendezvous(info: RendezvousInfo, opened: OpenStore) -> tuple[ChosenNetwork, dist.Store]:
     """Agree with the other ranks on the network, and check that hosts reach each other over it.
 
     Args:
-        meeting: What this rank knows.
+        info: What this rank knows.
         opened: The store where ranks meet.
 
     Returns:
@@ -334,98 +334,98 @@ def meet(meeting: Meeting, opened: OpenStore) -> tuple[ChosenNetwork, dist.Store
         RendezvousError: If ranks do not come in time.
     """
     with contextlib.ExitStack() as stack:
-        lead = _lead if meeting.rank == 0 else _follow
-        roll, table = lead(meeting, opened, stack)
-        network = ChosenNetwork(meeting.backend, hosts_from(table["hosts"]))
-        if table["checked"]:
-            _check_reachability(roll, network)
-        store: dist.Store = roll.store
-        if table["moves"]:
-            store = _move(roll, network, meeting)
+        lead = _lead if info.rank == 0 else _follow
+        round_, result = lead(info, opened, stack)
+        network = ChosenNetwork(info.backend, hosts_from(result["hosts"]))
+        if result["checked"]:
+            _check_reachability(round_, network)
+        store: dist.Store = round_.store
+        if result["moves"]:
+            store = _move(round_, network, info)
         return network, dist.PrefixStore("process_group", store)
 
 
-def report_problem(meeting: Meeting, opened: OpenStore, error: NetworkInterfaceError, limit: timedelta) -> None:
+def report_problem(info: RendezvousInfo, opened: OpenStore, error: NetworkInterfaceError, limit: timedelta) -> None:
     """Let rank 0 know why this rank gives up, if it is there to be told.
 
     Args:
-        meeting: What this rank knows.
+        info: What this rank knows.
         opened: The store where ranks meet.
         error: What is wrong.
         limit: How long to wait for rank 0's invitation.
     """
 
-    def describe(invitation: Entry) -> Entry:
+    def describe(request: Entry) -> Entry:
         raise error
 
     # Either rank 0 has been told, or it was not there in time; this rank raises its own error next, whichever.
     with contextlib.suppress(NetworkInterfaceError, RendezvousError):
-        answer_roll(opened.store, meeting.rank, meeting.world_size, describe, limit)
+        join_round(opened.store, info.rank, info.world_size, describe, limit)
 
 
-def _lead(meeting: Meeting, opened: OpenStore, stack: contextlib.ExitStack) -> tuple[RollCall, Entry]:
+def _lead(info: RendezvousInfo, opened: OpenStore, stack: contextlib.ExitStack) -> tuple[RendezvousRound, Entry]:
     """Rank 0: invite, decide, and publish the decision."""
     searched: list[tuple[str, int]] = []
-    if opened.local_address is None and not opened.everywhere and meeting.requested == AUTO:
+    if opened.local_address is None and not opened.everywhere and info.requested == AUTO:
         # A file: nobody knows yet where rank 0 is, so the others try all its addresses.
         port = _listening(stack, []).port
         searched = [(address, port) for address in all_addresses()]
-    invitation = {"machine": this_machine(), "searched": searched, "run": meeting.run}
-    roll = call_roll(opened.store, meeting.world_size, invitation, meeting.timeout)
-    entries = collect_entries(roll, meeting.remedy)
-    with _failing(roll):
-        hosts = _decide(meeting, opened, entries, stack)
+    request = {"machine": this_machine(), "searched": searched, "run": info.run}
+    round_ = open_round(opened.store, info.world_size, request, info.timeout)
+    responses = collect_responses(round_, info.remedy)
+    with _failing(round_):
+        hosts = _decide(info, opened, responses, stack)
     several = len(hosts) > 1
-    table = {
+    result = {
         "hosts": [_as_row(host) for host in hosts],
         "checked": several and all(host.targets for host in hosts),
         "moves": opened.everywhere and (not several or bool(hosts[0].targets)),
     }
-    publish_table(roll, table, entries)
-    return roll, table
+    publish_result(round_, result, responses)
+    return round_, result
 
 
-def _follow(meeting: Meeting, opened: OpenStore, stack: contextlib.ExitStack) -> tuple[RollCall, Entry]:
+def _follow(info: RendezvousInfo, opened: OpenStore, stack: contextlib.ExitStack) -> tuple[RendezvousRound, Entry]:
     """All other ranks: say where they are and take rank 0's decision."""
 
-    def describe(invitation: Entry) -> Entry:
-        entry = {"host": socket.gethostname(), "machine": this_machine()}
-        if entry["machine"] == invitation["machine"]:
-            return entry  # rank 0 speaks for its host
-        searched = [(address, port) for address, port in invitation["searched"]]
-        interface = _choose(meeting, opened)
+    def describe(request: Entry) -> Entry:
+        response = {"host": socket.gethostname(), "machine": this_machine()}
+        if response["machine"] == request["machine"]:
+            return response  # rank 0 speaks for its host
+        searched = [(address, port) for address, port in request["searched"]]
+        interface = _choose(info, opened)
         if interface is None and searched:
             interface = search_interface(searched)
         if interface is None:
             raise NetworkInterfaceError(
-                f"no interface of host {socket.gethostname()}, rank {meeting.rank}, was found to reach rank 0."
+                f"no interface of host {socket.gethostname()}, rank {info.rank}, was found to reach rank 0."
                 " Set `network.interface` to the interface that connects the hosts."
             )
         targets = _listening(stack, interface.addresses).targets if interface.addresses else []
-        return {**entry, "interface": interface.name, "targets": targets}
+        return {**response, "interface": interface.name, "targets": targets}
 
-    return answer_roll(opened.store, meeting.rank, meeting.world_size, describe, meeting.timeout)
+    return join_round(opened.store, info.rank, info.world_size, describe, info.timeout)
 
 
-def _choose(meeting: Meeting, opened: OpenStore) -> Interface | None:
+def _choose(info: RendezvousInfo, opened: OpenStore) -> Interface | None:
     return choose_interface(
-        meeting.requested, gloo=meeting.gloo, num_nodes=meeting.num_nodes, local_address=opened.local_address
+        info.requested, gloo=info.gloo, num_nodes=info.num_nodes, local_address=opened.local_address
     )
 
 
 def _decide(
-    meeting: Meeting, opened: OpenStore, entries: Mapping[int, Entry], stack: contextlib.ExitStack
+    info: RendezvousInfo, opened: OpenStore, responses: Mapping[int, Entry], stack: contextlib.ExitStack
 ) -> list[HostNetwork]:
     """Put ranks together by host, and choose rank 0's interface towards the others."""
     machines: dict[str, list[int]] = {this_machine(): [0]}
-    for rank in sorted(entries):
-        machines.setdefault(entries[rank]["machine"], []).append(rank)
+    for rank in sorted(responses):
+        machines.setdefault(responses[rank]["machine"], []).append(rank)
     own_ranks, *others = machines.values()
-    speakers = [entries[ranks[0]] for ranks in others]
+    speakers = [responses[ranks[0]] for ranks in others]
     if not others:
-        own = choose_alone(meeting.requested, gloo=meeting.gloo)
+        own = choose_alone(info.requested, gloo=info.gloo)
     else:
-        own = _choose(meeting, opened) or interface_towards(
+        own = _choose(info, opened) or interface_towards(
             address for speaker in speakers for address, _ in speaker["targets"]
         )
     own_targets = _listening(stack, own.addresses).targets if own.addresses else []
@@ -438,25 +438,27 @@ def _decide(
     return hosts
 
 
-def _check_reachability(roll: RollCall, network: ChosenNetwork) -> None:
+def _check_reachability(round_: RendezvousRound, network: ChosenNetwork) -> None:
     """Let the first rank of every host try all other hosts, and raise the same error on every rank."""
-    own = network.host_of(roll.rank)
+    own = network.host_of(round_.rank)
     speakers = [f"{_REACHED}/{host.ranks[0]}" for host in network.hosts]
-    if roll.rank == own.ranks[0]:
-        roll.publish(f"{_REACHED}/{roll.rank}", _try_hosts(own, network.hosts))
-    if roll.rank == 0:
-        with _failing(roll):
-            if not roll.wait(*speakers, limit=_VERDICT_LIMIT):
+    if round_.rank == own.ranks[0]:
+        round_.publish(f"{_REACHED}/{round_.rank}", _try_hosts(own, network.hosts))
+    if round_.rank == 0:
+        with _failing(round_):
+            if not round_.wait(*speakers, limit=_VERDICT_LIMIT):
                 raise RendezvousError("rank 0 did not hear which hosts the others reach. Look for their errors.")
-            problems = [problem for speaker in speakers for problem in roll.read(speaker)]
+            problems = [problem for speaker in speakers for problem in round_.read(speaker)]
             if problems:
                 raise NetworkInterfaceError(
                     f"{'; '.join(problems)}. Set `network.interface` to the interface that connects the hosts, or to"
                     " `auto`."
                 )
-        roll.publish(_REACHED, True)
-    elif not roll.wait(_REACHED, limit=2 * _VERDICT_LIMIT):
-        raise RendezvousError(f"rank {roll.rank} did not hear from rank 0 which hosts are reached. Look for its error.")
+        round_.publish(_REACHED, True)
+    elif not round_.wait(_REACHED, limit=2 * _VERDICT_LIMIT):
+        raise RendezvousError(
+            f"rank {round_.rank} did not hear from rank 0 which hosts are reached. Look for its error."
+        )
 
 
 def _try_hosts(own: HostNetwork, hosts: Sequence[HostNetwork]) -> list[str]:
@@ -470,21 +472,21 @@ def _try_hosts(own: HostNetwork, hosts: Sequence[HostNetwork]) -> list[str]:
     ]
 
 
-def _move(roll: RollCall, network: ChosenNetwork, meeting: Meeting) -> dist.Store:
+def _move(round_: RendezvousRound, network: ChosenNetwork, info: RendezvousInfo) -> dist.Store:
     """Leave the store that listens everywhere for one that listens on the chosen address only."""
-    if meeting.rank == 0:
+    if info.rank == 0:
         address = network.hosts[0].addresses[0] if len(network.hosts) > 1 else loopback_address()
-        opened = serve_store(address, 0, meeting.world_size, meeting.timeout)
+        opened = serve_store(address, 0, info.world_size, info.timeout)
         assert isinstance(opened.store, dist.TCPStore)
-        roll.publish(_MOVED, [address, opened.store.port])
-        others = meeting.world_size - 1
+        round_.publish(_MOVED, [address, opened.store.port])
+        others = info.world_size - 1
         if not poll(lambda: opened.store.add(_ARRIVED, 0) >= others, time.monotonic() + _VERDICT_LIMIT):
             raise RendezvousError("other ranks did not follow to rank 0's store. Look for their errors.")
         return opened.store
-    if not roll.wait(_MOVED, limit=_VERDICT_LIMIT):
-        raise RendezvousError(f"rank {roll.rank} did not hear from rank 0 where its store is. Look for its error.")
-    address, port = roll.read(_MOVED)
-    store = connect_store(address, port, rank=meeting.rank, timeout=meeting.timeout).store
+    if not round_.wait(_MOVED, limit=_VERDICT_LIMIT):
+        raise RendezvousError(f"rank {round_.rank} did not hear from rank 0 where its store is. Look for its error.")
+    address, port = round_.read(_MOVED)
+    store = connect_store(address, port, rank=info.rank, timeout=info.timeout).store
     store.add(_ARRIVED, 1)
     return store
 
@@ -500,10 +502,10 @@ def _as_row(host: HostNetwork) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _failing(roll: RollCall) -> Iterator[None]:
+def _failing(round_: RendezvousRound) -> Iterator[None]:
     """Let the others know of an error that is about to be raised."""
     try:
         yield
     except (NetworkInterfaceError, RendezvousError) as error:
-        roll.fail(error)
+        round_.fail(error)
         raise

@@ -309,7 +309,7 @@ def send_tensors(packed: Packed, group: dist.ProcessGroup, ranks: Iterable[int])
 
     Args:
         packed: The value.
-        group: A group with a back-end for CPU tensors.
+        group: A group with a backend for CPU tensors.
         ranks: Positions in the group of the ranks that receive them.
     """
     flat = _join(packed.tensors)

@@ -37,7 +37,7 @@ _Line = tuple[FrameType, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StackLocation:
     """Where a thread is.
 
     Attributes:
@@ -55,9 +55,9 @@ class Place:
         return " <- ".join(part for part in ("" if is_said else self.collective, self.code) if part)
 
 
-def find_main_thread() -> Place:
+def find_main_thread() -> StackLocation:
     """Return where the main thread is. It is not stopped for that, and may be elsewhere by now."""
-    return find_place(_main_frame())
+    return find_stack_location(_main_frame())
 
 
 def describe_main_stack() -> str:
@@ -66,7 +66,7 @@ def describe_main_stack() -> str:
     return "".join(traceback.StackSummary.extract(iter(lines[::-1])).format())
 
 
-def find_place(frame: FrameType | None) -> Place:
+def find_stack_location(frame: FrameType | None) -> StackLocation:
     """Return where a thread is.
 
     Args:
@@ -75,13 +75,13 @@ def find_place(frame: FrameType | None) -> Place:
     return _make_place(list(_walk(frame)))
 
 
-def find_error(error: BaseException) -> Place:
+def find_error(error: BaseException) -> StackLocation:
     """Return where an error was raised."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return _make_place(frames[::-1])
 
 
-def _make_place(frames: list[_Line]) -> Place:
+def _make_place(frames: list[_Line]) -> StackLocation:
     collective = ""
     waits = bool(frames) and (_module(frames[0]) == _COLLECTIVES or _module(frames[0]).startswith(_EXCHANGING))
     while frames and _module(frames[0]).split(".")[0] == "torch":
@@ -90,14 +90,14 @@ def _make_place(frames: list[_Line]) -> Place:
         if _module(inner).startswith("torch.distributed") and _function(inner) != "wrapper":
             collective = _function(inner)
     if not frames:
-        return Place(collective, "", waits)
+        return StackLocation(collective, "", waits)
     if not collective and _module(frames[0]).startswith(_WAITING):
         collective = _function(frames[0])
     shown = frames[:2]
     user = next((outer for outer in frames if _is_users(outer)), None)
     if user is not None and user not in shown:
         shown = [frames[0], user]
-    return Place(collective, " <- ".join(map(_describe, shown)), waits)
+    return StackLocation(collective, " <- ".join(map(_describe, shown)), waits)
 
 
 def _walk(frame: FrameType | None) -> Iterator[_Line]:

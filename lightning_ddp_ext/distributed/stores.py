@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_ddp_ext.distributed.connections import spare_port
-from lightning_ddp_ext.distributed.init_method import MeetingPlace, address_text
+from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, address_text
 from lightning_ddp_ext.distributed.interfaces import is_local, is_loopback, loopback_address, resolve
 from lightning_ddp_ext.distributed.ports import check_port, listen, port_error
 from lightning_ddp_ext.errors import RendezvousError
@@ -114,13 +114,15 @@ class OpenStore:
     everywhere: bool = False
 
 
-def open_store(place: MeetingPlace, *, rank: int, world_size: int, num_nodes: int, timeout: timedelta) -> OpenStore:
+def open_store(
+    endpoint: RendezvousEndpoint, *, rank: int, world_size: int, num_nodes: int, timeout: timedelta
+) -> OpenStore:
     """Open the store where ranks meet.
 
     Rank 0 makes it and the others connect to it, except under torchrun, whose agent has made one for all.
 
     Args:
-        place: Where; with host and port, or a path.
+        endpoint: Where; with host and port, or a path.
         rank: This rank.
         world_size: Number of ranks.
         num_nodes: Number of hosts. Ranks of a single host meet on its loopback address, whatever it is called.
@@ -133,13 +135,13 @@ def open_store(place: MeetingPlace, *, rank: int, world_size: int, num_nodes: in
         RendezvousError: If rank 0 cannot be reached, its port is taken, or the file is one of another run or one that
             other users can write.
     """
-    if place.path is not None:
-        return OpenStore(open_file(place.path, rank, world_size))
-    assert place.host is not None  # `env://` has been filled in
-    assert place.port is not None
-    if rank == 0 and not _is_agents(place):
-        return serve_store(_listening_address(place.host, num_nodes), place.port, world_size, timeout)
-    return connect_store(connecting_host(place.host, num_nodes), place.port, rank=rank, timeout=timeout)
+    if endpoint.path is not None:
+        return OpenStore(open_file(endpoint.path, rank, world_size))
+    assert endpoint.host is not None  # `env://` has been filled in
+    assert endpoint.port is not None
+    if rank == 0 and not _is_agents(endpoint):
+        return serve_store(_listening_address(endpoint.host, num_nodes), endpoint.port, world_size, timeout)
+    return connect_store(connecting_host(endpoint.host, num_nodes), endpoint.port, rank=rank, timeout=timeout)
 
 
 def serve_store(address: str | None, port: int, world_size: int, timeout: timedelta) -> OpenStore:
@@ -176,18 +178,18 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
     return OpenStore(store, address, everywhere=address is None)
 
 
-def check_meeting_place(place: MeetingPlace, num_nodes: int) -> None:
+def check_endpoint(endpoint: RendezvousEndpoint, num_nodes: int) -> None:
     """Refuse a place whose port another program has; for rank 0, some time before it opens its store.
 
     Args:
-        place: Where ranks will meet; what is not a port of rank 0 is left alone.
+        endpoint: Where ranks will meet; what is not a port of rank 0 is left alone.
         num_nodes: Number of hosts.
 
     Raises:
         RendezvousError: If the port is taken.
     """
-    if place.host is not None and place.port is not None and not _is_agents(place):
-        check_port(_listening_address(place.host, num_nodes), place.port)
+    if endpoint.host is not None and endpoint.port is not None and not _is_agents(endpoint):
+        check_port(_listening_address(endpoint.host, num_nodes), endpoint.port)
 
 
 def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> OpenStore:
@@ -273,7 +275,7 @@ def _await_listener(
     started = reachable = time.monotonic()
     patience = timeout.total_seconds()
     said = False
-    place = address_text(host, port)
+    endpoint = address_text(host, port)
     while True:
         try:
             with socket.create_connection((host, port), timeout=min(_ATTEMPT_LIMIT, patience)) as connection:
@@ -287,10 +289,10 @@ def _await_listener(
             waited = now - started
             if waited >= _PATIENCE and not said:
                 said = True
-                _logger.warning("rank %d is still waiting for rank 0 at %s: %s", rank, place, error.strerror)
+                _logger.warning("rank %d is still waiting for rank 0 at %s: %s", rank, endpoint, error.strerror)
             if waited >= patience or now - reachable >= _UNREACHABLE_LIMIT:
                 raise RendezvousError(
-                    f"rank {rank} on host {socket.gethostname()} could not connect to rank 0 at {place} within"
+                    f"rank {rank} on host {socket.gethostname()} could not connect to rank 0 at {endpoint} within"
                     f" {waited:.0f} s: {error.strerror or error}. {_connection_remedy(host, error)}"
                 ) from error
         time.sleep(_PAUSE)
@@ -325,11 +327,11 @@ def _connection_remedy(host: str, error: OSError) -> str:
     return "Set the main address to one of rank 0's host that this host has a route to."
 
 
-def _is_agents(place: MeetingPlace) -> bool:
+def _is_agents(endpoint: RendezvousEndpoint) -> bool:
     """Tell whether torchrun's agent has already made the store at this place."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return False
-    return (place.host, str(place.port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return (endpoint.host, str(endpoint.port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
 
 
 def _listening_address(host: str, num_nodes: int) -> str | None:

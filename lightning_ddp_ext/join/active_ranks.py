@@ -19,7 +19,7 @@ from lightning_ddp_ext.errors import RankJoinedError
 _Handler = Callable[..., Any]
 
 
-class TailCollectives:
+class ActiveRankCollectives:
     """Runs collectives among the ranks that still have data, the active ones, where all ranks are expected.
 
     A joined rank counts as one that contributes nothing: reductions are those of the active ranks, and what it would
@@ -79,12 +79,12 @@ class TailCollectives:
         Raises:
             RankJoinedError: From a collective that needs a joined rank.
         """
-        redirection = _Redirection(active, self._groups[active], self._own)
+        redirection = ProcessGroupRedirect(active, self._groups[active], self._own)
         with replaced_collectives(redirection.find, redirection.resolve, redirection.refuse_new_groups):
             yield
 
 
-class _Redirection:
+class ProcessGroupRedirect:
     """What becomes of each method of a process group. Ranks are global ones unless said otherwise."""
 
     _HANDLERS: ClassVar[Mapping[str, str]] = {

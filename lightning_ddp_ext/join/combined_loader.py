@@ -18,21 +18,21 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.loaders import is_sampler_wrapper, wrapped_sampler
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import (
+    HasNextBatch,
     LockstepLoader,
-    Turn,
+    StepParticipation,
     UnevenInputs,
-    Votes,
     gather_lengths,
     number_of_steps,
 )
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, position_in
-from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
-from lightning_ddp_ext.resume.rng_state import capture_states, find_generators, restore_states, seed_all
+from lightning_ddp_ext.resume.resumable_rng import ResumableRng
+from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states, seed_all
 
 
-class InjectedRank(int):
+class LightningInjectedRank(int):
     """A rank as it is handed to the samplers that Lightning injects, so that these can be told from the user's.
 
     Args:
@@ -44,7 +44,7 @@ class InjectedRank(int):
     rank: int
     world_size: int
 
-    def __new__(cls, rank: int, world_size: int = 1, value: int | None = None) -> "InjectedRank":  # noqa: D102
+    def __new__(cls, rank: int, world_size: int = 1, value: int | None = None) -> "LightningInjectedRank":  # noqa: D102
         created = super().__new__(cls, rank if value is None else value)
         created.rank, created.world_size = rank, world_size
         return created
@@ -66,7 +66,7 @@ class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        generators = find_generators([wrapped_sampler(self)])
+        generators = find_loader_rngs([wrapped_sampler(self)])
         states = capture_states(generators)
         with isolate_rng():
             seed = (self.seed + self.epoch) % 2**32
@@ -79,7 +79,7 @@ class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
         return (self.dataset[index] for index in self._indices())
 
 
-def unpad(loader: object) -> None:
+def disable_sampler_padding(loader: object) -> None:
     """Make the sampler that Lightning has injected into a loader deal out every sample exactly once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
@@ -87,7 +87,7 @@ def unpad(loader: object) -> None:
         # A class of the user's own may have been given the same arguments, `trainer.distributed_sampler_kwargs`.
         if not isinstance(sampler, DistributedSampler) or not (is_wrapper or type(sampler) is DistributedSampler):
             continue
-        if isinstance(sampler.rank, InjectedRank):
+        if isinstance(sampler.rank, LightningInjectedRank):
             kind = UnpaddedSamplerWrapper if is_wrapper else UnpaddedDistributedSampler
             sampler.shuffle = sampler.shuffle and not is_wrapper
             kind.take_over(sampler, sampler.rank.rank, sampler.rank.world_size)
@@ -165,37 +165,42 @@ class LockstepCombinedLoader(CountedCombinedLoader):
     Args:
         iterables: Loaders; several ranks set `flattened` to a `RankedLoader` of each.
         mode: See `CombinedLoader`.
-        group: The ranks, over a back-end that has CPU tensors.
+        group: The ranks, over a backend that has CPU tensors.
         uneven_inputs: See `number_of_steps`.
-        votes: How ranks vote on whether there is another step.
+        has_next_batch: How ranks vote on whether there is another step.
 
     Attributes:
-        turns: Which ranks have data, for each batch that was fetched and not yet taken.
+        participations: Which ranks have data, for each batch that was fetched and not yet taken.
     """
 
     def __init__(
-        self, iterables: Any, mode: Any, group: dist.ProcessGroup, uneven_inputs: UnevenInputs, votes: Votes
+        self,
+        iterables: Any,
+        mode: Any,
+        group: dist.ProcessGroup,
+        uneven_inputs: UnevenInputs,
+        has_next_batch: HasNextBatch,
     ) -> None:
         super().__init__(iterables, mode)
-        self.turns: deque[Turn] = deque()
+        self.participations: deque[StepParticipation] = deque()
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._uneven_inputs = uneven_inputs
-        self._votes = votes
+        self._has_next_batch = has_next_batch
         self._said: set[int] = set()
-        self._steps: Iterator[tuple[Any, Turn, float | None, int, int]] = iter(())
+        self._steps: Iterator[tuple[Any, StepParticipation, float | None, int, int]] = iter(())
 
     @override
     def __iter__(self) -> "LockstepCombinedLoader":
-        self.turns.clear()
+        self.participations.clear()
         self.samples.clear()
         self._steps = self._one_after_another() if self._mode == "sequential" else self._together(0)
         return self
 
     @override
     def __next__(self) -> tuple[Any, int, int]:
-        batch, turn, samples, batch_idx, dataloader_idx = next(self._steps)
-        self.turns.append(turn)
+        batch, participation, samples, batch_idx, dataloader_idx = next(self._steps)
+        self.participations.append(participation)
         self.samples.append(samples)
         return batch, batch_idx, dataloader_idx
 
@@ -210,18 +215,18 @@ class LockstepCombinedLoader(CountedCombinedLoader):
     def reset(self) -> None:
         super().reset()
         self._steps = iter(())
-        self.turns.clear()
+        self.participations.clear()
 
     def close(self) -> None:
         """Let go of the process group; Lightning keeps loaders."""
         self.reset()
-        del self._group, self._votes
+        del self._group, self._has_next_batch
 
     @property
     def _ranked(self) -> list[RankedLoader]:
         return [ranked(loader) for loader in self.flattened]
 
-    def _together(self, skip: int) -> Iterator[tuple[Any, Turn, float | None, int, int]]:
+    def _together(self, skip: int) -> Iterator[tuple[Any, StepParticipation, float | None, int, int]]:
         combined = CountedCombinedLoader(self.iterables, self._mode)
         combined.flattened = [loader.loader for loader in self._ranked]
         combined.limits = self.limits
@@ -237,7 +242,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         """Return what is iterated over once to fetch the batches of this rank."""
         return combined
 
-    def _one_after_another(self) -> Iterator[tuple[Any, Turn, float | None, int, int]]:
+    def _one_after_another(self) -> Iterator[tuple[Any, StepParticipation, float | None, int, int]]:
         limits = self.limits or [ENDLESS] * len(self.flattened)
         for dataloader_idx, (loader, limit) in enumerate(zip(self._ranked, limits, strict=True)):
             counted = CountedCombinedLoader([loader.loader], "sequential")
@@ -251,7 +256,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         limit: float,
         dataloader_idx: int,
         skip: int = 0,
-    ) -> Iterator[tuple[Any, Turn, float | None, int, int]]:
+    ) -> Iterator[tuple[Any, StepParticipation, float | None, int, int]]:
         steps = LockstepLoader(
             _Batches(fetched),
             lengths,
@@ -259,12 +264,12 @@ class LockstepCombinedLoader(CountedCombinedLoader):
             self._uneven_inputs,
             limit,
             skip,
-            self._votes,
+            self._has_next_batch,
             count=lambda: counted.samples[-1] if counted.samples else None,
         )
-        for number, (batch, turn) in enumerate(steps, skip):
+        for number, (batch, participation) in enumerate(steps, skip):
             self._say_what_is_left_out(steps, dataloader_idx)
-            yield batch, turn, steps.samples, number, dataloader_idx
+            yield batch, participation, steps.samples, number, dataloader_idx
         self._say_what_is_left_out(steps, dataloader_idx)
 
     def _lengths_of_ranks(self) -> list[list[float]]:
@@ -337,8 +342,8 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         mode: See `LockstepCombinedLoader`.
         group: See `LockstepCombinedLoader`.
         uneven_inputs: See `LockstepCombinedLoader`.
-        votes: See `LockstepCombinedLoader`.
-        fetches: Knows the random states of this process.
+        has_next_batch: See `LockstepCombinedLoader`.
+        rng: Knows the RNG state of this process.
         reload_after_epoch: Called if this epoch has another length than the next one, with what to do between them.
     """
 
@@ -348,12 +353,12 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         mode: Any,
         group: dist.ProcessGroup,
         uneven_inputs: UnevenInputs,
-        votes: Votes,
-        fetches: RepeatableFetches,
+        has_next_batch: HasNextBatch,
+        rng: ResumableRng,
         reload_after_epoch: Callable[[Callable[[], None]], None],
     ) -> None:
-        super().__init__(iterables, mode, group, uneven_inputs, votes)
-        self._fetches = fetches
+        super().__init__(iterables, mode, group, uneven_inputs, has_next_batch)
+        self._rng = rng
         self._reload_after_epoch = reload_after_epoch
         self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
         self._before = 0  # steps in these parts
@@ -391,14 +396,14 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
 
     @property
     def _steps_made(self) -> int | None:
-        steps = self._position - len(self.turns)
-        has_ended = self._has_ended and not self.turns
+        steps = self._position - len(self.participations)
+        has_ended = self._has_ended and not self.participations
         length = sized_len(self)
         return None if has_ended or (length is not None and steps >= length) else steps
 
     @override
     def _fetched(self, combined: CombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:
-        return self._fetches.iterate(combined, self.flattened, skip, looks_ahead)
+        return self._rng.iterate(combined, self.flattened, skip, looks_ahead)
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         steps = self._steps_made

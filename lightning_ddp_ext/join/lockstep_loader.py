@@ -22,18 +22,18 @@ _UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StepParticipation:
     """Which ranks have a batch in a step.
 
     Attributes:
         active: The ranks that have one, in ascending order.
-        is_ghost: Whether this rank has none.
-        is_tail: Whether any rank has none.
+        is_shadow: Whether this rank has none.
+        is_uneven: Whether any rank has none.
     """
 
     active: tuple[int, ...]
-    is_ghost: bool
-    is_tail: bool
+    is_shadow: bool
+    is_uneven: bool
 
 
 def gather_lengths(length: int | None, group: dist.ProcessGroup) -> list[int] | None:
@@ -61,14 +61,14 @@ def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> fl
     return min(lengths) if uneven_inputs == "stop" else max(lengths)
 
 
-class Votes:
+class HasNextBatch:
     """Votes of the ranks on whether there is another step, one at a time: each is cast, and then counted.
 
     A vote is a message of its own that is under way while a step is computed, unless something carries it that ranks
     tell each other in every step anyway.
 
     Args:
-        group: The ranks, over a back-end that has CPU tensors.
+        group: The ranks, over a backend that has CPU tensors.
         carried: Whether something is going to carry each vote, see `take`. Where nothing has, ranks send it when they
             need it, and wait.
 
@@ -93,42 +93,42 @@ class Votes:
         self._counted = None
         self._sent = None if self._carried else self._send()
 
-    def take(self, votes: Iterable[float]) -> None:
+    def take(self, has_next_batch: Iterable[float]) -> None:
         """Take what ranks have told each other: `own` of each."""
-        self._counted = [bool(vote) for vote in votes]
+        self._counted = [bool(vote) for vote in has_next_batch]
 
     def count(self) -> list[bool]:
         """Return which ranks have a batch."""
         if self._counted is None:
-            votes, work = self._sent or self._send()
+            has_next_batch, work = self._sent or self._send()
             work.wait()
-            self._counted = votes.bool().tolist()
+            self._counted = has_next_batch.bool().tolist()
         return self._counted
 
     def _send(self) -> tuple[torch.Tensor, Any]:
-        votes = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
-        votes[dist.get_rank(self._group)] = self.own
-        return votes, dist.all_reduce(votes, group=self._group, async_op=True)
+        has_next_batch = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
+        has_next_batch[dist.get_rank(self._group)] = self.own
+        return has_next_batch, dist.all_reduce(has_next_batch, group=self._group, async_op=True)
 
 
 class LockstepLoader:
     """Iterates over a source, and goes on with batches that do not count while other ranks still have some.
 
-    Yields pairs of a batch and a `Turn`. On a ghost step the batch is a copy of the last one that the rank had, so that
+    Yields pairs of a batch and a `StepParticipation`. On a shadow step the batch is a copy of the last one that the rank had, so that
     hooks see something of the right form; a rank that never had any gets the first batch of another rank, as far as it
     can be sent without running code, see `packing.pack`.
 
     Where every rank knows its length, no vote is needed. Otherwise ranks vote on whether there is another step, one
-    batch ahead, see `Votes`.
+    batch ahead, see `HasNextBatch`.
 
     Args:
         source: Makes the batches of this rank, each time it is iterated over.
         lengths: Number of batches of each rank, None if that is not known.
-        group: The ranks, over a back-end that has CPU tensors.
+        group: The ranks, over a backend that has CPU tensors.
         uneven_inputs: See `number_of_steps`.
         limit: Number of steps after which to stop in any case.
         skip: Steps that have been made before, in the run that this one resumes.
-        votes: How ranks vote; by default each time with a message.
+        has_next_batch: How ranks vote; by default each time with a message.
         count: Returns how many samples the source has drawn for the batch it has just yielded; None if not known.
 
     Attributes:
@@ -153,19 +153,19 @@ class LockstepLoader:
         uneven_inputs: UnevenInputs = "join",
         limit: float = float("inf"),
         skip: int = 0,
-        votes: Votes | None = None,
+        has_next_batch: HasNextBatch | None = None,
         count: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._source = source
         self._lengths = lengths
         self._group = group
         self._rank = dist.get_rank(group)
-        self._votes = votes or Votes(group)
+        self._has_next_batch = has_next_batch or HasNextBatch(group)
         self._uneven_inputs = uneven_inputs
         self._limit = limit
         self._skip = skip
         self._present: Sequence[bool] = ()
-        self._turn: Turn | None = None
+        self._participation: StepParticipation | None = None
         self._filler: Any = None
         self._has_filler = False
         self._count = count
@@ -174,12 +174,12 @@ class LockstepLoader:
         self.left_out: list[int] = []
         self.left_out_samples: int | None = None
 
-    def __iter__(self) -> Iterator[tuple[Any, Turn]]:
+    def __iter__(self) -> Iterator[tuple[Any, StepParticipation]]:
         self.left_out = []
-        self._turn = None
+        self._participation = None
         yield from self._iterate_unsized() if self._lengths is None else self._iterate_sized(self._lengths)
 
-    def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[tuple[Any, Turn]]:
+    def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[tuple[Any, StepParticipation]]:
         own = lengths[self._rank]
         self.length = steps = int(min(self._limit, number_of_steps(lengths, self._uneven_inputs)))
         if self._uneven_inputs == "stop":
@@ -195,17 +195,17 @@ class LockstepLoader:
             self.samples = self._count() if step < own else None
             if step == own - 1 < steps - 1:
                 self._keep(batch)
-            yield self._take_turn(present, batch)
+            yield self._make_step(present, batch)
             step += 1
 
-    def _iterate_unsized(self) -> Iterator[tuple[Any, Turn]]:
+    def _iterate_unsized(self) -> Iterator[tuple[Any, StepParticipation]]:
         batches = iter(self._source)
         self._pass_over(batches, self._skip)
         step = self._skip
         has_batch, batch = _advance(batches)
         samples = self._count()
-        self._votes.cast(has_batch)
-        while any(present := self._votes.count()) and step < self._limit:
+        self._has_next_batch.cast(has_batch)
+        while any(present := self._has_next_batch.count()) and step < self._limit:
             if self._uneven_inputs != "join" and not all(present):
                 self._end_early(present, step, samples)
                 return
@@ -215,19 +215,19 @@ class LockstepLoader:
                 samples = self._count()
                 if not has_batch:
                     self._keep(given)
-            self._votes.cast(has_batch)
-            yield self._take_turn(present, given)
+            self._has_next_batch.cast(has_batch)
+            yield self._make_step(present, given)
             step += 1
 
-    def _take_turn(self, present: Sequence[bool], batch: Any) -> tuple[Any, Turn]:
-        if self._turn is None or present != self._present:
+    def _make_step(self, present: Sequence[bool], batch: Any) -> tuple[Any, StepParticipation]:
+        if self._participation is None or present != self._present:
             self._present = present
             active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
-            self._turn = Turn(active, not present[self._rank], not all(present))
-            if self._turn.is_tail:
+            self._participation = StepParticipation(active, not present[self._rank], not all(present))
+            if self._participation.is_uneven:
                 self._share_filler(active[0], batch)
         # Each time another copy: hooks may change it.
-        return (copy.deepcopy(self._filler) if self._turn.is_ghost else batch), self._turn
+        return (copy.deepcopy(self._filler) if self._participation.is_shadow else batch), self._participation
 
     def _share_filler(self, source: int, batch: Any) -> None:
         """Give ranks that have never had a batch, or none that can be copied, one of another rank."""

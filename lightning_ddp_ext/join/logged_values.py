@@ -22,7 +22,7 @@ from lightning_ddp_ext._compat.lightning_logging import (
 )
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_integers, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.join.lockstep_loader import Turn, Votes
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 
 _HASH_BITS = 31
@@ -36,14 +36,14 @@ class LoggedValues:
     of the step are synchronised or an evaluation step ends: with those, ranks compare the keys that they have logged.
     The mean over ranks is one by weight, as is that of the gradients.
 
-    On a ghost step, the rank learns from an active one which keys there are. What hooks and callbacks log there does
+    On a shadow step, the rank learns from an active one which keys there are. What hooks and callbacks log there does
     not count.
 
     Args:
         trainer: The Trainer.
         module: Its module.
-        votes: What travels with the keys of a training step.
-        group: The ranks, over a back-end for the module's device and for CPU tensors.
+        has_next_batch: What travels with the keys of a training step.
+        group: The ranks, over a backend for the module's device and for CPU tensors.
         samples: Knows how many samples a batch has, by which the mean of an epoch weighs.
         end_batch: Called after the last hook of a batch.
         after_epoch: Called at the end of an epoch, when every rank has got there.
@@ -53,7 +53,7 @@ class LoggedValues:
         self,
         trainer: Trainer,
         module: LightningModule,
-        votes: Votes,
+        has_next_batch: HasNextBatch,
         group: dist.ProcessGroup,
         samples: BatchSamples,
         end_batch: Callable[[], None],
@@ -61,9 +61,9 @@ class LoggedValues:
     ) -> None:
         self._trainer = trainer
         self._module = module
-        self._votes = votes
+        self._has_next_batch = has_next_batch
         self._group = group
-        self._turn: Turn | None = None
+        self._participation: StepParticipation | None = None
         self._in_step = False
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # in this step, by key
@@ -77,15 +77,15 @@ class LoggedValues:
         """Stop following what is logged."""
         unwatch_logging(self._trainer)
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, participation: StepParticipation) -> None:
         """Begin a step, in which some ranks or all have data."""
-        self._turn = turn
+        self._participation = participation
         self._logged.clear()
         self._pending.clear()
 
     def end(self) -> None:
         """End a step: what follows concerns no batch."""
-        self._turn = None
+        self._participation = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -111,9 +111,14 @@ class LoggedValues:
         """
         if self._is_logging and self._in_step:
             return tensor
-        if self._is_logging and self._turn is not None and self._turn.is_tail and self._trainer.training:
+        if (
+            self._is_logging
+            and self._participation is not None
+            and self._participation.is_uneven
+            and self._trainer.training
+        ):
             return self._reduce_all([tensor], [operation], 1.0)[0]
-        if not self._in_step and (self._turn is None or not self._turn.is_tail):
+        if not self._in_step and (self._participation is None or not self._participation.is_uneven):
             self._agree(_REDUCING)
         return reduce(tensor)
 
@@ -121,33 +126,33 @@ class LoggedValues:
         """Synchronise what the step has logged so far; on every rank. Votes go along if gradients have taken no notes.
 
         Args:
-            weight: What the values of this rank count in a mean. On a ghost step they count nothing.
+            weight: What the values of this rank count in a mean. On a shadow step they count nothing.
             notes: The `note` of every rank, if ranks have exchanged these.
 
         Raises:
             LoggedKeysError: If ranks have logged different keys.
         """
         if notes is None and (self._pending or self._trainer.training or self._begins_evaluation):
-            told = gather_integers([self.note, self._votes.own], self._group)
+            told = gather_integers([self.note, self._has_next_batch.own], self._group)
             notes = [note for note, _ in told]
             if self._trainer.training:
-                self._votes.take([vote for _, vote in told])
+                self._has_next_batch.take([vote for _, vote in told])
         self._begins_evaluation = self._trainer.training
         if notes is not None:
-            active = range(len(notes)) if self._turn is None else self._turn.active
+            active = range(len(notes)) if self._participation is None else self._participation.active
             self._compare([notes[rank] for rank in active])
         if not self._pending:
             return
         metrics = list(self._pending.values())
         operations = [metric.meta.sync.op for metric in metrics]
-        values = [self._neutral(metric) if self._is_ghost else latest(metric) for metric in metrics]
+        values = [self._neutral(metric) if self._is_shadow else latest(metric) for metric in metrics]
         reduced = self._reduce_all(values, operations, weight)
         for metric, value in zip(metrics, reduced, strict=True):
             set_latest(metric, value)
         self._pending.clear()
 
     def describe(self) -> dict[str, Any]:
-        """Describe the keys of this step for a rank that makes a ghost step, as JSON can hold it."""
+        """Describe the keys of this step for a rank that makes a shadow step, as JSON can hold it."""
         return {
             "logged": [describe_logged(key, metric) for key, metric in self._logged.items()],
             "pending": list(self._pending),
@@ -165,11 +170,11 @@ class LoggedValues:
         self._pending = {key: results[key] for key in message["pending"]}
 
     @property
-    def _is_ghost(self) -> bool:
-        return self._turn is not None and self._turn.is_ghost
+    def _is_shadow(self) -> bool:
+        return self._participation is not None and self._participation.is_shadow
 
     def _update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
-        if self._is_ghost and metric.is_tensor:
+        if self._is_shadow and metric.is_tensor:
             self._take_part(metric)
             metric.has_reset = False
             return
@@ -184,7 +189,7 @@ class LoggedValues:
             self._pending[key] = metric
 
     def _take_part(self, metric: Any) -> None:
-        """Let a hook's value on a ghost step count nothing, where other ranks wait for it."""
+        """Let a hook's value on a shadow step count nothing, where other ranks wait for it."""
         if is_synchronised(metric, on_step=True):
             set_latest(metric, self._reduce_all([self._neutral(metric)], [metric.meta.sync.op], 1.0)[0])
 
@@ -192,12 +197,12 @@ class LoggedValues:
         return torch.zeros_like(metric.value)
 
     def _reduce_all(self, values: Sequence[Tensor], operations: Sequence[str], weight: float) -> list[Tensor]:
-        """Reduce values of any operations over ranks; those of a ghost step count nothing."""
+        """Reduce values of any operations over ranks; those of a shadow step count nothing."""
         stacked = torch.stack([value.detach().double() for value in values])
-        sums, means = sums_and_means(stacked, None if self._is_ghost else weight, self._add_up)
+        sums, means = sums_and_means(stacked, None if self._is_shadow else weight, self._add_up)
         signs = torch.tensor([-1.0 if name == "min" else 1.0 for name in operations], dtype=torch.float64)
         signs = signs.to(stacked.device)
-        largest = torch.full_like(stacked, -torch.inf) if self._is_ghost else stacked * signs
+        largest = torch.full_like(stacked, -torch.inf) if self._is_shadow else stacked * signs
         if any(name in ("max", "min") for name in operations):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         reduced = []

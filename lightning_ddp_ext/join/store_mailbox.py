@@ -17,7 +17,7 @@ def _no_failure() -> None:
     return None
 
 
-class RankMessages:
+class StoreMailbox:
     """Text, in the order of steps that every rank counts, through the store of a process group.
 
     Args:
@@ -49,7 +49,7 @@ class RankMessages:
         self._store.set(key, f"+{text}")
         self._published.append(key)
 
-    def pass_over(self) -> None:
+    def skip(self) -> None:
         """Count a step in which this rank neither sends nor waits."""
         self._next_key()
 

@@ -131,8 +131,8 @@ def describe_position(trainer: Trainer) -> Mapping[str, Any]:
         loop = trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == TrainerFn.FITTING else trainer.validate_loop
         loop = trainer.test_loop if stage == RunningStage.TESTING else loop
         phase += f", batch {max(0, loop.batch_progress.current.ready - 1)}"
-    if getattr(trainer.strategy, "is_ghost", False):
-        phase += ", ghost step"
+    if getattr(trainer.strategy, "is_shadow", False):
+        phase += ", shadow step"
     return {"step": trainer.global_step, "phase": phase}
 
 

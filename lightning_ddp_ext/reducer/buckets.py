@@ -28,7 +28,7 @@ class GradientBucket:
         members: Their numbers in the reducer.
 
     Attributes:
-        room: Elements behind the gradients until `release`; to be set while there is no buffer.
+        payload_numel: Elements behind the gradients until `release`; to be set while there is no buffer.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], members: Sequence[int]) -> None:
@@ -40,7 +40,7 @@ class GradientBucket:
         self.missing = 0
         self.launched = False
         self.last = False
-        self.room = 0
+        self.payload_numel = 0
         self._index = index
         self._large = sum(parameter.numel() >= LARGE for parameter in self.params)
         # Dense memory formats other than the usual one, such as channels last.
@@ -49,7 +49,7 @@ class GradientBucket:
             for position, parameter in enumerate(self.params)
             if not parameter.is_contiguous() and torch.empty_like(parameter).stride() == parameter.stride()
         }
-        self._whole: Tensor | None = None
+        self._buffer_with_payload: Tensor | None = None
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
 
@@ -75,16 +75,16 @@ class GradientBucket:
     def set_buffer(self, buffer: Tensor) -> None:  # noqa: D102
         self.buffer().copy_(buffer)
 
-    def whole(self) -> Tensor:
+    def buffer_with_payload(self) -> Tensor:
         """Return all that travels: the gradients, and what is behind them."""
         self.buffer()
-        assert self._whole is not None
-        return self._whole
+        assert self._buffer_with_payload is not None
+        return self._buffer_with_payload
 
-    def behind(self) -> Tensor:
+    def payload(self) -> Tensor:
         """Return what travels with the gradients."""
-        whole = self.whole()
-        return whole[whole.numel() - self.room :]
+        buffer_with_payload = self.buffer_with_payload()
+        return buffer_with_payload[buffer_with_payload.numel() - self.payload_numel :]
 
     @property
     def nbytes(self) -> int:
@@ -138,8 +138,8 @@ class GradientBucket:
 
     def release(self) -> None:
         """Let go of the buffer and of what was packed."""
-        self._whole = self._flat = None
-        self.room = 0
+        self._buffer_with_payload = self._flat = None
+        self.payload_numel = 0
         self._views = []
         self.packed = [False] * len(self.params)
         self.launched = False
@@ -147,8 +147,8 @@ class GradientBucket:
     def _allocate(self) -> None:
         first = self.params[0]
         size = sum(parameter.numel() for parameter in self.params)
-        self._whole = torch.empty(size + self.room, dtype=first.dtype, device=first.device)
-        self._flat = self._whole[:size]
+        self._buffer_with_payload = torch.empty(size + self.payload_numel, dtype=first.dtype, device=first.device)
+        self._flat = self._buffer_with_payload[:size]
         self._views = views_of(self._flat, self.params)
         for position, strides in self._strides.items():
             view = self._views[position]
@@ -176,23 +176,27 @@ class GradientLayout:
 
     Args:
         parameters: All parameters, the same on every rank.
-        apart: Numbers of those that are never in a bucket.
+        excluded: Numbers of those that are never in a bucket.
         bucket_cap_mb: Largest size of a bucket in MiB.
         group: The ranks.
 
     Attributes:
         buckets: In the order in which they are sent.
         bucket_of: The bucket of each parameter.
-        loose: Numbers of parameters that are in no bucket and may get one.
+        unassigned: Numbers of parameters that are in no bucket and may get one.
         cap: Largest size of a bucket in bytes.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], apart: Container[int], bucket_cap_mb: float, group: dist.ProcessGroup
+        self,
+        parameters: Sequence[nn.Parameter],
+        excluded: Container[int],
+        bucket_cap_mb: float,
+        group: dist.ProcessGroup,
     ) -> None:
         self.buckets: list[GradientBucket] = []
         self.bucket_of: list[GradientBucket | None] = [None] * len(parameters)
-        self.loose = {member for member in range(len(parameters)) if member not in apart}
+        self.unassigned = {member for member in range(len(parameters)) if member not in excluded}
         self._parameters = parameters
         self.cap = int(bucket_cap_mb * 2**20)
         self._group = group
@@ -210,14 +214,14 @@ class GradientLayout:
         Returns:
             The new buckets.
         """
-        new = sorted((member for member in self.loose if used[member]), reverse=True)
+        new = sorted((member for member in self.unassigned if used[member]), reverse=True)
         if not new:
             return []
         begin = len(self.buckets)
         self._append(self._divide(self._agree_on_order(new, order, source)))
         return self.buckets[begin:]
 
-    def dissolve_idle(self, used: Sequence[float]) -> None:
+    def evict_unused_buckets(self, used: Sequence[float]) -> None:
         """Dissolve buckets of which too little is used, now and then.
 
         Args:
@@ -230,7 +234,7 @@ class GradientLayout:
         idle = [bucket for bucket in self.buckets if 2 * self._used_bytes(bucket) < bucket.nbytes]
         self._recently_used = [0.0] * len(self._recently_used)
         for bucket in idle:
-            self.loose.update(bucket.members)
+            self.unassigned.update(bucket.members)
             for member in bucket.members:
                 self.bucket_of[member] = None
         self.buckets = [bucket for bucket in self.buckets if bucket not in idle]
@@ -259,7 +263,7 @@ class GradientLayout:
             self.buckets.append(bucket)
             for member in members:
                 self.bucket_of[member] = bucket
-            self.loose.difference_update(members)
+            self.unassigned.difference_update(members)
         self._mark_last()
 
     def _used_bytes(self, bucket: GradientBucket) -> int:

@@ -158,8 +158,8 @@ def _encode(values: Tensor) -> Tensor:
         return torch.view_as_real(values).reshape(-1).double()
     if values.is_floating_point():
         return values.double()
-    whole = values.long()
-    return torch.cat([whole >> 32, whole & _LOW]).double()
+    buffer_with_payload = values.long()
+    return torch.cat([buffer_with_payload >> 32, buffer_with_payload & _LOW]).double()
 
 
 def _decode(encoded: Tensor, dtype: torch.dtype) -> Tensor:

@@ -103,7 +103,7 @@ class GradientCollector:
 
     Attributes:
         has_begun: Whether gradients have come, or left, that do not belong to a finished synchronisation.
-        carrier: The bucket that waits for `send_carrier`, if there is one.
+        control_bucket: The bucket that waits for `send_control_bucket`, if there is one.
         predictor: What this rank believes.
     """
 
@@ -117,7 +117,7 @@ class GradientCollector:
         self._active = False
         self._factor = 0.0
         self._next = 0  # first bucket that has not left
-        self.carrier: GradientBucket | None = None
+        self.control_bucket: GradientBucket | None = None
         self._late: set[int] = set()
         self._unsynchronized: set[int] = set()
         self._aside: list[Tensor | None] = []
@@ -174,14 +174,14 @@ class GradientCollector:
                 for parameter, hook in due:
                     hook(parameter)
 
-    def begin(self, factor: float, carrier: GradientBucket | None = None) -> None:
+    def begin(self, factor: float, control_bucket: GradientBucket | None = None) -> None:
         """Begin to collect.
 
         Args:
             factor: What gradients are multiplied by before they are added up over ranks.
-            carrier: The bucket that leaves with `send_carrier`, if there is one.
+            control_bucket: The bucket that leaves with `send_control_bucket`, if there is one.
         """
-        self.carrier = carrier
+        self.control_bucket = control_bucket
         self._factor = factor
         self.predictor.begin()
         self._next = 0
@@ -218,36 +218,36 @@ class GradientCollector:
         yield
         self._unsynchronized = unsynchronized
 
-    def drop(self, apart: Iterable[int]) -> None:
+    def drop(self, excluded: Iterable[int]) -> None:
         """Forget the gradients that are in no bucket: on this rank they count nothing.
 
         Args:
-            apart: Those that are never in one.
+            excluded: Those that are never in one.
         """
-        for number in (*self._layout.loose, *apart):
+        for number in (*self._layout.unassigned, *excluded):
             self._parameters[number].grad = None
 
     def end(self) -> None:
         """Send the buckets that have not left, but for the carrier."""
         self._active = False
         self.has_begun = True
-        self.send([bucket for bucket in self._layout.buckets[self._next :] if bucket is not self.carrier])
+        self.send([bucket for bucket in self._layout.buckets[self._next :] if bucket is not self.control_bucket])
 
-    def send_carrier(self, behind: Tensor) -> Tensor:
+    def send_control_bucket(self, payload: Tensor) -> Tensor:
         """Send the last bucket.
 
         Args:
-            behind: What travels behind its gradients.
+            payload: What travels behind its gradients.
 
         Returns:
             The sum of that over the ranks, when all buckets have arrived.
         """
-        carrier = self.carrier
-        assert carrier is not None
-        carrier.behind().copy_(behind)
-        self.send([carrier])
+        control_bucket = self.control_bucket
+        assert control_bucket is not None
+        control_bucket.payload().copy_(payload)
+        self.send([control_bucket])
         self._transport.wait_for_gradients()
-        return carrier.behind()
+        return control_bucket.payload()
 
     def abandon(self) -> None:
         """Forget what was collected: the forward or backward pass has failed."""
@@ -255,7 +255,7 @@ class GradientCollector:
         come = [number for number, count in enumerate(self.predictor.counts) if count]
         self.has_begun |= bool(come)
         self._unsynchronized.update(come)
-        self.carrier = None
+        self.control_bucket = None
         self._transport.forget()
         for bucket in self._layout.buckets:
             bucket.release()
@@ -268,7 +268,7 @@ class GradientCollector:
         for bucket in self._layout.buckets:
             bucket.release()
         self._aside = []
-        self.carrier = None  # it may have been dissolved
+        self.control_bucket = None  # it may have been dissolved
         self.has_begun = False
 
     def synchronized(self) -> None:
@@ -302,18 +302,18 @@ class GradientCollector:
         """Mark the buckets that had left when a gradient came on this rank."""
         return bytearray(not self._late.isdisjoint(bucket.members) for bucket in self._layout.buckets)
 
-    def used(self, apart: Iterable[int]) -> bytearray:
+    def used(self, excluded: Iterable[int]) -> bytearray:
         """Mark the parameters that have a gradient on this rank.
 
         Args:
-            apart: Those that are never in a bucket.
+            excluded: Those that are never in a bucket.
         """
         used = bytearray(len(self._parameters))
         # Of late gradients, and of those of a bucket that has not left, some are with their parameters.
         for bucket in self._layout.buckets:
             for number, parameter, packed in zip(bucket.members, bucket.params, bucket.packed, strict=True):
                 used[number] = packed or parameter.grad is not None
-        for number in (*self._layout.loose, *apart):
+        for number in (*self._layout.unassigned, *excluded):
             used[number] = self._parameters[number].grad is not None
         return used
 
@@ -351,7 +351,9 @@ class GradientCollector:
     def _send_complete(self) -> None:
         """Send the buckets that are believed complete, up to the first that is not."""
         waiting = self._layout.buckets[self._next :]
-        self.send(list(itertools.takewhile(lambda bucket: not bucket.missing and bucket is not self.carrier, waiting)))
+        self.send(
+            list(itertools.takewhile(lambda bucket: not bucket.missing and bucket is not self.control_bucket, waiting))
+        )
 
 
 class _DeferredHook:

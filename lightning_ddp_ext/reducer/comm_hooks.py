@@ -42,7 +42,7 @@ class BucketTransport:
     def send(self, bucket: GradientBucket) -> None:
         """Begin to add a bucket up."""
         if self._comm_hook is None:
-            work: Any = dist.all_reduce(bucket.whole(), group=self._group, async_op=True)
+            work: Any = dist.all_reduce(bucket.buffer_with_payload(), group=self._group, async_op=True)
         else:
             if bucket.buffer().device.type == "cpu":
                 self.wait_for_gradients()  # CPU futures run hooks' callbacks in any order: one bucket at a time

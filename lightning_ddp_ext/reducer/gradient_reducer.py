@@ -24,7 +24,7 @@ from lightning_ddp_ext.reducer.control import NOTES, RankReport, SyncControl, Sy
 
 
 class SparseGradients:
-    """Adds up the sparse gradients of all ranks by gathering their rows, which every back-end can do.
+    """Adds up the sparse gradients of all ranks by gathering their rows, which every backend can do.
 
     Args:
         module: Searched for embeddings with sparse gradients.
@@ -197,7 +197,7 @@ class GradientReducer:
         waiting = self._collector.waiting()
         return bool(waiting) and any(id(parameter) in waiting for parameter in parameters)
 
-    def strangers(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def unmanaged_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return those of these parameters that were not part of the module when the reducer was made."""
         return [parameter for parameter in parameters if id(parameter) not in self._known]
 
@@ -275,7 +275,7 @@ class GradientReducer:
         self._divisor = divisor
         if not weight:
             self._collector.set_aside()
-        self._collector.begin(self._transport.factor * self._factor, self._prepare_carrier())
+        self._collector.begin(self._transport.factor * self._factor, self._prepare_control_bucket())
         try:
             yield
         except BaseException:
@@ -306,20 +306,20 @@ class GradientReducer:
         if report.total_weight:
             self._collector.run_hooks(report.used, self.hook_context(self._position))
 
-    def _prepare_carrier(self) -> GradientBucket | None:
+    def _prepare_control_bucket(self) -> GradientBucket | None:
         """Return the bucket that takes along what ranks tell each other, with room for it; the same on every rank.
 
         It is the last one, if it is on the CPU.
         """
         if not self._layout.buckets or self._transport.is_hook:
             return None
-        carrier = self._layout.buckets[-1]
-        first = carrier.params[0]
+        control_bucket = self._layout.buckets[-1]
+        first = control_bucket.params[0]
         if first.device.type != "cpu" or not self._control.can_travel_as(first.dtype):
             return None
         flags = len(self._layout.buckets) + len(self._parameters) + len(self._buffers)  # as in a `RankReport`
-        carrier.room = self._control.length(flags, first.dtype)
-        return carrier
+        control_bucket.payload_numel = self._control.length(flags, first.dtype)
+        return control_bucket
 
     def _exchange(self) -> SyncReport:
         """Tell the other ranks what this one has found, with the last bucket or in a message of its own on the CPU."""
@@ -334,10 +334,10 @@ class GradientReducer:
             self._collector.used(self._sparse.members) if self._weight else bytearray(len(self._parameters)),
             self._buffers.changes(),
         )
-        carrier = self._collector.carrier
-        if carrier is not None:
-            message = self._control.write(own, carrier.buffer().dtype)
-            return self._control.read(self._collector.send_carrier(message), own)
+        control_bucket = self._collector.control_bucket
+        if control_bucket is not None:
+            message = self._control.write(own, control_bucket.buffer().dtype)
+            return self._control.read(self._collector.send_control_bucket(message), own)
         message = self._control.write(own, torch.float64)
         dist.all_reduce(message, group=self._group)
         return self._control.read(message, own)
@@ -392,8 +392,10 @@ class GradientReducer:
             (parameter.numel(), str(parameter.dtype), parameter.device.type, devices.index(parameter.device))
             for parameter in self._parameters
         ]
-        apart = sorted(self._sparse.members)
-        return digest([dist.get_world_size(self._group), self._layout.cap, self._transport.is_hook, parameters, apart])
+        excluded = sorted(self._sparse.members)
+        return digest(
+            [dist.get_world_size(self._group), self._layout.cap, self._transport.is_hook, parameters, excluded]
+        )
 
     def close(self) -> None:
         """Stop watching the module, and give the process group up if it is the reducer's own."""
@@ -417,11 +419,11 @@ class GradientReducer:
             if late:
                 self._add_late(bucket)
         new = self._layout.grow(report.used, self._collector.order, report.source)
-        carrier = self._prepare_carrier() if new else None
-        if carrier is not None:
+        control_bucket = self._prepare_control_bucket() if new else None
+        if control_bucket is not None:
             # Nothing travels there yet. But how sums are rounded depends on the length of a message, which is to be the
             # same in the next synchronisation.
-            carrier.behind().zero_()
+            control_bucket.payload().zero_()
         self._collector.send(new)
         self._transport.wait_for_gradients()
         for bucket in self._layout.buckets:
@@ -433,7 +435,7 @@ class GradientReducer:
         self._sparse.reduce(report.used, self._scale / total if self._weight else 0.0)
         before = self._layout.buckets
         if not self._transport.is_hook:  # a hook may keep state for each bucket
-            self._layout.dissolve_idle(report.used)
+            self._layout.evict_unused_buckets(report.used)
         self._collector.learn(layout_has_changed=bool(new) or self._layout.buckets != before)
 
     def _add_late(self, bucket: GradientBucket) -> None:

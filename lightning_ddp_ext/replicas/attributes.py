@@ -67,7 +67,7 @@ class DictionaryMirror:
         self._replicas = replicas
         self._combine = combine
         self._warn = warn
-        self._shelves: dict[Place, _Shelf] = {}
+        self._mirrors: dict[Place, DictMirror] = {}
 
     def find(self, places: Sequence[Place], built: bool = False) -> None:
         """Look for dictionaries again after attributes have changed.
@@ -76,34 +76,34 @@ class DictionaryMirror:
             places: The attributes to look at.
             built: Whether the replicas are new: hooks may then hold a dictionary of the master directly.
         """
-        found: dict[Place, _Shelf] = {}
+        found: dict[Place, DictMirror] = {}
         for position, name in places:
             pairs = [replica.modules[position] for replica in self._replicas]
             source: Any = pairs[0][0].__dict__.get(name)
             first: Any = pairs[0][1].__dict__.get(name)
-            known = self._shelves.get((position, name))
+            known = self._mirrors.get((position, name))
             if known is not None and known.source is source and known.own[0] is first:
                 found[position, name] = known
             elif first is source and type(source) in _KINDS and len(source) <= _LONGEST:
-                shelf = found[position, name] = _Shelf(source, len(pairs))
-                for (_, part), own in zip(pairs, shelf.own, strict=True):
+                mirror = found[position, name] = DictMirror(source, len(pairs))
+                for (_, part), own in zip(pairs, mirror.own, strict=True):
                     part.__dict__[name] = own
-        self._shelves = found
+        self._mirrors = found
         if built and found:
             self._redirect_hooks()
 
     def _redirect_hooks(self) -> None:
         for index, replica in enumerate(self._replicas):
-            for shelf in self._shelves.values():
-                replica.references.add(shelf.source, shelf.own[index])
+            for mirror in self._mirrors.values():
+                replica.references.add(mirror.source, mirror.own[index])
             for module, part in replica.modules:
                 part.__dict__.update({name: replica.references.rewrite(module.__dict__[name]) for name in HOOKS})
 
     def lend(self, active: Sequence[int]) -> None:
         """Bring what has changed on the master to the replicas that are about to run."""
-        for shelf in self._shelves.values():
+        for mirror in self._mirrors.values():
             for index in active:
-                shelf.fetch(index, self._replicas[index].references.rewrite)
+                mirror.fetch(index, self._replicas[index].references.rewrite)
 
     def collect(self, active: Sequence[int], sizes: Sequence[int]) -> None:
         """Bring back what replicas have written since they were lent to, or since the last call.
@@ -112,16 +112,16 @@ class DictionaryMirror:
             active: Indices of the replicas that ran, in order.
             sizes: Number of samples of each of them.
         """
-        for place, shelf in self._shelves.items():
+        for place, mirror in self._mirrors.items():
             written: dict[Any, dict[int, Any]] = {}
             for index in active:
-                for key, value in shelf.written(index):
+                for key, value in mirror.written(index):
                     written.setdefault(key, {})[index] = value
             for key, values in written.items():
-                self._write(place, shelf, key, values, list(sizes))
+                self._write(place, mirror, key, values, list(sizes))
 
-    def _write(self, place: Place, shelf: "_Shelf", key: Any, values: dict[int, Any], sizes: list[int]) -> None:
-        source, home = shelf.source, self._replicas[0].device
+    def _write(self, place: Place, mirror: "DictMirror", key: Any, values: dict[int, Any], sizes: list[int]) -> None:
+        source, home = mirror.source, self._replicas[0].device
         given = list(values.values())
         if all(isinstance(value, _Appended) for value in given):
             source.setdefault(key, []).extend(to_device(item, home) for value in given for item in value.items)
@@ -138,7 +138,7 @@ class DictionaryMirror:
         else:
             source[key] = to_device(given[0], home)
             for index in values:
-                shelf.keep(index, key)
+                mirror.keep(index, key)
             if len(given) > 1:
                 self._warn(place)
 
@@ -150,7 +150,7 @@ class _Appended:
         self.items = items
 
 
-class _Shelf:
+class DictMirror:
     """One dictionary of the master's, and the replicas' own."""
 
     def __init__(self, source: dict[Any, Any], replicas: int) -> None:
@@ -347,12 +347,12 @@ class AttributeMirror:
             self._collect_list(active, place)
         for place, values in rebound.items():
             self._collect_rebound(place, values, list(sizes))
-        self.collect_entries(active, sizes)
+        self.collect_responses(active, sizes)
         self._moved = {place: self._version(place) for place in self._moved}  # what a step has changed stays there
         self._lent.clear()
         self._copies_of.clear()
 
-    def collect_entries(self, active: Sequence[int], sizes: Sequence[int]) -> None:
+    def collect_responses(self, active: Sequence[int], sizes: Sequence[int]) -> None:
         """Bring back what has been written to dictionaries since, as by hooks that run in the backward pass."""
         self._dictionaries.collect(active, sizes)
 

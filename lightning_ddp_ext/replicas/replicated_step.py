@@ -232,7 +232,7 @@ class ReplicatedModule:
         self._replicas.forget_gradients()
         _, timers = self._apply(jobs, scattered)
         self._replicas.reduce_gradients(sorted(jobs))
-        self._attributes.collect_entries(scattered.active, scattered.active_sizes)
+        self._attributes.collect_responses(scattered.active, scattered.active_sizes)
         for index, timer in timers.items():
             scattered.record.timers[index].append(timer)
 

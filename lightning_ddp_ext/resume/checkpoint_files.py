@@ -51,7 +51,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         _sync_folder(target.parent)
 
 
-class AtomicSaving(Strategy):
+class AtomicSaveMixin(Strategy):
     """Saves with `AtomicCheckpointIO` where Lightning would with `TorchCheckpointIO`; before its class in the bases."""
 
     @property

@@ -56,13 +56,13 @@ def shield_workers(loader: object, rank: int, requeue_signal: signal.Signals) ->
     loader.worker_init_fn = _Shielded(initialize, requeue_signal)
 
 
-LEAVE, REQUEUE = 1, 2
+STOP, REQUEUE = 1, 2
 
 _ENDING = 10.0  # seconds that processes started by this one have to end after it
 _SHELL = 128  # added to the number of a signal in the exit code of a process that ends because of it
 
 
-class Departure:
+class PreemptionHandler:
     """Lets all ranks leave training after the same batch, with one checkpoint, when any of them has been told to end.
 
     A signal only sets a flag, which travels with the next gradient synchronisation. All ranks leave after that batch,
@@ -77,7 +77,7 @@ class Departure:
         trainer: The Trainer, while it fits and before it registers its signal handlers.
 
     Attributes:
-        request: What this rank has been told: 0, `LEAVE` or `REQUEUE`.
+        request: What this rank has been told: 0, `STOP` or `REQUEUE`.
         requeue_signal: The signal after which a job is requeued.
     """
 
@@ -97,7 +97,7 @@ class Departure:
         """
         self._agreed = max(self._agreed, request)
 
-    def leave_if_agreed(self) -> None:
+    def stop_if_agreed(self) -> None:
         """Save and leave, if that has been agreed; to be called between two batches.
 
         Raises:
@@ -105,7 +105,7 @@ class Departure:
         """
         if not self._agreed:
             return
-        signum = signal.SIGTERM if self._agreed == LEAVE else self.requeue_signal
+        signum = signal.SIGTERM if self._agreed == STOP else self.requeue_signal
         trainer = self._trainer
         _let_children_end(trainer)
         path = preemption_path(trainer)
@@ -133,7 +133,7 @@ class Departure:
     def _register(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers there only
-        self._replace(signal.SIGTERM, LEAVE)
+        self._replace(signal.SIGTERM, STOP)
         self._replace(self.requeue_signal, REQUEUE)
 
     def _replace(self, signum: signal.Signals, request: int) -> None:
@@ -142,7 +142,7 @@ class Departure:
         def receive(received: int, frame: Any) -> None:
             self.request = max(self.request, request)
             if callable(previous):
-                if request == LEAVE:
+                if request == STOP:
                     previous(received, frame)
                 elif not self._postponed:
                     self._postponed.append(lambda: previous(received, None))
@@ -150,7 +150,7 @@ class Departure:
         signal.signal(signum, receive)
 
 
-def leave_at_once(trainer: Trainer) -> None:
+def exit_on_sigterm(trainer: Trainer) -> None:
     """End this process when it receives SIGTERM, in a run that has nothing to save.
 
     Lightning's handler communicates. Other ranks notice that this one has gone, and processes that it has started are

@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.loaders import combination_mode, has_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, combine_counted
-from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
+from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 POSITION = "position"
 WORLD_SIZE = "world_size"
@@ -21,17 +21,17 @@ class ResumableCombinedLoader(CountedCombinedLoader):
     Args:
         iterables: See `CombinedLoader`.
         mode: See `CombinedLoader`.
-        fetches: Knows the random states of this process.
+        rng: Knows the RNG state of this process.
         world_size: Number of ranks.
         may_look_ahead: Whether the loop may fetch a batch before it is needed: not where `training_step` fetches.
     """
 
     def __init__(
-        self, iterables: Any, mode: Any, fetches: RepeatableFetches, world_size: int, may_look_ahead: bool = True
+        self, iterables: Any, mode: Any, rng: ResumableRng, world_size: int, may_look_ahead: bool = True
     ) -> None:
         super().__init__(iterables, mode)
         self._world_size = world_size
-        self._fetches = fetches
+        self._rng = rng
         self._may_look_ahead = may_look_ahead
         self._length: int | None = None
         self._position = self._skip = 0
@@ -40,10 +40,10 @@ class ResumableCombinedLoader(CountedCombinedLoader):
     @override
     def __iter__(self) -> "ResumableCombinedLoader":
         skip, self._skip = self._skip, 0
-        self._fetches.begin(self.flattened, skip)
+        self._rng.begin(self.flattened, skip)
         super().__iter__()
         self._length = sized_len(self)
-        self._fetches.looks_ahead = self._looks_ahead
+        self._rng.looks_ahead = self._looks_ahead
         self._position, self._has_ended = 0, False
         for passed in range(skip):
             if next(self, None) is None:
@@ -57,7 +57,7 @@ class ResumableCombinedLoader(CountedCombinedLoader):
     @override
     def __next__(self) -> tuple[Any, int, int]:
         try:
-            fetched = self._fetches.fetch(super().__next__)
+            fetched = self._rng.fetch(super().__next__)
         except StopIteration:
             self._has_ended = True
             raise
@@ -94,13 +94,13 @@ def position_in(states: list[dict[str, Any]]) -> int:
     return next((int(state[POSITION]) for state in states if POSITION in state), 0)
 
 
-def make_resumable(given: Any, fetches: RepeatableFetches, world_size: int, may_look_ahead: bool) -> CombinedLoader:
+def make_resumable(given: Any, rng: ResumableRng, world_size: int, may_look_ahead: bool) -> CombinedLoader:
     """Combine the loaders of a training loop so that they resume, unless one of them has a state and does so itself."""
     iterables, mode = given, "max_size_cycle"  # as in Lightning
     if isinstance(given, CombinedLoader):
         iterables, mode = given.iterables, combination_mode(given)
-    combined = ResumableCombinedLoader(iterables, mode, fetches, world_size, may_look_ahead)
+    combined = ResumableCombinedLoader(iterables, mode, rng, world_size, may_look_ahead)
     if any(has_state(loader) for loader in combined.flattened):
-        fetches.leave_to_loaders()
+        rng.leave_to_loaders()
         return combine_counted(given, is_training=True)
     return combined

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_ddp_ext.ranks.sample_counts import LOOKAHEAD
 from lightning_ddp_ext.resume.rng_state import (
-    capture_random_states,
+    capture_rng_state,
     capture_states,
-    find_generators,
-    restore_random_states,
+    find_loader_rngs,
+    restore_rng_state,
     restore_states,
 )
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class RandomStates:
+class RngState:
     """States of random generators.
 
     Attributes:
-        of_process: Those of the process, see `capture_random_states`.
+        of_process: Those of the process, see `capture_rng_state`.
         of_loaders: Those that loaders have of their own, see `capture_states`.
     """
 
@@ -39,15 +39,15 @@ class FetchRecord:
 
     Attributes:
         has_begun: Whether it was within an epoch.
-        start: Random states when the epoch's iteration began.
-        ahead: Random states before each fetch of a batch that had not been used yet.
-        now: Random states when the record was made.
+        start: RNG state when the epoch's iteration began.
+        ahead: RNG state before each fetch of a batch that had not been used yet.
+        now: RNG state when the record was made.
     """
 
     has_begun: bool
-    start: RandomStates
-    ahead: tuple[RandomStates, ...]
-    now: RandomStates
+    start: RngState
+    ahead: tuple[RngState, ...]
+    now: RngState
 
     def pack(self) -> tuple[Tensor, list[Any]]:
         """Return it as a tensor of bytes, equally long on every rank, and what loaders have of their own."""
@@ -62,12 +62,12 @@ class FetchRecord:
     def unpack(cls, of_process: Tensor, of_loaders: list[Any]) -> "FetchRecord":
         """Undo `pack`."""
         numbers, *states = of_process
-        start, now, *ahead = map(RandomStates, states, of_loaders)  # as many as there are of loaders
+        start, now, *ahead = map(RngState, states, of_loaders)  # as many as there are of loaders
         return cls(bool(numbers[0]), start, tuple(ahead), now)
 
 
-class RepeatableFetches:
-    """Knows the random states of this process while it fetches batches.
+class ResumableRng:
+    """Knows the RNG state of this process while it fetches batches.
 
     Batches may depend on them in three ways: the order of samples, and the seeds of workers, are drawn when an
     iteration begins; a transform in this process draws when a batch is fetched. A run that resumes in the middle of an
@@ -93,7 +93,7 @@ class RepeatableFetches:
         self.is_bypassed = False
         self.loaders: list[Any] = []
         self._start = self._capture()
-        self._states: deque[RandomStates] = deque(maxlen=LOOKAHEAD)
+        self._states: deque[RngState] = deque(maxlen=LOOKAHEAD)
         self._fetched = self._used = 0
         self.looks_ahead = True
 
@@ -106,20 +106,20 @@ class RepeatableFetches:
         """Let loaders resume by themselves: only the states of the interruption matter."""
         self.is_bypassed = True
 
-    def go_on(self) -> None:
-        """Have the random states of the interruption; to be called before every step, and its fetch."""
+    def advance(self) -> None:
+        """Have the RNG state of the interruption; to be called before every step, and its fetch."""
         is_first, self._is_going = not self._is_going, True
         if self._resumed is None:
             return
         if self._is_back or self.is_bypassed:
-            self._come_back(self._resumed)  # something else may have drawn meanwhile
+            self._finish_replay(self._resumed)  # something else may have drawn meanwhile
         elif self._has_begun and not self._resumed.has_begun:
             self._resumed = None
         elif is_first and not self._has_begun:
             self._restore(self._resumed.now)
 
-    def go_on_between_epochs(self) -> None:
-        """Have the random states of the interruption; instead of `go_on`. An iteration that has begun is given up."""
+    def advance_between_epochs(self) -> None:
+        """Have the RNG state of the interruption; instead of `advance`. An iteration that has begun is given up."""
         if self._resumed is not None:
             self._restore(self._resumed.now)
         self._resumed = None
@@ -151,7 +151,7 @@ class RepeatableFetches:
         """
         self.loaders = list(loaders)
         if self._resumed is not None:
-            if self._is_going:  # something may have drawn since `go_on`, such as a validation
+            if self._is_going:  # something may have drawn since `advance`, such as a validation
                 self._resumed = replace(self._resumed, now=self._capture())
             self._restore(self._resumed.start)
             if self._is_going and not self._resumed.has_begun:
@@ -163,32 +163,32 @@ class RepeatableFetches:
 
     def fetch(self, fetch_next: Callable[[], T]) -> T:
         """Fetch the next batch; raises what the function raises."""
-        self._set_back()
+        self._seek()
         state = self._capture() if self.looks_ahead else None
         try:
             batch = fetch_next()
         except StopIteration:
             if self._resumed is not None:
-                self._come_back(self._resumed)
+                self._finish_replay(self._resumed)
             raise
         self._fetched += 1
         if state is not None:
             self._states.append(state)
-        self._set_back()
+        self._seek()
         return batch
 
-    def _set_back(self) -> None:
-        """Have the random states that the next batch was fetched from, or those of the interruption."""
+    def _seek(self) -> None:
+        """Have the RNG state that the next batch was fetched from, or those of the interruption."""
         resumed, ahead = self._resumed, self._fetched - self._used
         if resumed is None or not resumed.has_begun or ahead < 0:
             return
         if ahead < len(resumed.ahead):
             self._restore(resumed.ahead[ahead])
         else:
-            self._come_back(resumed)
+            self._finish_replay(resumed)
 
-    def _come_back(self, resumed: FetchRecord) -> None:
-        """Have the random states of the interruption; for good if steps are made already."""
+    def _finish_replay(self, resumed: FetchRecord) -> None:
+        """Have the RNG state of the interruption; for good if steps are made already."""
         self._restore(resumed.now)
         self._is_back = True
         if self._is_going:
@@ -207,9 +207,9 @@ class RepeatableFetches:
                 return
             yield batch
 
-    def _capture(self) -> RandomStates:
-        return RandomStates(capture_random_states(self._device), capture_states(find_generators(self.loaders)))
+    def _capture(self) -> RngState:
+        return RngState(capture_rng_state(self._device), capture_states(find_loader_rngs(self.loaders)))
 
-    def _restore(self, states: RandomStates) -> None:
-        restore_random_states(states.of_process, self._device)
-        restore_states(find_generators(self.loaders), states.of_loaders)
+    def _restore(self, states: RngState) -> None:
+        restore_rng_state(states.of_process, self._device)
+        restore_states(find_loader_rngs(self.loaders), states.of_loaders)

@@ -14,19 +14,19 @@ from lightning_ddp_ext._compat.loaders import training_loader
 from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
 from lightning_ddp_ext._compat.resuming import (
     Progress,
+    advance,
     complete_batch,
     end_epoch,
     find_progress,
-    go_on,
     restore_callback_metrics,
     restore_training_data,
     resume_training_data,
 )
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_different
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.resume.preemption import Departure
+from lightning_ddp_ext.resume.preemption import PreemptionHandler
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
-from lightning_ddp_ext.resume.resumable_rng import FetchRecord, RepeatableFetches
+from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 
@@ -34,7 +34,7 @@ RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 class ResumableRun:
     """Saves and loads what differs between ranks, of which Lightning saves nothing, or that of rank 0.
 
-    These are the random states of Python, NumPy, torch and the loaders, now and when the batches were fetched that are
+    These are the RNG state of Python, NumPy, torch and the loaders, now and when the batches were fetched that are
     under way, and what the reducer has learned, on which it depends how sums are rounded.
     The values that were logged last, of rank 0, are saved too: callbacks and schedulers may look at them.
     How many batches have been used is part of the state of the training loop's loader, which is the same on all ranks.
@@ -45,15 +45,15 @@ class ResumableRun:
         resumed: What `save` has added to the checkpoint that is resumed; None for nothing.
 
     Attributes:
-        departure: Lets all ranks leave together.
-        fetches: Knows the random states of this rank.
+        preemption: Lets all ranks leave together.
+        rng: Knows the RNG state of this rank.
         seed: Of random numbers that all ranks share, the same after resuming.
         has_equal_weights: Whether all batches weigh the same, because a rank could not count its samples.
     """
 
     def __init__(self, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None) -> None:
-        self.departure = Departure(trainer)
-        self.fetches = RepeatableFetches(trainer.strategy.root_device)
+        self.preemption = PreemptionHandler(trainer)
+        self.rng = ResumableRng(trainer.strategy.root_device)
         self._trainer = trainer
         self._reducer = reducer
         self._group = reducer.process_group
@@ -66,7 +66,7 @@ class ResumableRun:
             of_ranks = resumed["of_ranks"]
             own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
             self._progress = Progress(**resumed["progress"])
-            self._load(resumed["fetches"], own["loaders"])
+            self._load(resumed["rng"], own["loaders"])
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
         resume_training_data(trainer, lambda: self._ends_epoch, self._begin)
         before_each_batch(trainer, self._between_batches)
@@ -78,7 +78,7 @@ class ResumableRun:
         progress = find_progress(self._trainer)
         used = None if progress.ends_epoch else getattr(training_loader(self._trainer), "used", None)
         reloads: int = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-        record = self.fetches.record(used, keeps_loaders=not reloads)
+        record = self.rng.record(used, keeps_loaders=not reloads)
         own, of_loaders = record.pack()
         gathered = [torch.empty_like(own) for _ in range(self._trainer.world_size)]
         dist.all_gather(gathered, own, group=self._group)
@@ -86,7 +86,7 @@ class ResumableRun:
         of_rank = {"reducer": reducer.pop("of_rank"), "loaders": of_loaders}
         metrics = self._trainer.callback_metrics
         checkpoint[RANKS] = {
-            "fetches": torch.stack(gathered),
+            "rng": torch.stack(gathered),
             "seed": self.seed,
             "has_equal_weights": self.has_equal_weights,
             "metrics": {name: metrics[name].cpu() for name in metrics},
@@ -104,12 +104,12 @@ class ResumableRun:
     def combine(self, given: Any) -> CombinedLoader:
         """Combine the loaders of the training loop so that they resume."""
         may_look_ahead = not takes_dataloader_iter(self._trainer.lightning_module, "training_step")
-        return make_resumable(given, self.fetches, self._trainer.world_size, may_look_ahead)
+        return make_resumable(given, self.rng, self._trainer.world_size, may_look_ahead)
 
     def _load(self, records: Tensor, of_loaders: list[Any]) -> None:
-        own, _ = self.fetches.record(None).pack()
+        own, _ = self.rng.record(None).pack()
         if records.shape == (self._trainer.world_size, *own.shape):
-            self.fetches.resume(FetchRecord.unpack(records[self._trainer.global_rank], of_loaders))
+            self.rng.resume(FetchRecord.unpack(records[self._trainer.global_rank], of_loaders))
             return
         rank_zero_warn(
             f"The checkpoint was saved by {len(records)} ranks, and {self._trainer.world_size} resume it, or devices"
@@ -122,7 +122,7 @@ class ResumableRun:
             return
         restore_callback_metrics(self._trainer, self._resumed["metrics"])  # a sanity check forgets them
         combined, progress = training_loader(self._trainer), self._progress
-        self.fetches.loaders = [] if combined is None else combined.flattened
+        self.rng.loaders = [] if combined is None else combined.flattened
         if progress.ends_epoch and not self._ends_epoch:
             self._progress = Progress(None, is_last_batch=False)  # as Lightning resumes
         elif progress.done == "epoch":
@@ -133,17 +133,17 @@ class ResumableRun:
     @property
     def _ends_epoch(self) -> bool:
         """Whether the run resumes when the batches of an epoch are over; loaders that resume by themselves do that."""
-        return self._progress.ends_epoch and not self.fetches.is_bypassed
+        return self._progress.ends_epoch and not self.rng.is_bypassed
 
     def _between_batches(self) -> bool:
         if self._resumed is None:
-            self.fetches.go_on()
-            self.departure.leave_if_agreed()
+            self.rng.advance()
+            self.preemption.stop_if_agreed()
             return True
         self._resumed = None
-        go_on(self._trainer, self._progress)
+        advance(self._trainer, self._progress)
         if self._progress.is_after_batch and self._progress.ends_epoch:
-            self.fetches.go_on_between_epochs()
+            self.rng.advance_between_epochs()
         else:
-            self.fetches.go_on()
+            self.rng.advance()
         return not self._progress.is_after_batch

@@ -18,7 +18,7 @@ _SPREADING = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 _NONE = float("nan")  # of a Gaussian number that is kept for the next call
 
 
-def capture_random_states(device: torch.device | None = None) -> Tensor:
+def capture_rng_state(device: torch.device | None = None) -> Tensor:
     """Return the states of the generators of Python, NumPy and torch.
 
     Args:
@@ -47,11 +47,11 @@ def capture_random_states(device: torch.device | None = None) -> Tensor:
     return torch.cat(parts)
 
 
-def restore_random_states(states: Tensor, device: torch.device | None = None) -> None:
+def restore_rng_state(states: Tensor, device: torch.device | None = None) -> None:
     """Set the generators back.
 
     Args:
-        states: What `capture_random_states` returned.
+        states: What `capture_rng_state` returned.
         device: The same as there.
     """
     layout = struct.Struct(f"<{_PYTHON_WORDS}Id{_NUMPY_WORDS}Iiid")
@@ -122,7 +122,7 @@ class SharedRandomNumbers:
         self._others = now
 
 
-OwnGenerator = (
+LoaderRng = (
     torch.Generator
     | numpy.random.Generator
     | numpy.random.RandomState
@@ -134,7 +134,7 @@ _KINDS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, ran
 _PARTS = ("batch_sampler", "dataset", "sampler")  # whatever class they have
 
 
-def find_generators(sources: Iterable[object]) -> list[OwnGenerator]:
+def find_loader_rngs(sources: Iterable[object]) -> list[LoaderRng]:
     """Return the generators that are attributes of loaders, samplers and datasets, or of such within them, each once.
 
     Args:
@@ -143,14 +143,14 @@ def find_generators(sources: Iterable[object]) -> list[OwnGenerator]:
     Returns:
         Them, in an order that is the same whenever the sources are made the same way.
     """
-    found: dict[int, OwnGenerator] = {}
+    found: dict[int, LoaderRng] = {}
     seen: set[int] = set()
     for source in sources:
         found.update((id(generator), generator) for generator in _search(source, seen))
     return list(found.values())
 
 
-def _search(owner: object, seen: set[int]) -> Iterator[OwnGenerator]:
+def _search(owner: object, seen: set[int]) -> Iterator[LoaderRng]:
     seen.add(id(owner))
     for name, value in list(getattr(owner, "__dict__", {}).items()):
         # Lists of datasets begin with one; those of samples are not gone through.
@@ -162,12 +162,12 @@ def _search(owner: object, seen: set[int]) -> Iterator[OwnGenerator]:
                 yield from _search(part, seen)
 
 
-def capture_states(generators: Sequence[OwnGenerator]) -> list[Any]:
+def capture_states(generators: Sequence[LoaderRng]) -> list[Any]:
     """Return the kind and the state of each generator, as numbers and text."""
     return [[_kind(generator), _state(generator)] for generator in generators]
 
 
-def restore_states(generators: Sequence[OwnGenerator], captured: Sequence[Any]) -> None:
+def restore_states(generators: Sequence[LoaderRng], captured: Sequence[Any]) -> None:
     """Set generators back to what `capture_states` returned of them, or of others of the same kinds.
 
     Where kinds differ, nothing is done: loaders may make generators while they are iterated over.
@@ -177,7 +177,7 @@ def restore_states(generators: Sequence[OwnGenerator], captured: Sequence[Any]) 
             _restore(generator, state)
 
 
-def seed_all(generators: Sequence[OwnGenerator], seed: int) -> None:
+def seed_all(generators: Sequence[LoaderRng], seed: int) -> None:
     """Seed generators.
 
     Args:
@@ -195,14 +195,14 @@ def seed_all(generators: Sequence[OwnGenerator], seed: int) -> None:
             generator.seed(seed)
 
 
-def _kind(generator: OwnGenerator) -> str:
+def _kind(generator: LoaderRng) -> str:
     if isinstance(generator, DistributedSampler):
         return "DistributedSampler"  # of which `ddp_join` has a class of its own
     own = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator
     return f"{type(generator).__name__}, {type(own).__name__}"
 
 
-def _state(generator: OwnGenerator) -> Any:
+def _state(generator: LoaderRng) -> Any:
     if isinstance(generator, DistributedSampler):
         return generator.seed
     if isinstance(generator, torch.Generator):
@@ -214,7 +214,7 @@ def _state(generator: OwnGenerator) -> Any:
     return _without_arrays(generator.get_state(legacy=False))
 
 
-def _restore(generator: OwnGenerator, state: Any) -> None:
+def _restore(generator: LoaderRng, state: Any) -> None:
     if isinstance(generator, DistributedSampler):
         generator.seed = state
     elif isinstance(generator, torch.Generator):

@@ -25,12 +25,12 @@ from lightning_ddp_ext.clusters.process_group_options import check_objects
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.replicas.balance import BatchSplit
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord, CombinedLoss, ReplicatedModule, ScatteredBatch
-from lightning_ddp_ext.strategies.base import DataOnlyLoading, Registered
+from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin
 
 T = TypeVar("T")
 
 
-class SingleProcessStrategy(Registered, DataOnlyLoading, ParallelStrategy):
+class SingleProcessStrategy(Registered, WeightsOnlyLoadMixin, ParallelStrategy):
     """Several devices, one process: there is one rank, and nothing to communicate.
 
     Raises:
@@ -167,7 +167,7 @@ class BalancedDataParallelStrategy(SingleProcessStrategy):
             and `"even"` for replicas of one device. Chunks that follow measured times change sums in their last
             digits, so `Trainer(deterministic=True)` turns `"auto"` into `"even"`.
         weight_by: What a chunk counts in the gradient. `"samples"` is exact for losses that are means over samples;
-            `"sum"` for losses that are sums; `"ranks"` counts every chunk once; a callable maps a chunk to a number,
+            `"sum"` for losses that are sums; `"equal"` counts every chunk once; a callable maps a chunk to a number,
             such as its non-padding tokens.
         batch_dim: Dimension of the batch's tensors that counts samples.
         accelerator: See `lightning.pytorch.strategies.ParallelStrategy`.

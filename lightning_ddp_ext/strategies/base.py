@@ -40,7 +40,7 @@ _UNREADABLE = re.compile("PytorchStreamReader|TorchScript|magic number")
 _REMEDY = "Pass `weights_only=False` to `trainer.fit` if you trust whoever wrote it."
 
 
-class DataOnlyLoading(Strategy):
+class WeightsOnlyLoadMixin(Strategy):
     """Loads checkpoints with `weights_only=True`, to stand before Lightning's strategy in the bases of one.
 
     Lightning leaves the choice to torch, which runs the code in files that come from a URL.

@@ -10,12 +10,12 @@ from typing_extensions import override
 from lightning_ddp_ext._validation import as_timeout, check_choice
 from lightning_ddp_ext.clusters.process_group_options import Connection, check_start_method, device_type_of
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.strategies.base import DataOnlyLoading
+from lightning_ddp_ext.strategies.base import WeightsOnlyLoadMixin
 
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
-class _ConnectedStrategy(DataOnlyLoading, ParallelStrategy):
+class _ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
     """What the strategies below have in common, to stand before Lightning's in their bases.
 
     Args:
@@ -23,7 +23,7 @@ class _ConnectedStrategy(DataOnlyLoading, ParallelStrategy):
         options: Other arguments of Lightning's strategy.
 
     Raises:
-        BackendError: If this torch has no such back-end.
+        BackendError: If this torch has no such backend.
         NetworkInterfaceError: If this host has no such interface.
         ValueError: If the `init_method` has no known form.
     """
@@ -92,8 +92,8 @@ def ddp_strategy(
         process_group_backend: `"gloo"`, `"nccl"`, or None for what suits the devices.
         timeout: How long ranks wait for each other, and the time limit of one collective; a timedelta, or a number of
             seconds.
-        init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
-        network_interface: Name of an interface, `"loopback"`, `"auto"`, or None to leave it to the back-end.
+        init_method: Another rendezvous endpoint than the main address: `"tcp://host:port"` or `"file:///path"`.
+        network_interface: Name of an interface, `"loopback"`, `"auto"`, or None to leave it to the backend.
         start_method: How this process starts the others of its node.
         options: Other arguments of `DDPStrategy`.
 
@@ -101,7 +101,7 @@ def ddp_strategy(
         The strategy.
 
     Raises:
-        BackendError: If this torch has no such back-end.
+        BackendError: If this torch has no such backend.
         NetworkInterfaceError: If this host has no such interface.
         TypeError: If an argument is of the wrong type.
         ValueError: If the `init_method` has no known form, or another argument is out of range.

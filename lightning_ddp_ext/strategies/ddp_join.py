@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.combined_loader import InjectedRank, RankedLoader, unpad
+from lightning_ddp_ext.join.combined_loader import LightningInjectedRank, RankedLoader, disable_sampler_padding
 from lightning_ddp_ext.join.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.join.shadow_steps import Lockstep
 from lightning_ddp_ext.join.training_state import StepMirror
@@ -29,13 +29,13 @@ from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 class DDPJoinStrategy(ExplicitDDPStrategy):
     """One process per device, each with any number of batches: in lockstep, nothing repeated, nothing dropped.
 
-    A rank that has run out of data goes on through Lightning's loop with ghost steps: it does not run the module's
+    A rank that has run out of data goes on through Lightning's loop with shadow steps: it does not run the module's
     step, adds nothing to the gradient, and steps its optimizer with the same gradient as all others. Global step,
     schedulers, validation, checkpoints and callbacks therefore agree on all ranks at any time, and so do parameters,
     buffers and the state of the optimizer. Each sample counts once, in training and in evaluation.
 
     Collectives that a step issues while some ranks have run out of data are those of the ranks that still have some,
-    see `TailCollectives`. Lightning's sampler is replaced by one that neither pads nor drops; a sampler of your own
+    see `ActiveRankCollectives`. Lightning's sampler is replaced by one that neither pads nor drops; a sampler of your own
     stays.
 
     Registered as `"ddp_join"`.
@@ -74,9 +74,9 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         self._allowed_no_batch = False
 
     @property
-    def is_ghost(self) -> bool:
+    def is_shadow(self) -> bool:
         """Whether this rank has run out of data, while others make a step."""
-        return self._lockstep is not None and self._lockstep.is_ghost
+        return self._lockstep is not None and self._lockstep.is_shadow
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -105,7 +105,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             # A rank may have no samples at all.
             self._allowed_no_batch = self._module.allow_zero_length_dataloader_with_multiple_devices
             self._module.allow_zero_length_dataloader_with_multiple_devices = True
-            fetches = None if self._run is None else self._run.fetches
+            rng = None if self._run is None else self._run.rng
             mirror = None if self.reducer is None else StepMirror(trainer, self._module, self.reducer)
             self._lockstep = Lockstep(
                 trainer,
@@ -114,12 +114,12 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
                 self._timeout,
                 own,
                 self._watch,
-                fetches,
+                rng,
                 self._samples,
                 mirror,
             )
             if self._step is not None:
-                self._step.votes = self._lockstep.votes
+                self._step.has_next_batch = self._lockstep.has_next_batch
 
     @property
     @override
@@ -128,13 +128,13 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         rank, ranks = given["rank"], given["num_replicas"]
         if self._prepares_loader and self._module.trainer.predicting:
             # Lightning's sampler for predictions refuses ranks without samples.
-            return {"num_replicas": 1, "rank": InjectedRank(rank, ranks, value=0)}
-        return {"num_replicas": ranks, "rank": InjectedRank(rank, ranks)}
+            return {"num_replicas": 1, "rank": LightningInjectedRank(rank, ranks, value=0)}
+        return {"num_replicas": ranks, "rank": LightningInjectedRank(rank, ranks)}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
-        unpad(dataloader)
+        disable_sampler_padding(dataloader)
         if self._lockstep is None or self.world_size == 1 or self._module.trainer.predicting:
             return dataloader
         return RankedLoader(dataloader, self._lockstep.group)
@@ -143,16 +143,16 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     def _take_batch(self, batch: Any) -> None:
         super()._take_batch(batch)
         if self._lockstep is not None:
-            self._lockstep.take_turn(batch)
+            self._lockstep.begin_step(batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         lockstep, step = self._lockstep, self._step
         assert lockstep is not None
         assert step is not None
-        if lockstep.turn is not None:
-            step.active = lockstep.turn.active
-        if lockstep.is_ghost:
+        if lockstep.participation is not None:
+            step.active = lockstep.participation.active
+        if lockstep.is_shadow:
             step.begin_without_data()
         output = lockstep.train(functools.partial(super().training_step, *args, **kwargs), self._synchronize_nothing)
         if not self._module.automatic_optimization or leaves_out_backward(self._module.trainer):
@@ -177,7 +177,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     @override
     def _run_backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
         assert self._lockstep is not None
-        if self._lockstep.is_ghost:
+        if self._lockstep.is_shadow:
             return
         with self._lockstep.among_active():
             super()._run_backward(closure_loss, optimizer, *args, **kwargs)
@@ -189,7 +189,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         assert lockstep is not None
         assert step is not None
         if not self._module.automatic_optimization:
-            if not step.is_blocked and not lockstep.is_ghost:
+            if not step.is_blocked and not lockstep.is_shadow:
                 lockstep.announce_backward()
             with step.synchronize():
                 yield

@@ -35,15 +35,15 @@ from lightning_ddp_ext.ranks.sample_counts import BatchSamples, WeightedLogging,
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.reducer.comm_hooks import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.resume.checkpoint_files import AtomicSaving
-from lightning_ddp_ext.resume.preemption import leave_at_once, shield_workers
+from lightning_ddp_ext.resume.checkpoint_files import AtomicSaveMixin
+from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
 from lightning_ddp_ext.resume.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
-from lightning_ddp_ext.strategies.base import DataOnlyLoading, Registered, widened
+from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin, widened
 from lightning_ddp_ext.strategies.synchronized_step import SynchronizedStep, check_weighable
 
 
-class Recomputing:
+class ActivationCheckpointingOption:
     """Lets a module recompute activations while it is trained, and says once what that saves.
 
     Args:
@@ -77,7 +77,7 @@ _THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
 _ONE_MINUTE = timedelta(minutes=1)
 
 
-class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy):
+class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDPStrategy):
     """The base of the strategies with one process per device: gradients that are right after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -102,14 +102,14 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             `"forkserver"`. By default `"fork"` in interactive sessions, such as notebooks, and `"popen"` elsewhere.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
         weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
-            samples; `"sum"` for losses that are sums; `"ranks"` counts every batch once, as torch does; a callable maps
+            samples; `"sum"` for losses that are sums; `"equal"` counts every batch once, as torch does; a callable maps
             a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window are weighed in
             the same way, so that a short last window is exact too.
         batch_dim: Dimension of a batch's tensors that counts samples, where the loader does not draw them: iterables
             that are no `DataLoader`, `batch_size=None`, or a class that iterates in its own way.
-        init_method: Another meeting place than the main address: `"tcp://host:port"` or `"file:///path"`.
+        init_method: Another rendezvous endpoint than the main address: `"tcp://host:port"` or `"file:///path"`.
         network_interface: Name of an interface that every host has; `"auto"` for the one that leads to the other hosts;
-            `"loopback"` for one host; None to leave the choice to the back-end.
+            `"loopback"` for one host; None to leave the choice to the backend.
         activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
             string, several of these, or a predicate. See `ActivationCheckpointing`; what it saves is said once.
         stall_timeout: How long a rank may give no sign of life before all ranks say where they are and end; None for
@@ -119,7 +119,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         TypeError: If an argument is unknown or of the wrong type, or one of `DistributedDataParallel` that is not
             needed here.
         ValueError: If an argument is out of range.
-        BackendError: If this torch has no such back-end.
+        BackendError: If this torch has no such backend.
         NetworkInterfaceError: If this host has no such interface.
     """
 
@@ -184,7 +184,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
             self._comm_hook = ddp_comm_wrapper(ddp_comm_hook)
         self._comm_state = ddp_comm_state
-        self._recomputing = Recomputing(activation_checkpointing)
+        self._activation_checkpointing = ActivationCheckpointingOption(activation_checkpointing)
         self._step: SynchronizedStep | None = None
         self._run: ResumableRun | None = None
         self._random: SharedRandomNumbers | None = None
@@ -234,7 +234,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     @override
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            leave_at_once(trainer)
+            exit_on_sigterm(trainer)
         self._cleanup.callback(restore_signal_handling, trainer)
         keep_batch_samplers(trainer, self._preparing_loader)
         self._cleanup.callback(restore_preparation, trainer)
@@ -266,8 +266,8 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         assert self.model is not None
         check_weighable(self._module, self.weight_by)
         compare_setups({**describe_versions(), **describe_arguments(self._arguments())})
-        self._cleanup.callback(self._recomputing.stop, self._module)
-        self._recomputing.start(self.model)
+        self._cleanup.callback(self._activation_checkpointing.stop, self._module)
+        self._activation_checkpointing.start(self.model)
         reducer = GradientReducer(
             self.model,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -329,7 +329,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
         # `on_after_backward` fires here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
-        self._recomputing.report()
+        self._activation_checkpointing.report()
         return closure_loss
 
     def _run_backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
@@ -369,7 +369,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         if self._run is not None:
-            shield_workers(dataloader, self.global_rank, self._run.departure.requeue_signal)
+            shield_workers(dataloader, self.global_rank, self._run.preemption.requeue_signal)
         return dataloader
 
     @override
@@ -391,7 +391,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        # Otherwise nobody can be asked any more; what callbacks save then has no random states of the ranks.
+        # Otherwise nobody can be asked any more; what callbacks save then has no RNG state of the ranks.
         if self._run is not None and self._watch.others_come():
             self._run.save(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -426,7 +426,7 @@ class ExplicitDDPStrategy(Registered, DataOnlyLoading, AtomicSaving, DDPStrategy
             "weight_by": self.weight_by,
             "batch_dim": self.batch_dim,
             "ddp_comm_hook": self._comm_hook,
-            "activation_checkpointing": self._recomputing.policy,
+            "activation_checkpointing": self._activation_checkpointing.policy,
             "stall_timeout": self._watch.limit,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,

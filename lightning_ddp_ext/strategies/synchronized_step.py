@@ -18,7 +18,7 @@ from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.batches.weights import GradientWeights, SkipWarning, WeightBy
 from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.errors import UnsupportedFeatureError, UnsynchronizedGradientsError
-from lightning_ddp_ext.join.lockstep_loader import Votes
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.resumable_run import ResumableRun
@@ -56,10 +56,12 @@ class StepGuard:
                 " `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one before a step out"
                 " of `toggle_model(sync_grad=False)`."
             )
-        strangers = self._reducer.strangers(parameters)
-        if not strangers or (len(strangers) == len(parameters) and optimizer not in self._trainer.optimizers):
+        unmanaged_parameters = self._reducer.unmanaged_parameters(parameters)
+        if not unmanaged_parameters or (
+            len(unmanaged_parameters) == len(parameters) and optimizer not in self._trainer.optimizers
+        ):
             return
-        for parameter in strangers:
+        for parameter in unmanaged_parameters:
             if parameter.requires_grad and parameter.grad is not None:
                 raise UnsynchronizedGradientsError(
                     f"{about} the gradient of {self._name(parameter)}, which was not part of the module when training"
@@ -110,7 +112,7 @@ class SynchronizedStep:
 
     Attributes:
         active: The ranks that have a batch in this step.
-        votes: What is carried by the gradients, if there is such a thing.
+        has_next_batch: What is carried by the gradients, if there is such a thing.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class SynchronizedStep:
         self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
         self.active: Sequence[int] = range(trainer.world_size)
-        self.votes: Votes | None = None
+        self.has_next_batch: HasNextBatch | None = None
         if self._is_by_samples and run.has_equal_weights:
             rank_zero_warn(
                 "The checkpoint was saved by a run in which all batches had the same weight, since a rank could not"
@@ -192,7 +194,7 @@ class SynchronizedStep:
     @property
     def batch_weight(self) -> float:
         """What the values that the micro-batch logs count."""
-        return self._weights.of_batch
+        return self._weights.batch_weight
 
     @property
     def gradient_weight(self) -> float:
@@ -231,7 +233,7 @@ class SynchronizedStep:
                 f"rank {self._trainer.global_rank}: the samples of a batch cannot be counted: {self._samples.problem}"
                 f" {consequence} Pass a callable `weight_by`, which returns the weight of a batch, such as `len` for a"
                 " list of samples; or `batch_dim`, if samples are in another dimension of all tensors; or"
-                ' `weight_by="ranks"`, if batches are equally large on all ranks.',
+                ' `weight_by="equal"`, if batches are equally large on all ranks.',
                 category=UserWarning,
                 stacklevel=2,
             )
@@ -254,7 +256,7 @@ class SynchronizedStep:
             return None
         if not self._module.automatic_optimization:
             # Gradients may hold the sum over ranks from a pass before; they are averaged, so that it stays what it is.
-            factor = float(len(self.active)) if self._weights.adds_up else 1.0
+            factor = float(len(self.active)) if self._weights.is_sum else 1.0
         return loss if factor == 1.0 else loss * factor
 
     @contextmanager
@@ -271,21 +273,21 @@ class SynchronizedStep:
         divisor = None
         if self._module.automatic_optimization:
             scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
-            divisor = 1.0 if self._weights.adds_up else None
+            divisor = 1.0 if self._weights.is_sum else None
         else:
-            weight = min(weight, 1.0) if self._weights.adds_up else weight
+            weight = min(weight, 1.0) if self._weights.is_sum else weight
             scale = weight  # the user has made a mean of what has been accumulated
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         self._passes += 1
-        notes = (note, self.votes is not None and self.votes.own)
-        with self.reducer.synchronize(weight, scale, self._run.departure.request, position, notes, divisor):
+        notes = (note, self.has_next_batch is not None and self.has_next_batch.own)
+        with self.reducer.synchronize(weight, scale, self._run.preemption.request, position, notes, divisor):
             yield
         assert self.reducer.report is not None
-        if self.votes is not None:
-            self.votes.take([vote for _, vote in self.reducer.report.notes])
+        if self.has_next_batch is not None:
+            self.has_next_batch.take([vote for _, vote in self.reducer.report.notes])
         self._synchronized = True
         self._last_weight = weight
-        self._run.departure.agree(self.reducer.stop_agreed)
+        self._run.preemption.agree(self.reducer.stop_agreed)
 
     @contextmanager
     def discard(self) -> Generator[None, None, None]:

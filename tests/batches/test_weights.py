@@ -8,7 +8,7 @@ def test_samples_weigh_by_their_number():
 
 
 def test_ranks_weigh_the_same():
-    assert combination_weights("ranks", ["a", "b"], [2, 6]) == [0.5, 0.5]
+    assert combination_weights("equal", ["a", "b"], [2, 6]) == [0.5, 0.5]
 
 
 def test_sums_are_added():
@@ -31,17 +31,17 @@ def test_a_batch_of_which_nothing_counts_has_no_gradient():
 
 @pytest.mark.parametrize("value", ["sample", 3, None])
 def test_unknown_names_are_refused(value):
-    with pytest.raises(ValueError, match="`weight_by` must be one of 'samples', 'ranks', 'sum'"):
+    with pytest.raises(ValueError, match="`weight_by` must be one of 'samples', 'equal', 'sum'"):
         check_weight_by(value)
 
 
-@pytest.mark.parametrize("value", ["samples", "ranks", "sum", len])
+@pytest.mark.parametrize("value", ["samples", "equal", "sum", len])
 def test_known_names_and_callables_are_accepted(value):
     check_weight_by(value)
 
 
 def test_equal_micro_batches_need_no_factor():
-    weights = GradientWeights("ranks")
+    weights = GradientWeights("equal")
     factors = []
     for batch in "abc":
         weights.set_batch(batch)
@@ -84,7 +84,7 @@ def test_a_skipped_micro_batch_counts_for_logged_values_only():
     weights = GradientWeights(float)
     weights.set_batch(5)
     weights.skip_batch()
-    assert (weights.of_batch, weights.in_gradient) == (5.0, 0.0)
+    assert (weights.batch_weight, weights.in_gradient) == (5.0, 0.0)
     for _ in range(2):
         assert weights.count() == 0.0
         assert weights.take() == (0.0, 0.0)
@@ -108,7 +108,7 @@ def test_a_sum_of_sums_is_not_divided():
     for batch in "ab":
         weights.set_batch(batch)
         assert weights.count() == 1.0
-    assert weights.adds_up
+    assert weights.is_sum
     assert weights.take() == (2.0, 1.0)
 
 

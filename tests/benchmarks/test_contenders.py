@@ -44,7 +44,10 @@ def test_every_way_of_redirecting_reaches_the_ranks_that_have_data():
     contender = Contender("measuring.redirecting", ranks=RANKS)
     ways = [(DIRECT, False), (BACKEND, False), (REPLACED, True), (MODE, True), (BACKEND, True)]
     with closing_all([contender]):
-        for way, in_tail in ways:
-            assert contender.run(ranks=len(ACTIVE), work=SMALL, way=way, in_tail=in_tail, steps=10).steps == 10
+        for way, in_uneven_phase in ways:
+            assert (
+                contender.run(ranks=len(ACTIVE), work=SMALL, way=way, in_uneven_phase=in_uneven_phase, steps=10).steps
+                == 10
+            )
         with pytest.raises(RuntimeError, match="KeyError: 'missing'"):
-            contender.run(ranks=len(ACTIVE), work=SMALL, way="missing", in_tail=True, steps=10)
+            contender.run(ranks=len(ACTIVE), work=SMALL, way="missing", in_uneven_phase=True, steps=10)

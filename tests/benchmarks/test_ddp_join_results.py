@@ -25,7 +25,7 @@ def test_tables_of_uneven_data_fit_into_100_columns():
     Console(file=file, width=100).print(
         joins.make_even_table({TINY: pairs_result(joins.pair_even())}, any_load=False),
         joins.make_uneven_table(uneven, any_load=False),
-        joins.make_tail_table({TINY: pairs_result(joins.pair_tail())}, any_load=False),
+        joins.make_uneven_phase_table({TINY: pairs_result(joins.pair_tail())}, any_load=False),
         joins.make_redirection_table(pairs_result(joins.pair_redirections())),
         *joins.explain_failures({**uneven, "conv net": uneven[TINY]}),
     )

@@ -145,7 +145,7 @@ CASES = {
         SingleClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights, options=DOUBLE
     ),
     "mean in bfloat16": Case(Plain, options={"precision": "bf16-mixed"}),
-    "mean, parts weighted equally": Case(Plain, "ranks", 'that of `weight_by="samples"`', len),
+    "mean, parts weighted equally": Case(Plain, "equal", 'that of `weight_by="samples"`', len),
     "class weights": Case(ClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights, options=DOUBLE),
     "class weights in float32": Case(ClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights),
     "class weights in bfloat16": Case(

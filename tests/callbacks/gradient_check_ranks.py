@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.callbacks import GradientCheck
 from lightning_ddp_ext.consistency.training_state import name_training_state
-from lightning_ddp_ext.resume.rng_state import capture_random_states
+from lightning_ddp_ext.resume.rng_state import capture_rng_state
 from tests.callbacks.gradient_check_modules import (
     CASES,
     SIZES,
@@ -186,7 +186,7 @@ def state_of(module: Plain, trainer: Trainer) -> dict[str, Tensor]:
     """Return everything that a check could change, each value copied."""
     state = name_training_state(module, trainer.optimizers, buffers=True)
     logged = {f"logged {name}": value for name, value in trainer.callback_metrics.items()}
-    more = {"random": capture_random_states(), "steps": torch.tensor([module.steps, trainer.global_step])}
+    more = {"random": capture_rng_state(), "steps": torch.tensor([module.steps, trainer.global_step])}
     return {name: torch.as_tensor(value).clone() for name, value in {**state, **logged, **more}.items()}
 
 
@@ -206,7 +206,7 @@ def run(cases: list[tuple[str, str]]) -> dict[Any, Any]:
         (TimeFirst, None, 1), (MadeByTheDataset, None, 1), (Repeating, None, 1), (Skipping, None, 2),
     ]:  # fmt: skip
         found[build.__name__] = check(build(), DDPJoinStrategy(process_group_backend="gloo"), data, batches)
-    for weight_by in ("samples", "ranks"):
+    for weight_by in ("samples", "equal"):
         strategy = DDPJoinStrategy(process_group_backend="gloo", batch_dim=1, weight_by=weight_by)
         found["along `batch_dim`", weight_by] = check(TimeFirst(SIZES), strategy)
     found["states"] = [state_after(), state_after(GradientCheck(batches=2)), state_after(DrawsNumbers())]

@@ -31,9 +31,9 @@ def test_chunk_and_time_of_every_replica_are_recorded_and_written(tmp_path, caps
     assert [record.batch for record in report.records] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert all(record.seconds > 0 for record in report.records)
     for batch in range(4):
-        of_batch = [record for record in report.records if record.batch == batch]
-        slowest = max(record.seconds for record in of_batch)
-        assert [r.idle_share for r in of_batch] == pytest.approx([1 - r.seconds / slowest for r in of_batch])
+        batch_weight = [record for record in report.records if record.batch == batch]
+        slowest = max(record.seconds for record in batch_weight)
+        assert [r.idle_share for r in batch_weight] == pytest.approx([1 - r.seconds / slowest for r in batch_weight])
     with report.path.open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["chunk"]) for row in rows] == [record.chunk for record in report.records]

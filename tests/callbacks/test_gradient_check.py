@@ -122,7 +122,7 @@ def test_batches_that_one_rank_alone_has_are_skipped(by_rank):
 
 def test_samples_are_counted_and_joined_along_the_batch_dimension(by_rank):
     for found in by_rank:
-        (fits,), (differs,) = (found["along `batch_dim`", weight_by]["records"] for weight_by in ("samples", "ranks"))
+        (fits,), (differs,) = (found["along `batch_dim`", weight_by]["records"] for weight_by in ("samples", "equal"))
         assert fits.weights == pytest.approx([size / sum(SIZES) for size in SIZES])
         assert fits.difference < EXACT_IN_FLOAT32
         assert differs.difference > SURPRISE
@@ -192,7 +192,7 @@ class Skipping(Plain):
 
 
 @pytest.mark.filterwarnings("ignore:.*returned .?None", "ignore:.*draws random", "ignore:GradientCheck. in batch")
-@pytest.mark.parametrize("weight_by", ["samples", "ranks"])
+@pytest.mark.parametrize("weight_by", ["samples", "equal"])
 def test_replicas_whose_step_returns_none_are_left_out(weight_by):
     """In the first batch the last replica, in the second all, in the third none."""
     features, labels = torch.randn(36, 5, generator=torch.Generator().manual_seed(1)), torch.arange(36) % 3

@@ -20,25 +20,25 @@ def test_a_picture_of_no_known_kind_is_refused():
 def test_every_rank_knows_what_each_rank_did(tmp_path, capsys):
     found = run_processes(ranks.report, 2, str(tmp_path), timeout=120)
     counted = [
-        {name: record[name] for name in ("epoch", "rank", "batches", "samples", "ghost_steps")}
+        {name: record[name] for name in ("epoch", "rank", "batches", "samples", "shadow_steps")}
         for record in found[0]["records"]
     ]
     assert counted == [
-        {"epoch": epoch, "rank": rank, "batches": batches, "samples": ranks.SAMPLES[rank], "ghost_steps": ghosts}
+        {"epoch": epoch, "rank": rank, "batches": batches, "samples": ranks.SAMPLES[rank], "shadow_steps": shadow_ranks}
         for epoch in range(2)
-        for rank, (batches, ghosts) in enumerate([(6, 0), (2, 4)])
+        for rank, (batches, shadow_ranks) in enumerate([(6, 0), (2, 4)])
     ]
     assert found[0]["records"] == found[1]["records"]
     for record, idle in zip(found[0]["records"], found[0]["idle"], strict=True):
-        assert (record["ghost_seconds"] > 0) == (record["rank"] == 1)
-        assert record["ghost_seconds"] <= record["seconds"]
-        assert idle == pytest.approx(record["ghost_seconds"] / record["seconds"])
+        assert (record["shadow_seconds"] > 0) == (record["rank"] == 1)
+        assert record["shadow_seconds"] <= record["seconds"]
+        assert idle == pytest.approx(record["shadow_seconds"] / record["seconds"])
     (warning,) = found[0]["warnings"]
     assert warning.startswith("rank 1 had no data for")
     assert found[1]["warnings"] == []
-    assert [float(row["rank_1/ghost_steps"]) for row in found[0]["rows"]] == [4, 4]
+    assert [float(row["rank_1/shadow_steps"]) for row in found[0]["rows"]] == [4, 4]
     printed = capsys.readouterr().out
-    assert printed.count("ghost steps") == 1
+    assert printed.count("shadow steps") == 1
 
 
 def test_the_table_has_a_row_per_epoch_and_rank():
@@ -54,7 +54,7 @@ def test_the_picture_has_a_line_per_rank(tmp_path):
     records = [RankRecord(epoch, rank, 9, 72, 5 * rank, 0.5 * rank, 2.0) for epoch in range(2) for rank in range(3)]
     draw_ranks(tmp_path / "new" / "ranks.svg", records)
     drawn = (tmp_path / "new" / "ranks.svg").read_text()
-    assert all(f"<!-- {text} -->" in drawn for text in ("rank 0", "rank 2", "epoch 1", "ghost steps"))
+    assert all(f"<!-- {text} -->" in drawn for text in ("rank 0", "rank 2", "epoch 1", "shadow steps"))
     assert "<!-- rank 3 -->" not in drawn
 
 
@@ -64,4 +64,4 @@ def test_nothing_is_recorded_under_other_strategies(capsys):
         Classifier(), DataLoader(dataset(8), batch_size=4)
     )
     assert report.records == []
-    assert "ghost" not in capsys.readouterr().out
+    assert "shadow" not in capsys.readouterr().out

@@ -66,7 +66,7 @@ SITUATIONS = {
         folder, *_by_hand(free_port(), nodes=2), "--timeout=4", "--json", "trainer.devices=1"
     ),
     "missing interface": lambda folder: _doctor(folder, "--json", "network=interface", "network.interface=nosuch0"),
-    "missing back-end": lambda folder: _doctor(folder, "process_group=mpi"),
+    "missing backend": lambda folder: _doctor(folder, "process_group=mpi"),
     "mistyped": lambda folder: _doctor(folder, "--json", "strategy=ddp", "strategy.bucket=1"),
     "SLURM": lambda folder: _doctor(folder, "--json", "cluster.num_nodes=2", **TASK, SLURM_PROCID="0"),
     "SLURM, rank 1": lambda folder: _doctor(folder, "--json", "cluster.num_nodes=2", **TASK, SLURM_PROCID="1"),

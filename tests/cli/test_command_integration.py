@@ -109,7 +109,7 @@ def test_ranks_with_different_shares_of_the_data_train_as_one_process_does(tmp_p
     assert set(rows) == {"test_accuracy", "test_loss", "all parameters, relative"}
     assert max(values[-1] for values in rows.values()) < 1e-9
     assert rows["test_loss"][0] == rows["test_loss"][1]
-    assert done.stdout.count("ghost steps") == 1
+    assert done.stdout.count("shadow steps") == 1
 
 
 @pytest.mark.slow
@@ -123,9 +123,9 @@ def test_streams_of_different_length_are_read_to_their_end(tmp_path):
     assert "steps per epoch │ unknown" in " ".join(done.stdout.split())
     table = done.stdout.partition("Ranks")[2].partition("Result")[0]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
-    (first, second) = ({"batches": int(row[2]), "ghosts": int(row[4])} for row in rows)
-    assert first["batches"] + first["ghosts"] == second["batches"] + second["ghosts"]
-    assert first["ghosts"] + second["ghosts"] > 0
+    (first, second) = ({"batches": int(row[2]), "shadow_ranks": int(row[4])} for row in rows)
+    assert first["batches"] + first["shadow_ranks"] == second["batches"] + second["shadow_ranks"]
+    assert first["shadow_ranks"] + second["shadow_ranks"] > 0
     assert compared(done.stdout)["all parameters, relative"][-1] < 1e-9
 
 

@@ -46,7 +46,7 @@ def test_one_host_is_healthy_with_two_local_ranks_and_nothing_but_json_is_printe
     is_healthy(found, [[0, 1]])
     assert found["backend"] == "gloo"
     (host,) = found["hosts"]
-    assert host["interfaces"][host["meeting_interface"]][0] == "127.0.0.1"
+    assert host["interfaces"][host["rendezvous_interface"]][0] == "127.0.0.1"
     assert {"Python", "torch", "lightning", "lightning-ddp-ext"} == set(host["versions"])
     assert "ranks on 1 host add up" in found["verdict"]
 
@@ -55,7 +55,7 @@ def test_a_table_and_one_line_are_printed_for_people(outcomes):
     *table, verdict = ended(outcomes["table"], 0).splitlines()
     assert verdict.startswith("Healthy: 2 ranks on 1 host")
     printed = "\n".join(table)
-    for row in ("settings", "back-end", "interfaces", "versions", "rendezvous", "network", "all-reduce"):
+    for row in ("settings", "backend", "interfaces", "versions", "rendezvous", "network", "all-reduce"):
         assert re.search(rf"│ {row} +│.*│ ok", printed), printed
     assert re.search(r"gloo over \S+: lo \(", printed), printed
     assert "1 KiB" in printed
@@ -91,9 +91,9 @@ def test_an_interface_that_the_host_lacks_is_named(outcomes):
 
 
 def test_a_missing_back_end_is_named_in_the_table(outcomes):
-    printed = ended(outcomes["missing back-end"], 1)
-    assert re.search(r"│ back-end +│.*│ failed", printed), printed
-    assert "no back-end `mpi`; available: gloo" in printed.splitlines()[-1]
+    printed = ended(outcomes["missing backend"], 1)
+    assert re.search(r"│ backend +│.*│ failed", printed), printed
+    assert "no backend `mpi`; available: gloo" in printed.splitlines()[-1]
 
 
 def test_a_mistyped_setting_is_answered_as_training_does(outcomes):

@@ -15,7 +15,7 @@ from tests.cli.commands import OWN, command
         (["strategy=single", "trainer.devices=2"], "`strategy=single` uses one device"),
         (["strategy=ddp", "network=interface", "network.interface=nosuch0"], "interface `nosuch0` not found"),
         (["strategy=ddp", "network=interface"], "no interface named"),
-        (["strategy=ddp", "process_group=mpi"], "no back-end `mpi`; available: gloo"),
+        (["strategy=ddp", "process_group=mpi"], "no backend `mpi`; available: gloo"),
         (
             ["strategy=ddp", "process_group=gloo", "process_group.init_method=x://y"],
             "`init_method=x://y` is of no known",

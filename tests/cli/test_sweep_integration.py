@@ -43,7 +43,7 @@ class Recording(DigitsCNN):
         record = {
             "rank": dist.get_rank() if made else 0,
             "world_size": dist.get_world_size() if made else 1,
-            "back-end": dist.get_backend() if made else None,
+            "backend": dist.get_backend() if made else None,
             "devices": self.trainer.num_devices,
             "overrides": list(hydra.overrides.task),
             "number": hydra.job.num,
@@ -111,13 +111,13 @@ def test_strategies_and_back_ends_can_be_swept(tmp_path):
     assert done.returncode == 0, done.stderr
     ranks = {"balanced_dp": 1}
     check_jobs(tmp_path, [(name, ranks.get(name, number), number) for name in strategies for number in (2, 3)])
-    (tmp_path / "back-ends").mkdir()
+    (tmp_path / "backends").mkdir()
     back_ends = ["gloo", "auto"]
-    done = sweep(tmp_path / "back-ends", "strategy=ddp_checkpoint", f"process_group={','.join(back_ends)}")
+    done = sweep(tmp_path / "backends", "strategy=ddp_checkpoint", f"process_group={','.join(back_ends)}")
     assert done.returncode == 0, done.stderr
-    check_jobs(tmp_path / "back-ends", [("ddp_checkpoint", 2, 2)] * 2)
-    records = jobs(tmp_path / "back-ends")
-    assert {record["back-end"] for number in range(2) for record in records[number]} == {"gloo"}
+    check_jobs(tmp_path / "backends", [("ddp_checkpoint", 2, 2)] * 2)
+    records = jobs(tmp_path / "backends")
+    assert {record["backend"] for number in range(2) for record in records[number]} == {"gloo"}
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ def trainer(strategy, **options):
     ("arguments", "error", "message"),
     [
         ({"network_interface": "nosuch0"}, NetworkInterfaceError, "`nosuch0` not found"),
-        ({"process_group_backend": "glo"}, BackendError, "no back-end `glo`"),
+        ({"process_group_backend": "glo"}, BackendError, "no backend `glo`"),
         ({"init_method": "http://node1"}, ValueError, "no known form"),
     ],
 )

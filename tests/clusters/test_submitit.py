@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.resume.preemption import REQUEUE, Departure
+from lightning_ddp_ext.resume.preemption import REQUEUE, PreemptionHandler
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra `slurm`")
 submitit = pytest.importorskip("submitit")
@@ -117,11 +117,11 @@ def test_the_signal_of_submitit_saves_a_checkpoint_before_submitit_requeues_the_
     )  # fmt: skip
     monkeypatch.setattr(trainer, "save_checkpoint", lambda *args, **kwargs: task.append("saved"))
     monkeypatch.setattr(trainer.strategy, "barrier", lambda name: task.append("waited for"))
-    departure = Departure(trainer)
+    preemption = PreemptionHandler(trainer)
     trainer._signal_connector.register_signal_handlers()
     os.kill(os.getpid(), signal.SIGUSR2)
-    assert (departure.request, task) == (REQUEUE, [])
-    departure.agree(departure.request)
+    assert (preemption.request, task) == (REQUEUE, [])
+    preemption.agree(preemption.request)
     with pytest.raises(SystemExit):
-        departure.leave_if_agreed()
+        preemption.stop_if_agreed()
     assert task == ["saved", "requeued", "waited for"]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics import CatMetric
 
 from lightning_ddp_ext._compat import collectives, lightning, lightning_logging, loaders, loops, resuming, torchmetrics
-from lightning_ddp_ext.join.active_ranks import _Redirection
+from lightning_ddp_ext.join.active_ranks import ProcessGroupRedirect
 
 
 def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
@@ -29,7 +29,7 @@ def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
     }  # fmt: skip
     methods = set(collectives.find_collectives())
     assert {"allreduce", "_allgather_base", "split_group"} <= methods
-    assert methods - _Redirection._HANDLERS.keys() - refused == set()
+    assert methods - ProcessGroupRedirect._HANDLERS.keys() - refused == set()
 
 
 def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
@@ -143,7 +143,7 @@ def test_a_run_may_begin_at_the_end_of_an_epoch():
     current = loop.batch_progress.current
     assert current.ready == current.started == current.processed == current.completed == 3
     loop.batch_progress.is_last_batch = False
-    resuming.go_on(trainer, resuming.Progress("validation", is_last_batch=True))
+    resuming.advance(trainer, resuming.Progress("validation", is_last_batch=True))
     assert loop.batch_progress.is_last_batch
     assert loop._skip_next_val
 

@@ -191,10 +191,10 @@ def diagnose(*, arguments, folder):
     return {"code": code, "stdout": path.read_text()}
 
 
-def serve_as_agent(*, port, invitation=None):
+def serve_as_agent(*, port, request=None):
     """Be torchrun's agent: own the store of all attempts. Or be another run, which calls its ranks."""
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    if invitation is not None:
-        store.set("invitation", json.dumps(invitation))
+    if request is not None:
+        store.set("invitation", json.dumps(request))
     while store.check([]):
         time.sleep(0.1)

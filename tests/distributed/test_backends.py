@@ -23,7 +23,7 @@ def test_back_ends_of_this_torch_are_listed():
         ("mpi", "Use `gloo`, also for processes that `mpirun` starts."),
         ("nccl", "or install a build of torch with CUDA"),
         ("ucc", "Use `gloo` on CPUs"),
-        ("cpu:gloo,cuda:nccl", "no back-end `nccl`"),
+        ("cpu:gloo,cuda:nccl", "no backend `nccl`"),
     ],
 )
 def test_what_torch_was_built_without_is_refused_with_the_alternative(monkeypatch, backend, remedy):
@@ -35,7 +35,7 @@ def test_what_torch_was_built_without_is_refused_with_the_alternative(monkeypatc
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(BackendError, match=r"no back-end `glo`; available: gloo.*Use one of these"):
+    with pytest.raises(BackendError, match=r"no backend `glo`; available: gloo.*Use one of these"):
         check_backend("glo")
 
 

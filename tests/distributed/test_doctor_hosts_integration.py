@@ -43,7 +43,7 @@ def test_two_hosts_are_healthy_and_their_clocks_are_compared(diagnose):
     found = json.loads(outcomes[0].value["stdout"])
     is_healthy(found, [[0], [1]])
     first, second = found["hosts"]
-    assert second["meeting_interface"] == "eth0"
+    assert second["rendezvous_interface"] == "eth0"
     assert set(second["interfaces"]) == {"lo", "eth0", "eth1", "eth2"}
     assert first["clock_offset"] is None
     assert abs(second["clock_offset"]) <= second["clock_uncertainty"] + 1e-3  # it is the same clock

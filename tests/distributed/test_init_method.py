@@ -2,18 +2,18 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.distributed.init_method import MeetingPlace, parse_init_method
+from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
 
 
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        (None, MeetingPlace()),
-        ("env://", MeetingPlace()),
-        ("tcp://node1:29501", MeetingPlace("node1", 29501)),
-        ("tcp://10.0.0.1:29501/", MeetingPlace("10.0.0.1", 29501)),
-        ("tcp://[fd00::1]:29501", MeetingPlace("fd00::1", 29501)),
-        ("file:///shared/meeting", MeetingPlace(path=Path("/shared/meeting"))),
+        (None, RendezvousEndpoint()),
+        ("env://", RendezvousEndpoint()),
+        ("tcp://node1:29501", RendezvousEndpoint("node1", 29501)),
+        ("tcp://10.0.0.1:29501/", RendezvousEndpoint("10.0.0.1", 29501)),
+        ("tcp://[fd00::1]:29501", RendezvousEndpoint("fd00::1", 29501)),
+        ("file:///shared/meeting", RendezvousEndpoint(path=Path("/shared/meeting"))),
     ],
 )
 def test_meeting_places_are_read(text, place):
@@ -44,10 +44,10 @@ def test_other_forms_are_refused(text, reason):
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        (MeetingPlace("node1", 29501), "node1:29501"),
-        (MeetingPlace("10.0.0.1", 29501), "10.0.0.1:29501"),
-        (MeetingPlace("fd00::1", 29501), "[fd00::1]:29501"),
-        (MeetingPlace(path=Path("/shared/meeting")), "/shared/meeting"),
+        (RendezvousEndpoint("node1", 29501), "node1:29501"),
+        (RendezvousEndpoint("10.0.0.1", 29501), "10.0.0.1:29501"),
+        (RendezvousEndpoint("fd00::1", 29501), "[fd00::1]:29501"),
+        (RendezvousEndpoint(path=Path("/shared/meeting")), "/shared/meeting"),
     ],
 )
 def test_meeting_places_are_written_for_people(place, text):

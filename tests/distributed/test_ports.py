@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from lightning_ddp_ext.distributed.init_method import MeetingPlace
+from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint
 from lightning_ddp_ext.distributed.ports import bind, check_port, who_listens
-from lightning_ddp_ext.distributed.stores import check_meeting_place
+from lightning_ddp_ext.distributed.stores import check_endpoint
 from lightning_ddp_ext.errors import RendezvousError
 
 
@@ -51,11 +51,11 @@ def test_nobody_listens_on_a_free_port():
 
 
 def test_the_place_of_torchruns_agent_and_a_file_are_left_alone(taken, monkeypatch, tmp_path):
-    place = MeetingPlace("127.0.0.1", taken)
+    place = RendezvousEndpoint("127.0.0.1", taken)
     with pytest.raises(RendezvousError):
-        check_meeting_place(place, 1)
-    check_meeting_place(MeetingPlace(path=tmp_path / "meeting"), 1)
+        check_endpoint(place, 1)
+    check_endpoint(RendezvousEndpoint(path=tmp_path / "meeting"), 1)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(taken))
-    check_meeting_place(place, 1)
+    check_endpoint(place, 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.meeting_scenarios import play_scenarios
+from tests.distributed.rendezvous_scenarios import play_scenarios
 from tests.support.processes import run_processes
 
 SOON = 10.0  # seconds; time limits are 1 or 2

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from lightning_ddp_ext.distributed.stall_report import describe_main_stack, find_main_thread, find_place
+from lightning_ddp_ext.distributed.stall_report import describe_main_stack, find_main_thread, find_stack_location
 
 
 def test_the_main_thread_is_found_from_another_one():
@@ -33,7 +33,7 @@ def test_a_function_of_torch_distributed_is_named_with_its_caller():
         namespace["all_gather_object"]()
 
     training_step()
-    place = find_place(frames["f"])
+    place = find_stack_location(frames["f"])
     assert place.collective == "all_gather_object"
     assert place.code.startswith("training_step (test_whereabouts.py:")
     assert str(place).startswith("all_gather_object <- training_step (")
@@ -53,8 +53,8 @@ def test_a_function_of_torch_distributed_is_named_with_its_caller():
 def test_a_thread_waits_for_ranks_only_where_nothing_else_takes_time(module, waits):
     namespace = {"__name__": module, "sys": sys}
     exec("def stay():\n    return sys._getframe()", namespace)
-    assert find_place(namespace["stay"]()).waits == waits
+    assert find_stack_location(namespace["stay"]()).waits == waits
 
 
 def test_nothing_is_known_of_a_thread_that_has_ended():
-    assert str(find_place(None)) == ""
+    assert str(find_stack_location(None)) == ""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError
-from lightning_ddp_ext.join.lockstep_loader import LockstepLoader, Votes
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader
 
 
 class Stream:
@@ -56,22 +56,24 @@ def iterate(cases: Sequence[tuple[Sequence[int], bool, dict[str, Any]]]) -> list
     found = []
     for lengths, sized, options in cases:
         stream = Stream(rank, options.pop("true_length", lengths)[rank])
-        votes = Votes(dist.group.WORLD, carried=options.pop("votes_carried", False))
-        loader = LockstepLoader(stream, list(lengths) if sized else None, dist.group.WORLD, **options, votes=votes)
+        has_next_batch = HasNextBatch(dist.group.WORLD, carried=options.pop("flags_carried", False))
+        loader = LockstepLoader(
+            stream, list(lengths) if sized else None, dist.group.WORLD, **options, has_next_batch=has_next_batch
+        )
         try:
-            epochs = [list(_make_steps(loader, votes)) for _ in range(2)]
+            epochs = [list(_make_steps(loader, has_next_batch)) for _ in range(2)]
             found.append((epochs, loader.left_out, stream.asked))
         except DDPExtError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
 
 
-def _make_steps(loader: LockstepLoader, votes: Votes) -> Iterator[tuple[Any, ...]]:
+def _make_steps(loader: LockstepLoader, has_next_batch: HasNextBatch) -> Iterator[tuple[Any, ...]]:
     """Iterate; in every second step ranks tell each other their votes."""
-    for number, (batch, turn) in enumerate(loader):
+    for number, (batch, participation) in enumerate(loader):
         if number % 2:
             told = torch.zeros(dist.get_world_size())
-            told[dist.get_rank()] = votes.own
+            told[dist.get_rank()] = has_next_batch.own
             dist.all_reduce(told)
-            votes.take(told.tolist())
-        yield batch, turn.active, turn.is_ghost, turn.is_tail
+            has_next_batch.take(told.tolist())
+        yield batch, participation.active, participation.is_shadow, participation.is_uneven

@@ -5,7 +5,7 @@ from types import FunctionType
 import pytest
 import torch.distributed as dist
 
-from tests.join import tail_ranks as ranks
+from tests.join import uneven_phase_ranks as ranks
 from tests.support.processes import run_processes
 from tests.support.rank_processes import RankTimeoutError
 
@@ -117,7 +117,7 @@ def test_every_public_function_of_torch_has_a_case_or_needs_no_other_rank():
 def test_groups_of_ranks_that_do_not_come_again_are_given_up():
     found = run_processes(ranks.use_many_groups, 3, timeout=60)
     assert [reduced for reduced, _ in found] == [[3, 4, 1] * 10, [3, 5, 2] * 10, [4, 5, 3] * 10]
-    assert all(sockets < 15 for _, sockets in found)  # of 50 if all were kept; back-ends take a moment to close theirs
+    assert all(sockets < 15 for _, sockets in found)  # of 50 if all were kept; backends take a moment to close theirs
 
 
 def test_without_redirection_active_ranks_wait_for_the_joined_one():

@@ -11,7 +11,7 @@ from tests.support.processes import run_processes
 LENGTHS = [(3, 3), (3, 1), (0, 2), (2, 0), (0, 0), (1, 4), (3, 1, 2), (0, 0, 2), (4, 4, 4), (0, 3, 0)]
 OPTIONS = [{}, {"uneven_inputs": "stop"}, {"limit": 2}, {"skip": 1}, {"uneven_inputs": "stop", "limit": 1, "skip": 0}]
 CASES = [(lengths, sized, options) for lengths in LENGTHS for sized in (True, False) for options in OPTIONS]
-CASES += [(lengths, False, {**options, "votes_carried": True}) for lengths in LENGTHS for options in OPTIONS]
+CASES += [(lengths, False, {**options, "flags_carried": True}) for lengths in LENGTHS for options in OPTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def found():
     return results
 
 
-def expected_steps(lengths, rank, uneven_inputs="join", limit=100, skip=0, votes_carried=False):
+def expected_steps(lengths, rank, uneven_inputs="join", limit=100, skip=0, flags_carried=False):
     steps = min(limit, min(lengths) if uneven_inputs == "stop" else max(lengths))
     expected = []
     for step in range(skip, steps):

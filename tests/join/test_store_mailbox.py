@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_ext.join.store_mailbox import RankMessages
+from lightning_ddp_ext.join.store_mailbox import StoreMailbox
 
 
 def serve(ports):
@@ -32,7 +32,7 @@ def test_leaving_is_no_error_when_all_others_have_gone(server):
     process, port = server
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    messages = RankMessages(dist.group.WORLD)
+    messages = StoreMailbox(dist.group.WORLD)
     process.kill()
     process.join(60)
     for _ in range(3):  # the first one may be written to a connection that seems to be there

@@ -101,7 +101,7 @@ def test_gradients_equal_one_device(model, loader, options):
     single = train(seeded(model), loader=loader(), max_epochs=1)
     parallel = train(seeded(model), BalancedDataParallelStrategy(**options), 2, loader=loader(), max_epochs=1)
     equal = train(
-        seeded(model), BalancedDataParallelStrategy(split=[1, 3], weight_by="ranks"), 2, loader=loader(), max_epochs=1
+        seeded(model), BalancedDataParallelStrategy(split=[1, 3], weight_by="equal"), 2, loader=loader(), max_epochs=1
     )
     assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
     assert relative_difference(equal.gradients.after_backward, single.gradients.after_backward) > 1e-3

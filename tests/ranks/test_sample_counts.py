@@ -14,7 +14,7 @@ from lightning_ddp_ext.ranks.sample_counts import (
     mean_count,
 )
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader
-from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
+from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 
 def loader(samples, batch_size):
@@ -64,7 +64,7 @@ def test_a_batch_that_one_loader_does_not_count_is_not_counted():
 
 def test_batches_that_are_passed_over_leave_no_number():
     combined = ResumableCombinedLoader(
-        DataLoader(range(6), batch_sampler=[[0, 1], [2], [3, 4, 5]]), "max_size_cycle", RepeatableFetches(), 1
+        DataLoader(range(6), batch_sampler=[[0, 1], [2], [3, 4, 5]]), "max_size_cycle", ResumableRng(), 1
     )
     combined._load_state_dicts([{POSITION: 1, WORLD_SIZE: 1}])
     assert counts_of(combined) == [1.0, 3.0]

@@ -127,7 +127,7 @@ def test_what_is_written_after_the_step_comes_back_too(mirrored):
     step(mirrored, lambda part, index: None)
     for replica in replicas:
         replica.module.features["gradient norm"] = 1.5
-    mirror.collect_entries([0, 1], [2, 6])
+    mirror.collect_responses([0, 1], [2, 6])
     assert module.features == {"gradient norm": 1.5}
 
 

@@ -122,7 +122,7 @@ def test_compute_groups_are_formed_as_on_one_device():
 
 
 def test_a_mean_that_is_not_weighted_would_be_seen():
-    module, _ = run(BalancedDataParallelStrategy(split=[2, 6], weight_by="ranks"), 2)
+    module, _ = run(BalancedDataParallelStrategy(split=[2, 6], weight_by="equal"), 2)
     expected, _ = run("auto", 1)
     assert abs(module.results["scalar"] - expected.results["scalar"]) > 1e-4
 

@@ -25,10 +25,10 @@ def run(workers, jobs):
 
 
 def test_jobs_run_at_the_same_time_each_on_its_own_thread(workers):
-    meet = threading.Barrier(2, timeout=10)
+    rendezvous = threading.Barrier(2, timeout=10)
     jobs = {
-        0: lambda: (meet.wait(), threading.current_thread().name)[1],
-        1: lambda: (meet.wait(), threading.current_thread().name)[1],
+        0: lambda: (rendezvous.wait(), threading.current_thread().name)[1],
+        1: lambda: (rendezvous.wait(), threading.current_thread().name)[1],
     }
     first, seconds = run(workers, jobs)
     again, _ = run(workers, jobs)

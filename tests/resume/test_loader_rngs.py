@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Subset
 
-from lightning_ddp_ext.resume.rng_state import capture_states, find_generators, restore_states, seed_all
+from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states, seed_all
 
 KINDS = {
     "torch": lambda: torch.Generator().manual_seed(1),
@@ -78,7 +78,7 @@ def test_generators_are_found_in_loaders_samplers_and_datasets_once():
     sampler = RandomSampler(dataset, generator=of_loader)
     sampler.other = of_sampler
     loader = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 2, drop_last=False), generator=of_loader)
-    found = find_generators([loader, loader])
+    found = find_loader_rngs([loader, loader])
     assert len(found) == 4
     assert {id(generator) for generator in found} == set(map(id, (of_loader, of_sampler, first, second)))
 
@@ -102,11 +102,11 @@ class Anything:
 
 def test_datasets_and_samplers_may_be_of_any_class():
     dataset, sampler = Anything(3), Anything(2)
-    assert set(map(id, find_generators([DataLoader(dataset, sampler=sampler)]))) == {
+    assert set(map(id, find_loader_rngs([DataLoader(dataset, sampler=sampler)]))) == {
         id(dataset.generator),
         id(sampler.generator),
     }
 
 
 def test_what_has_no_state_is_no_generator():
-    assert find_generators([DataLoader(Drawing(random.SystemRandom()))]) == []
+    assert find_loader_rngs([DataLoader(Drawing(random.SystemRandom()))]) == []

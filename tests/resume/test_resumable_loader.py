@@ -5,14 +5,14 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import RankedLoader, ResumableLockstepLoader
-from lightning_ddp_ext.join.lockstep_loader import Votes
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader
-from lightning_ddp_ext.resume.resumable_rng import RepeatableFetches
+from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 
 def test_an_epoch_that_is_shorter_than_the_one_that_was_left_is_refused():
-    combined = ResumableCombinedLoader(DataLoader(range(3)), "max_size_cycle", RepeatableFetches(), 1)
+    combined = ResumableCombinedLoader(DataLoader(range(3)), "max_size_cycle", ResumableRng(), 1)
     combined._load_state_dicts([{POSITION: 5, WORLD_SIZE: 1}])
     with pytest.raises(UnsupportedFeatureError, match="after 5 batches of an epoch, which has only 3 now"):
         iter(combined)
@@ -22,7 +22,7 @@ def make_lockstep(group, between):
     sampler = UnpaddedDistributedSampler(range(10), 1, 0, shuffle=False)
     loader = RankedLoader(DataLoader(range(10), batch_size=2, sampler=sampler), group)
     lockstep = ResumableLockstepLoader(
-        [loader], "max_size_cycle", group, "join", Votes(group), RepeatableFetches(), between.append
+        [loader], "max_size_cycle", group, "join", HasNextBatch(group), ResumableRng(), between.append
     )
     lockstep.limits = [float("inf")]
     return lockstep, sampler

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext.resume.resumable_rng import FetchRecord, RepeatableFetches
+from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
 
 
 class Noise(Dataset):
@@ -15,13 +15,13 @@ class Noise(Dataset):
         return index + torch.rand(())
 
 
-def steps(fetches, loader, ahead, stop=None, used=0):
+def steps(rng, loader, ahead, stop=None, used=0):
     """Train on batches that are fetched some steps before they are used; a step draws a number itself."""
-    batches = fetches.iterate(loader, [loader], used, looks_ahead=bool(ahead))
+    batches = rng.iterate(loader, [loader], used, looks_ahead=bool(ahead))
     for _ in range(used):
         next(batches)
     waiting = list(itertools.islice(batches, ahead))
-    fetches.go_on()
+    rng.advance()
     made = []
     for number in itertools.count(used):
         if number != stop:
@@ -30,7 +30,7 @@ def steps(fetches, loader, ahead, stop=None, used=0):
             break
         made.append((waiting.pop(0).tolist(), float(torch.rand(()))))
     has_fetched = number or ahead
-    return made, fetches.record(number if number == stop and has_fetched else None)
+    return made, rng.record(number if number == stop and has_fetched else None)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -39,26 +39,26 @@ def steps(fetches, loader, ahead, stop=None, used=0):
 def test_an_interrupted_epoch_goes_on_as_the_whole_one(workers, ahead, stop):
     loader = DataLoader(Noise(), batch_size=2, shuffle=True, num_workers=workers)
     torch.manual_seed(1)
-    whole, _ = steps(RepeatableFetches(), loader, ahead)
+    whole, _ = steps(ResumableRng(), loader, ahead)
     torch.manual_seed(1)
-    until, record = steps(RepeatableFetches(), loader, ahead, stop)
+    until, record = steps(ResumableRng(), loader, ahead, stop)
     torch.manual_seed(2)
-    resumed = RepeatableFetches()
+    resumed = ResumableRng()
     resumed.resume(FetchRecord.unpack(*record.pack()))
     rest, _ = steps(resumed, loader, ahead, used=stop)
     assert until + rest == whole
     torch.manual_seed(2)
-    control, _ = steps(RepeatableFetches(), loader, ahead, used=stop)
+    control, _ = steps(ResumableRng(), loader, ahead, used=stop)
     assert stop == 4 or control != rest
 
 
 def test_a_record_between_epochs_restores_the_order_of_the_next():
     loader = DataLoader(Noise(), batch_size=2, shuffle=True)
     torch.manual_seed(1)
-    fetches = RepeatableFetches()
-    _, record = steps(fetches, loader, 0)
-    following, _ = steps(fetches, loader, 0)
+    rng = ResumableRng()
+    _, record = steps(rng, loader, 0)
+    following, _ = steps(rng, loader, 0)
     torch.manual_seed(2)
-    resumed = RepeatableFetches()
+    resumed = ResumableRng()
     resumed.resume(FetchRecord.unpack(*record.pack()))
     assert steps(resumed, loader, 0)[0] == following

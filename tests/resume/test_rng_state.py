@@ -4,7 +4,7 @@ import numpy
 import pytest
 import torch
 
-from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers, capture_random_states, restore_random_states
+from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers, capture_rng_state, restore_rng_state
 
 
 def draw():
@@ -16,18 +16,18 @@ def test_the_same_numbers_come_again():
     for _ in range(2):  # the second time, a Gaussian number is kept for the next call
         random.gauss(0, 1)
         numpy.random.standard_normal()
-        states = capture_random_states()
+        states = capture_rng_state()
         drawn = draw()
         assert draw() != drawn
-        restore_random_states(states)
+        restore_rng_state(states)
         assert draw() == drawn
 
 
 def test_states_are_equally_long_whatever_is_kept():
     random.seed(0)
-    before = capture_random_states()
+    before = capture_rng_state()
     random.gauss(0, 1)
-    assert capture_random_states().shape == before.shape
+    assert capture_rng_state().shape == before.shape
 
 
 def numbers_of_a_step(shared, seed, number=0):

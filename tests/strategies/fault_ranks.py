@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment
 
-# In batches. Rank 1 has fewer, so that batch 6 is in the tail, where rank 1 makes ghost steps.
+# In batches. Rank 1 has fewer, so that batch 6 is in the uneven phase, where rank 1 makes shadow steps.
 COUNTS = (8, 4)
 VALIDATION = 3
 WHEN = {"even": 2, "tail": 6, "validation": 1}

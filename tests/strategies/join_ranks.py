@@ -122,13 +122,13 @@ class Trace(Callback):
     def __init__(self) -> None:
         self.digests: list[str] = []
         self.metrics: list[dict[str, float]] = []
-        self.ghosts: list[bool] = []
+        self.shadow_ranks: list[bool] = []
         self.validations: list[int] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.digests.append(digest_of(module, trainer.optimizers[0]))
         self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-        self.ghosts.append(trainer.strategy.is_ghost)
+        self.shadow_ranks.append(trainer.strategy.is_shadow)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.validations.append(trainer.global_step)

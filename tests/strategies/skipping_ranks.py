@@ -63,7 +63,7 @@ CASES = {
         [[3, 7, 7, 2, 7, 7, 3], [1, 2, 7, 4, 7, 7, 7]], skipping(Momentum), {"accumulate_grad_batches": 2}, windows=2
     ),
     "sums": Case([[3, 7, 2, 7], [1, 2, 7, 7]], skipping(SumLoss), strategy={"weight_by": "sum"}),
-    "equal weights": Case([[4, 7, 4], [4, 4, 4]], skipping(Momentum), strategy={"weight_by": "ranks"}),
+    "equal weights": Case([[4, 7, 4], [4, 4, 4]], skipping(Momentum), strategy={"weight_by": "equal"}),
     "clipped": Case([[3, 7, 7], [1, 2, 7]], skipping(Momentum), {"gradient_clip_val": 0.05}),
     "scaled": scaled(Case([[3, 7, 2, 7], [1, 2, 7, 7]], skipping(Momentum))),
 }

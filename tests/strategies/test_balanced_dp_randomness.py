@@ -31,7 +31,7 @@ def test_a_seed_reproduces_a_run_bit_for_bit():
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
 
 
-class Recomputing(Classifier):
+class ActivationCheckpointingOption(Classifier):
     """Keeps every mask that a step draws, in the forward pass and again when it is recomputed."""
 
     masks_of_steps: ClassVar[list] = []
@@ -58,10 +58,10 @@ class Recomputing(Classifier):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_draws_the_masks_of_the_forward_pass(use_reentrant):
-    Recomputing.masks_of_steps.clear()
+    ActivationCheckpointingOption.masks_of_steps.clear()
     loader = DataLoader(dataset(64), batch_size=8)
-    train(Recomputing(use_reentrant), "balanced_dp", 2, loader=loader, max_epochs=2)
-    assert len(Recomputing.masks_of_steps) == 32
-    for masks in Recomputing.masks_of_steps:
+    train(ActivationCheckpointingOption(use_reentrant), "balanced_dp", 2, loader=loader, max_epochs=2)
+    assert len(ActivationCheckpointingOption.masks_of_steps) == 32
+    for masks in ActivationCheckpointingOption.masks_of_steps:
         assert len(masks) == 8  # four in the forward pass, and again in reverse order
         assert all(torch.equal(one, two) for one, two in zip(masks[:4], reversed(masks[4:]), strict=True))

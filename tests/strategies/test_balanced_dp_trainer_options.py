@@ -59,7 +59,7 @@ def test_the_tests_fail_when_chunks_weigh_the_same():
         return train(seeded(Evaluated), **way, val_loader=batches(19), **OPTIONS[0])
 
     with pytest.raises(AssertionError, match="after_backward"):
-        assert_same_training(*reversed(both_ways(run, split=[2, 6], weight_by="ranks")))
+        assert_same_training(*reversed(both_ways(run, split=[2, 6], weight_by="equal")))
 
 
 @pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`")

@@ -46,7 +46,7 @@ EXACT = {
     },
     "an optimizer inside of the backward pass": Case(UNEVEN, FusedOptimizer),
     "an optimizer inside, made early, accumulated": Case(UNEVEN, FusedEarly, {"accumulate_grad_batches": 2}, windows=2),
-    "weights by ranks": Case(EVEN, Momentum, strategy={"weight_by": "ranks"}),
+    "weights by ranks": Case(EVEN, Momentum, strategy={"weight_by": "equal"}),
     "a loss that is a sum": Case(UNEVEN, SumLoss, strategy={"weight_by": "sum"}),
     "a sum, accumulated": Case(UNEVEN, SumLoss, {"accumulate_grad_batches": 2}, {"weight_by": "sum"}, windows=2),
     "accumulated by hand over batches": Case([[3, 3, 5, 5], [1, 1, 2, 2]], ByHand, windows=2),

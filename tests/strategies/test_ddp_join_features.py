@@ -104,7 +104,7 @@ def test_a_metric_is_that_of_all_ranks_in_every_epoch(found):
         ("a_broadcast_from_a_joined_rank", "sends what rank 2 has, but rank 2 has run out of data"),
         ("keys_that_differ_in_training", "rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 0 does not"),
         (
-            "keys_that_differ_in_the_tail",
+            "keys_that_differ_in_the_uneven_phase",
             "rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 2 does not",
         ),
         (
@@ -125,7 +125,7 @@ def test_a_metric_is_that_of_all_ranks_in_every_epoch(found):
         ),
         ("refusing_uneven_data", "rank 2 runs out of data after batch 1, while rank 0 has 4 batches"),
         ("refusing_uneven_streams", "rank 2 ran out of data after batch 1, other ranks have more"),
-        ("a_failure_in_the_tail", "boom"),
+        ("a_failure_in_the_uneven_phase", "boom"),
     ],
 )
 def test_an_error_is_told_on_every_rank(found, name, expected):
@@ -134,13 +134,13 @@ def test_an_error_is_told_on_every_rank(found, name, expected):
 
 
 def test_ranks_that_wait_say_which_rank_has_failed(found):
-    assert found[0]["a_failure_in_the_tail"] == "ArithmeticError: boom"
+    assert found[0]["a_failure_in_the_uneven_phase"] == "ArithmeticError: boom"
     for rank in (1, 2):
         told = "OtherRankError: rank 0 failed: ArithmeticError: boom (at step 2, training, batch 2, in training_step ("
-        assert found[rank]["a_failure_in_the_tail"].startswith(told)
+        assert found[rank]["a_failure_in_the_uneven_phase"].startswith(told)
 
 
-@pytest.mark.parametrize("name", ["an_exit_in_the_tail", "an_exit_that_is_saved"])
+@pytest.mark.parametrize("name", ["an_exit_in_the_uneven_phase", "an_exit_that_is_saved"])
 def test_ranks_that_wait_are_told_that_a_rank_has_left_by_itself(found, name):
     assert found[0][name] == "left"
     for rank in (1, 2):
@@ -160,8 +160,8 @@ def test_several_loaders_end_on_each_rank_as_they_would_there(found):
     for mode, steps in expected.items():
         outcomes = [found[rank]["several_loaders"][mode] for rank in RANKS]
         assert [len(seen) for seen, _, _ in outcomes] == list(steps)
-        for rank, (_, ghosts, digests) in enumerate(outcomes):
-            assert ghosts == [step >= steps[rank] for step in range(max(steps))]
+        for rank, (_, shadow_ranks, digests) in enumerate(outcomes):
+            assert shadow_ranks == [step >= steps[rank] for step in range(max(steps))]
             assert digests == outcomes[0][2]
 
 
@@ -217,10 +217,10 @@ def test_ranks_stay_identical(found, name):
 
 
 def test_hooks_see_a_batch_of_another_rank_where_a_rank_cannot_copy_its_own(found):
-    digests, on_ghosts = zip(*[found[rank]["batches_that_cannot_be_copied"] for rank in RANKS], strict=True)
+    digests, on_shadow_ranks = zip(*[found[rank]["batches_that_cannot_be_copied"] for rank in RANKS], strict=True)
     assert digests[0] == digests[1] == digests[2]
-    assert list(map(len, on_ghosts)) == [0, 2, 3]
-    assert all(index < 10 for seen in on_ghosts for indices in seen for index in indices)
+    assert list(map(len, on_shadow_ranks)) == [0, 2, 3]
+    assert all(index < 10 for seen in on_shadow_ranks for indices in seen for index in indices)
 
 
 def test_manual_optimization_counts_the_steps_of_all_ranks(found):
@@ -380,8 +380,8 @@ def test_before_the_end_of_a_window_a_rank_finds_its_own_gradient_or_none(found)
 
 def test_stopping_leaves_out_what_others_have_more(found):
     for rank in RANKS:
-        ghosts, seen, digests = found[rank]["stopping_at_the_shortest"]
-        assert ghosts == [False]
+        shadow_ranks, seen, digests = found[rank]["stopping_at_the_shortest"]
+        assert shadow_ranks == [False]
         assert len(seen) == 2
         assert digests == found[0]["stopping_at_the_shortest"][2]
         assert torch.is_grad_enabled()

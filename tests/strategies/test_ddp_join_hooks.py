@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.strategies import ghost_hook_ranks as ranks
+from tests.strategies import shadow_hook_ranks as ranks
 from tests.support.processes import run_processes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ddp_join.md").read_text()
@@ -30,7 +30,7 @@ def test_the_page_names_every_hook_that_is_watched(calls):
 
 
 @pytest.mark.parametrize("hook", PROMISED)
-def test_hooks_run_on_ghost_steps_as_the_page_says(calls, hook):
+def test_hooks_run_on_shadow_steps_as_the_page_says(calls, hook):
     active, joined = (count[hook] for count in counts(calls))
     assert active in (3, 9)  # batch transfers: training, validation and test
     assert joined == (active if PROMISED[hook] else 1)
@@ -54,9 +54,14 @@ def test_hooks_find_the_gradient_of_all_ranks(calls, hook):
     assert all(active)
 
 
-def test_ghost_steps_are_visible_but_before_the_transfer_and_in_epochs(calls):
-    ghosts = Counter(name for name, is_ghost, *_ in calls[1] if is_ghost)
-    assert not set(ghosts) & {"on_before_batch_transfer", *EPOCH}
-    assert all(ghosts[name] == 6 for name in TRANSFER[1:])
-    assert ghosts["on_train_batch_start"] == ghosts["optimizer_step"] == ghosts["on_train_batch_end"] == 2
-    assert not any(is_ghost for _, is_ghost, *_ in calls[0])
+def test_shadow_steps_are_visible_but_before_the_transfer_and_in_epochs(calls):
+    shadow_ranks = Counter(name for name, is_shadow, *_ in calls[1] if is_shadow)
+    assert not set(shadow_ranks) & {"on_before_batch_transfer", *EPOCH}
+    assert all(shadow_ranks[name] == 6 for name in TRANSFER[1:])
+    assert (
+        shadow_ranks["on_train_batch_start"]
+        == shadow_ranks["optimizer_step"]
+        == shadow_ranks["on_train_batch_end"]
+        == 2
+    )
+    assert not any(is_shadow for _, is_shadow, *_ in calls[0])

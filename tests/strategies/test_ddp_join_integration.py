@@ -64,7 +64,7 @@ def check(case: Case, found: list[ranks.Outcome]) -> None:
     assert found[0].global_step == sum(-(-number // case.windows) for number in steps)
     for rank, outcome in enumerate(found):
         batches = [len(case.batches(epoch)[rank]) for epoch in range(case.epochs)]
-        assert outcome.trace.ghosts == [
+        assert outcome.trace.shadow_ranks == [
             number >= batches[epoch] for epoch in range(case.epochs) for number in range(steps[epoch])
         ]
 

@@ -63,7 +63,7 @@ def test_the_watch_ends_with_the_run_even_if_something_else_fails_at_its_end(mon
     with pytest.raises(OSError, match="cannot be written"):
         quiet_trainer(strategy, 1, fast_dev_run=True).fit(BoringModel())
     assert strategy.reducer is None
-    assert not strategy.is_ghost
+    assert not strategy.is_shadow
     assert stops.count(strategy._watch) >= 2  # before the run, and after it
 
 

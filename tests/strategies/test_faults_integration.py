@@ -90,11 +90,11 @@ def test_a_stall_report_names_step_phase_and_what_is_waited_for(few):
     assert "stall report of rank 0 of 2" in output
     assert output.count("training, batch 2") >= 2
     own = next(line for line in output.splitlines() if line.startswith("0 "))
-    assert "wait_for_gradients (transport.py" in own
+    assert "wait_for_gradients (comm_hooks.py" in own
     other = next(line for line in output.splitlines() if line.startswith("1 "))
     assert "_act (fault_ranks.py" in other
     stack = output.partition("Python stack")[2].partition("ends now")[0]
-    assert "transport.py" in stack
+    assert "comm_hooks.py" in stack
     assert "work.wait()" in stack
 
 

@@ -36,11 +36,11 @@ def batches_that_cannot_be_copied(folder: str) -> Any:
     class Remembering(Classifier):
         def __init__(self) -> None:
             super().__init__()
-            self.on_ghosts: list[list[int]] = []
+            self.on_shadow_ranks: list[list[int]] = []
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.trainer.strategy.is_ghost:
-                self.on_ghosts.append(batch[0].tolist())
+            if self.trainer.strategy.is_shadow:
+                self.on_shadow_ranks.append(batch[0].tolist())
 
     number = COUNTS[RANK]
     indices, features, labels = samples(number)
@@ -50,7 +50,7 @@ def batches_that_cannot_be_copied(folder: str) -> Any:
     ]
     module = Remembering()
     digests = fit(module, DataLoader(batches, batch_size=None), max_epochs=1)[1].digests
-    return digests, module.on_ghosts
+    return digests, module.on_shadow_ranks
 
 
 @case
@@ -66,8 +66,8 @@ def several_loaders(folder: str) -> Any:
 
         module = Several()
         combined = CombinedLoader({"a": loader(8, 2, 4), "b": loader(2, 6, 4, stream=mode == "max_size")}, mode)
-        _, trace = fit(module, combined, strategy={"weight_by": "ranks"})
-        found[mode] = (module.seen, trace.ghosts, trace.digests)
+        _, trace = fit(module, combined, strategy={"weight_by": "equal"})
+        found[mode] = (module.seen, trace.shadow_ranks, trace.digests)
     return found
 
 
@@ -95,4 +95,4 @@ def what_stopping_leaves_out(folder: str) -> Any:
 def stopping_at_the_shortest(folder: str) -> Any:
     module = Classifier()
     trace = fit(module, strategy={"uneven_inputs": "stop"})[1]
-    return trace.ghosts, module.seen, trace.digests
+    return trace.shadow_ranks, module.seen, trace.digests

@@ -47,14 +47,14 @@ def keys_that_differ_in_training(folder: str) -> Any:
 
 
 @case
-def keys_that_differ_in_the_tail(folder: str) -> Any:
+def keys_that_differ_in_the_uneven_phase(folder: str) -> Any:
     """Rank 0 has no data there, and has the keys of rank 1."""
 
-    class OddInTheTail(OddKeys):
+    class OddInTheUnevenPhase(OddKeys):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) if batch_idx else self.loss(batch)
 
-    fit(OddInTheTail("training_step"), loader(2, 4, 4))
+    fit(OddInTheUnevenPhase("training_step"), loader(2, 4, 4))
 
 
 @case
@@ -129,7 +129,7 @@ class Leaving(Classifier):
 
 
 @case
-def an_exit_in_the_tail(folder: str) -> Any:
+def an_exit_in_the_uneven_phase(folder: str) -> Any:
     try:
         fit(Leaving())
     except SystemExit:
@@ -148,7 +148,7 @@ def an_exit_that_is_saved(folder: str) -> Any:
 
 
 @case
-def a_failure_in_the_tail(folder: str) -> Any:
+def a_failure_in_the_uneven_phase(folder: str) -> Any:
     class Failing(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2:

@@ -16,7 +16,7 @@ from tests.strategies.join_ranks import Classifier, Trace
 
 @case
 def resuming(folder: str) -> Any:
-    """Resume in an epoch: before any rank has joined, and in the tail."""
+    """Resume in an epoch: before any rank has joined, and in the uneven phase."""
     found = {}
     for steps in (1, 3, 6):
         whole = fit(Classifier(), max_epochs=2)[1].digests

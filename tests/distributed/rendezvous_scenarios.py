@@ -90,10 +90,10 @@ def _taken_port(folder):
 
 
 def _shared_file(folder, *, file_mode=None, folder_mode=0o700):
-    meeting = folder / f"shared-{file_mode}-{folder_mode}"
-    meeting.mkdir()
-    meeting.chmod(folder_mode)
-    path = meeting / "meeting"
+    info = folder / f"shared-{file_mode}-{folder_mode}"
+    info.mkdir()
+    info.chmod(folder_mode)
+    path = info / "meeting"
     if file_mode is not None:
         path.touch()
         path.chmod(file_mode)
@@ -115,7 +115,7 @@ def _moved_from_a_mute_program(folder, **settings):
 
 
 def _moved_from_another_run(folder):
-    with _agent(folder, invitation={"run": "other", "name": "other"}) as port:
+    with _agent(folder, request={"run": "other", "name": "other"}) as port:
         return _ranks(join, folder, main_port=port, other_ports=[free_port(), free_port()], run="mine")
 
 

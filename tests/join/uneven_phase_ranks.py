@@ -14,7 +14,7 @@ import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 from lightning_ddp_ext.errors import RankJoinedError
-from lightning_ddp_ext.join.active_ranks import TailCollectives
+from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
 
 ACTIVE = (0, 2)  # of three ranks
 CASES: dict[str, Callable[[int], Any]] = {}
@@ -392,7 +392,7 @@ def run_cases() -> tuple[dict[str, Any], float]:
     own = dist.new_group()
     _KEPT.update(world=dist.group.WORLD, all=dist.new_group(), ends=dist.new_group([0, 2]), odd=dist.new_group([0, 1]))
     _KEPT["mesh"] = dist.init_device_mesh("cpu", (3,))
-    tail = TailCollectives([own])
+    tail = ActiveRankCollectives([own])
     tail.prepare(ACTIVE)
     found = {}
     if rank in ACTIVE:
@@ -417,7 +417,7 @@ def use_many_groups() -> tuple[list[float], int]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    tail = TailCollectives([], most_members=4)
+    tail = ActiveRankCollectives([], most_members=4)
     before, most, reduced = count_sockets(), 0, []
     for active in [(0, 1), (0, 2), (1, 2), (0,), (1,), (2,)] * 10:
         tail.prepare(active)

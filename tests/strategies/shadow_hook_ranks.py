@@ -1,4 +1,4 @@
-"""Which hooks run on ghost steps, and what they are given; kept apart because every rank imports it."""
+"""Which hooks run on shadow steps, and what they are given; kept apart because every rank imports it."""
 
 import os
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def _watched(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
             given = float(first)
         if name in ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"):
             given = self.layer.weight.grad.tolist()
-        self.calls.append((name, self.trainer.strategy.is_ghost, batch, given))
+        self.calls.append((name, self.trainer.strategy.is_shadow, batch, given))
         return hook(self, *args, **kwargs)
 
     return call
@@ -77,7 +77,7 @@ def _loader() -> DataLoader:
 
 
 def fit_and_test() -> list[tuple[str, bool, int | None, Any]]:
-    """Fit one epoch and test; returns for each call of a hook `is_ghost`, the batch's number, and what was given."""
+    """Fit one epoch and test; returns for each call of a hook `is_shadow`, the batch's number, and what was given."""
     module = Watching()
     trainer = quiet_trainer(
         strategy="ddp_join",
