@@ -1,6 +1,6 @@
 """What becomes of training when a rank is killed, stopped or raises, a disk is full, or a link is cut.
 
-Two ranks train under `ddp_join`, or `ddp_checkpoint`. In a phase of training - the even one, the uneven phase, or validation -
+Two ranks train under `ddp_join`, or `ddp_checkpoint`. In a phase of training - even, uneven, or validation -
 something goes wrong on one of them. Measured is how long it takes until all ranks have ended that can, and told is what
 they say, whether all checkpoints that are left can be loaded, and whether processes are left. A rank that is only
 slow, and a link that is cut for some seconds, must let training go on and complete.

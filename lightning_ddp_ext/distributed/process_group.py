@@ -59,7 +59,7 @@ def init_process_group(
             that the other hosts are reached over; None to leave the choice to the backend, within the same limits.
         num_nodes: Number of hosts.
         device_id: The device that this rank is bound to; None or the CPU for none.
-        on_store_open: Called with the open store, on every rank, before ranks agree on a network; what it raises ends the
+        on_store_open: Called with the open store on every rank before ranks agree on a network; an error ends the
             meeting. Not called for MPI.
 
     Returns:

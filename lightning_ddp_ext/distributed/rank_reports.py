@@ -106,7 +106,7 @@ class RankReport:
         backends: The backends of its torch.
         versions: Versions by what they are of.
         problems: What it has found wrong by itself.
-        rendezvous_address: The address of this host on the way to rank 0; on rank 0's host, the one it is looked for at.
+        rendezvous_address: The address of this host on the way to rank 0; on rank 0's host, its own.
             None if that is every address, or a file.
         rendezvous_interface: The interface with this address.
     """

@@ -114,7 +114,8 @@ class HasNextBatch:
 class LockstepLoader:
     """Iterates over a source, and goes on with batches that do not count while other ranks still have some.
 
-    Yields pairs of a batch and a `StepParticipation`. On a shadow step the batch is a copy of the last one that the rank had, so that
+    Yields pairs of a batch and a `StepParticipation`.
+    On a shadow step the batch is a copy of the last one that the rank had, so that
     hooks see something of the right form; a rank that never had any gets the first batch of another rank, as far as it
     can be sent without running code, see `packing.pack`.
 

@@ -163,6 +163,7 @@ class DictMirror:
             own.clear()
 
     def fetch(self, index: int, rewrite: Callable[[Any], Any]) -> None:
+        """Copy the master's entries to a replica."""
         own, fetched = self.own[index], self._fetched[index]
         if not _identical_entries(self.source, fetched):
             for key in [key for key in fetched if key not in self.source]:
@@ -181,6 +182,7 @@ class DictMirror:
         self._lengths[index] = {key: len(value) for key, value in self.own[index].items() if type(value) is list}
 
     def written(self, index: int) -> Iterator[tuple[Any, Any]]:
+        """Yield the entries that a replica has changed."""
         own, known, lengths = self.own[index], self._known[index], self._lengths[index]
         if not lengths and _identical_entries(own, known):
             return

@@ -35,7 +35,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     buffers and the state of the optimizer. Each sample counts once, in training and in evaluation.
 
     Collectives that a step issues while some ranks have run out of data are those of the ranks that still have some,
-    see `ActiveRankCollectives`. Lightning's sampler is replaced by one that neither pads nor drops; a sampler of your own
+    see `ActiveRankCollectives`. A sampler without padding and dropping replaces Lightning's; a sampler of your own
     stays.
 
     Registered as `"ddp_join"`.
