@@ -3,9 +3,9 @@
 Whole Trainer steps of a tiny, a middle and a convolutional model on two processes with one thread each.
 Even data: against `ddp`, with loaders that tell their length and with loaders that do not. Uneven data, twice as much
 on one rank: against the time that this rank needs alone, against `ddp` with a shorter rank that repeats batches, and
-against torch's `Join` and Accelerate's in plain loops. Uneven phase: a step
-while one rank has run out of data against a step while none has, with and without collectives of the user's. Last, three
-ways to redirect collectives: the replaced methods of process groups, which `ddp_join` uses, a dispatch mode, and a backend in Python.
+against torch's `Join` and Accelerate's in plain loops. Uneven phase: a step while one rank has run out of data against
+a step while none has, with and without collectives of the user's. Last, three ways to redirect collectives: the
+replaced methods of process groups, which `ddp_join` uses, a dispatch mode, and a backend in Python.
 
 All contenders are hosted in turn by the same processes, and new ones come after every few rounds. Ratios are taken
 within a round, and a round counts only if other processes left the machine alone meanwhile.
