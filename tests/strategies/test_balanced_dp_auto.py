@@ -87,8 +87,8 @@ def test_a_checkpoint_keeps_what_was_measured(tmp_path):
 )
 def test_the_default_is_auto_for_distinct_devices_only(options, devices, expected):
     strategy = BalancedDataParallelStrategy(**options, parallel_devices=[torch.device(name) for name in devices])
-    strategy._split.start(strategy.devices)
-    assert (strategy._split.state_dict() != {}) is expected
+    strategy._division.start(strategy.devices)
+    assert (strategy._division.state_dict() != {}) is expected
 
 
 def test_deterministic_training_is_shared_evenly(said):
