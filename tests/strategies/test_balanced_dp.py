@@ -211,7 +211,7 @@ class Skipping(Classifier):
 
 
 @pytest.mark.parametrize("as_mapping", [False, True])
-@pytest.mark.parametrize("weight_by", ["samples", "ranks", "sum", lambda chunk: float(len(chunk[1]))])
+@pytest.mark.parametrize("weight_by", ["samples", "equal", "sum", lambda chunk: float(len(chunk[1]))])
 def test_replicas_whose_step_returns_none_have_no_weight(weight_by, as_mapping):
     data = dataset(6)
     data.tensors[0][1] = 0  # the first sample of the second replica
