@@ -73,24 +73,6 @@ def test_a_checkpoint_keeps_what_was_measured(tmp_path):
     assert others.chunk_sizes == [6, 5, 5]
 
 
-@pytest.mark.parametrize(
-    ("options", "devices", "expected"),
-    [
-        ({}, ["cpu", "cpu"], False),
-        ({"balance": "even"}, ["cpu", "meta"], False),
-        ({}, ["cpu", "meta"], True),  # distinct devices
-        ({"balance": "auto"}, ["cpu", "cpu"], True),
-        ({"balance": "auto"}, ["cpu"], False),
-        ({"split": [1, 2]}, ["cpu", "meta"], False),
-        ({"gpu0_batch_size": 1}, ["cpu", "meta"], False),
-    ],
-)
-def test_the_default_is_auto_for_distinct_devices_only(options, devices, expected):
-    strategy = BalancedDataParallelStrategy(**options, parallel_devices=[torch.device(name) for name in devices])
-    strategy._division.start(strategy.devices)
-    assert (strategy._division.state_dict() != {}) is expected
-
-
 def test_deterministic_training_is_shared_evenly(said):
     strategy = auto()
     try:
