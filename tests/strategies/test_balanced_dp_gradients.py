@@ -1,5 +1,7 @@
 """The gradient that reaches the optimizer is the one a single device computes on the whole batch."""
 
+from functools import cache
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -21,30 +23,35 @@ from tests.parity import (
 )
 
 
+@cache
+def one_device(samples, accumulate):
+    return train(seeded(Classifier), loader=batches(samples), accumulate_grad_batches=accumulate)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize(("split", "devices"), SPLITS)
 @pytest.mark.parametrize("samples", [27, 25])  # last batches of 3 and of 1
 def test_gradients_and_parameters_equal_one_device(split, devices, accumulate, samples):
     options = {"accumulate_grad_batches": accumulate, "loader": batches(samples)}
-    single = train(seeded(Classifier), **options)
-    assert_same_training(train(seeded(Classifier), balanced(split), devices, **options), single)
+    parallel = train(seeded(Classifier), balanced(split), devices, **options)
+    assert_same_training(parallel, one_device(samples, accumulate))
 
 
 def test_the_test_fails_when_chunks_have_equal_weights():
-    single = train(seeded(Classifier))
+    single = one_device(27, 1)
     parallel = train(seeded(Classifier), balanced([2, 6], weight_by="equal"), 2)
     assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) > 1e-2
     assert relative_difference(parallel.parameters, single.parameters) > 1e-3
 
 
 def test_all_samples_on_one_replica_give_every_bit_of_one_device():
-    single, parallel = train(seeded(Classifier)), train(seeded(Classifier), balanced([0, 1]), 2)
+    single, parallel = one_device(27, 1), train(seeded(Classifier), balanced([0, 1]), 2)
     assert all(torch.equal(p, q) for p, q in zip(parallel.parameters, single.parameters, strict=True))
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 9])
 def test_a_limited_first_device_gives_the_same_gradient(first):
-    assert_same_training(train(seeded(Classifier), balanced(gpu0_batch_size=first), 3), train(seeded(Classifier)))
+    assert_same_training(train(seeded(Classifier), balanced(gpu0_batch_size=first), 3), one_device(27, 1))
 
 
 class Summed(Classifier):
