@@ -38,7 +38,7 @@ def even_chunks(batch_size: int, num_chunks: int) -> list[int]:
 def first_limited_chunks(batch_size: int, num_chunks: int, first: int) -> list[int]:
     """Give the first replica at most `first` samples and at most an even share; divide the rest evenly.
 
-    The sizes equal those of Transformer-XL's BalancedDataParallel wherever that class applies its rule.
+    Transformer-XL's BalancedDataParallel returns the same sizes wherever it applies its rule.
     """
     if num_chunks == 1:
         return [batch_size]

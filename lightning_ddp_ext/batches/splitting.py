@@ -98,7 +98,7 @@ def rows_of_graphs(chunk: Any) -> Iterator[int]:
 
 
 class _Entry(NamedTuple):
-    """A part of a batch that may count its samples."""
+    """A part of a batch whose size may be the number of samples."""
 
     path: str
     rows: tuple[int, ...] = ()  # the size that the arrays in it agree on; empty without arrays, or if they disagree
@@ -349,7 +349,7 @@ def gather(
     """Combine the outputs of the active replicas into the output that one device would return.
 
     Tensors with one row per sample, or with as many rows as `other_rows` has for each replica, are concatenated;
-    scalars are averaged by chunk size; values that fit no rule come back as a list with one entry per replica.
+    scalars are averaged by chunk size; for other values, return a list with one entry per replica.
     """
 
     def gather_column(values: Sequence[Any]) -> Any:

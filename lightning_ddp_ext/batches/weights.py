@@ -93,7 +93,7 @@ class GradientWeights:
         return self.in_gradient / self._first if self._first else 0.0
 
     def pop(self) -> tuple[float, float]:
-        """Return the weight of the added micro-batches and the factor of their accumulated gradient; start anew."""
+        """Return the weight of the added micro-batches and the factor of their accumulated gradient; reset both."""
         first, total = self._first, self._total
         self.restart()
         self._is_added = False

@@ -98,7 +98,7 @@ class BatchDivision:
                 rank_zero_info(f"{_NAME} keeps the chunks as they are: the replicas run one after another.")
             return
         self._largest_chunks = [max(pair) for pair in zip(self._largest_chunks, record.sizes, strict=True)]
-        # Replicas of one device share its memory, and replicas on the CPU that of the process.
+        # Replicas of one device share its memory; on the CPU they share the memory of the process.
         has_own_memory = len(set(devices)) == len(devices) and all(device.type == "cuda" for device in devices)
         if self._batches % WINDOW == 0 and has_own_memory:
             memories = [DeviceMemory.read(*pair) for pair in zip(devices, self._largest_chunks, strict=True)]

@@ -47,8 +47,8 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
             it none. The number applies to each forward pass: Lightning does not divide a batch for gradient
             accumulation. Use `split` to give the first device more than an even share.
         split: Proportion of the batch for each device, such as `[2, 3, 3]`.
-        balance: `"even"` divides batches evenly. `"auto"` measures the devices and moves samples towards those that
-            finish first, as far as their memory allows. The default is `"auto"` if the devices are distinct and
+        balance: `"even"` divides batches evenly. `"auto"` measures the devices and moves samples towards the
+            fastest ones, as far as their memory allows. The default is `"auto"` if the devices are distinct and
             `"even"` for replicas of one device. `Trainer(deterministic=True)` turns `"auto"` into `"even"`, because
             chunks that follow measured times change the order of floating-point additions.
         weight_by: Weights of the chunks' losses. `"samples"` is exact for losses that are means over samples; `"sum"`
