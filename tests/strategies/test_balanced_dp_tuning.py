@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner, batch_size_scaling
 
 from tests.parity import Evaluated, batches, both_ways, quiet_trainer, relative_difference, seeded
@@ -70,3 +71,16 @@ def test_the_batch_size_found_is_the_same(tmp_path, mode, method, first, size):
         return found, module.batch_size
 
     assert both_ways(run) == ((size, size), (size, size))
+
+
+def test_finders_as_callbacks(tmp_path):
+    def run(strategy, devices):
+        module = seeded(Tunable)
+        callbacks = [BatchSizeFinder(steps_per_trial=1, max_trials=2), LearningRateFinder(num_training_steps=15)]
+        trainer = quiet_trainer(strategy, devices, max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks)
+        trainer.fit(module)
+        return module
+
+    single, parallel = both_ways(run)
+    assert (parallel.batch_size, parallel.lr) == (single.batch_size, single.lr)
+    assert relative_difference(list(parallel.parameters()), list(single.parameters())) < 1e-10
