@@ -1,31 +1,27 @@
-"""How a batch size becomes chunk sizes, one for each replica. Pure arithmetic."""
+"""The division of a batch: fixed rules, and a controller that follows measured times. Pure arithmetic."""
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from statistics import fmean, median
+from typing import Any
+
+WINDOW = 7  # batches behind each decision: shorter averages followed single slow batches
+LONGEST_WINDOW = 112
+SUSTAINED = 5  # batches of a window that must show the imbalance
+START_AT = 0.10  # imbalance from which samples are moved ...
+STOP_AT = 0.05  # ... until it is below this
 
 
 def proportional_chunks(batch_size: int, proportions: Sequence[float]) -> list[int]:
-    """Share a batch in given proportions, rounding by largest remainder (Hamilton's method).
+    """Divide a batch in given proportions, rounding by largest remainder (Hamilton's method).
 
-    Every chunk is within one sample of its exact share. Equal remainders go to the lower index.
-
-    Args:
-        batch_size: Number of samples to share.
-        proportions: One non-negative number per replica, not all zero.
-
-    Returns:
-        One chunk size per replica; they add up to `batch_size`.
-
-    Examples:
-        >>> proportional_chunks(8, [2, 3, 3])
-        [2, 3, 3]
-        >>> proportional_chunks(3, [2, 3, 3])
-        [1, 1, 1]
+    Every chunk is within one sample of its exact share, and equal remainders go to the lower index.
     """
     # Fractions, because a remainder that floats round the other way would move a sample between runs.
     exact = [Fraction(proportion) for proportion in proportions]
-    total = sum(exact)
-    shares = [batch_size * proportion / total for proportion in exact]
+    shares = [batch_size * proportion / sum(exact) for proportion in exact]
     chunks = [int(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda index: (chunks[index] - shares[index], index))
     for index in by_remainder[: batch_size - sum(chunks)]:
@@ -34,41 +30,15 @@ def proportional_chunks(batch_size: int, proportions: Sequence[float]) -> list[i
 
 
 def even_chunks(batch_size: int, num_chunks: int) -> list[int]:
-    """Share a batch evenly; remainders go to the lowest indices.
-
-    Args:
-        batch_size: Number of samples to share.
-        num_chunks: Number of replicas.
-
-    Returns:
-        One chunk size per replica.
-
-    Examples:
-        >>> even_chunks(8, 3)
-        [3, 3, 2]
-    """
+    """Divide a batch evenly; remainders go to the lowest indices."""
     share, remainder = divmod(batch_size, num_chunks)
     return [share + (index < remainder) for index in range(num_chunks)]
 
 
 def first_limited_chunks(batch_size: int, num_chunks: int, first: int) -> list[int]:
-    """Give the first replica at most `first` samples and share the rest evenly.
+    """Give the first replica at most `first` samples and at most an even share; divide the rest evenly.
 
-    The first replica never gets more than its even share, `ceil(batch_size / num_chunks)`. Wherever the
-    BalancedDataParallel of Transformer-XL applies its own rule (`first` below the even share of the rest) the
-    sizes are the same as there; elsewhere it splits as torch's DataParallel does, ignoring `first`.
-
-    Args:
-        batch_size: Number of samples to share.
-        num_chunks: Number of replicas.
-        first: Most samples the first replica may get; 0 leaves it without any.
-
-    Returns:
-        One chunk size per replica.
-
-    Examples:
-        >>> first_limited_chunks(8, 3, first=1)
-        [1, 4, 3]
+    Transformer-XL's BalancedDataParallel returns the same sizes wherever it applies its rule.
     """
     if num_chunks == 1:
         return [batch_size]
@@ -77,23 +47,7 @@ def first_limited_chunks(batch_size: int, num_chunks: int, first: int) -> list[i
 
 
 def merge_single_samples(chunks: Sequence[int]) -> list[int]:
-    """Merge each chunk of one sample into a neighbour, for models that refuse a batch of one (batch normalisation).
-
-    The neighbour is the next chunk that has samples, or the previous one behind the last. A batch of a single sample
-    stays as it is.
-
-    Args:
-        chunks: One chunk size per replica.
-
-    Returns:
-        One chunk size per replica, none of them 1 unless the whole batch is.
-
-    Examples:
-        >>> merge_single_samples([1, 4, 3])
-        [0, 5, 3]
-        >>> merge_single_samples([4, 1])
-        [5, 0]
-    """
+    """Merge each chunk of one sample into the next chunk that has samples, or else into the previous one."""
     merged = list(chunks)
     for index, size in enumerate(merged):
         if size != 1:
@@ -104,3 +58,136 @@ def merge_single_samples(chunks: Sequence[int]) -> list[int]:
             merged[neighbour] += 1
             merged[index] = 0
     return merged
+
+
+def limited_chunks(sizes: Sequence[int], limits: Sequence[int | None]) -> list[int]:
+    """Move samples above a limit to chunks below theirs; samples that fit nowhere stay in their chunk."""
+    kept = [size if limit is None else min(size, limit) for size, limit in zip(sizes, limits, strict=True)]
+    for _ in range(sum(sizes) - sum(kept)):
+        room = [
+            index for index, limit in enumerate(limits) if kept[index] and (limit is None or kept[index] < limit)
+        ] or [index for index in range(len(kept)) if kept[index] < sizes[index]]
+        kept[min(room, key=lambda index: kept[index] / sizes[index])] += 1
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Chunk sizes before and after a decision of the controller, and the measurement behind it in words."""
+
+    before: list[int]
+    after: list[int]
+    reason: str
+
+    def __str__(self) -> str:
+        before, after = (", ".join(map(str, sizes)) for sizes in (self.before, self.after))
+        return f"settled at {after}; {self.reason}" if before == after else f"{before} -> {after}; {self.reason}"
+
+
+class BalanceController:
+    """Finds the shares with which all replicas take equally long for a batch.
+
+    The imbalance is the time of the slowest replica relative to the mean, less 1, in the medians of a window of
+    batches. Every replica keeps at least one sample, since its speed could not be measured otherwise.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.shares = [1.0 / num_replicas] * num_replicas
+        self.limits: list[int | None] = [None] * num_replicas  # most samples that each replica has memory for
+        self._sizes: list[int] = []  # of the batches in the window
+        self._window: deque[list[float]] | None = None  # None before the first batch of these sizes
+        self._length = WINDOW
+        # Shares, slowest time and imbalance before the last move.
+        self._previous: tuple[list[float], float, float] | None = None
+        self._is_moving = self._has_moved = self._is_settled = False
+        self._smaller = 0  # batches in a row below the full size
+
+    def chunk_sizes(self, batch_size: int) -> list[int]:
+        """Divide a batch by the current shares, within the limits as far as other replicas have room."""
+        return self._divide(batch_size, self.shares)
+
+    def _divide(self, batch_size: int, shares: Sequence[float]) -> list[int]:
+        replicas = len(shares)
+        if batch_size < replicas:
+            return proportional_chunks(batch_size, shares)
+        above_one = [max(batch_size * share - 1, 0.0) for share in shares]
+        rest = proportional_chunks(batch_size - replicas, above_one if any(above_one) else [1.0] * replicas)
+        return limited_chunks([1 + chunk for chunk in rest], self.limits)
+
+    def observe(self, sizes: Sequence[int], seconds: Sequence[float]) -> Decision | None:
+        """Add the chunk sizes and times of a training batch; return a decision if one was made."""
+        sizes = list(sizes)
+        self._smaller = self._smaller + 1 if sum(sizes) < sum(self._sizes) else 0
+        if 0 < self._smaller < WINDOW or not all(sizes):
+            return None  # the last batch of an epoch, or one that could not be divided by the shares
+        if sizes != self._sizes:
+            self._sizes = sizes
+            self._previous = None  # measured with other batches
+            self._window = None
+        if self._window is None:
+            self._window = deque()  # without this batch: the first of a size allocates memory and chooses kernels
+            return None
+        self._window.append(list(seconds))
+        if len(self._window) < self._length:
+            return None
+        decision = self._decide(self._window)
+        if self._window:
+            self._window.popleft()
+        return decision
+
+    def _decide(self, window: Sequence[Sequence[float]]) -> Decision | None:
+        times = [median(column) for column in zip(*window, strict=True)]
+        slowest = max(times)
+        imbalance = slowest / fmean(times) - 1
+        previous, self._previous = self._previous, None
+        # A move that shortened the batch is kept even if the ratio rose, and one that lowered the ratio is kept even
+        # if all replicas became slower: the machine may have become busier.
+        if previous is not None and slowest >= previous[1] and imbalance >= previous[2]:
+            self._length = min(2 * self._length, LONGEST_WINDOW)
+            self._is_moving = False
+            return self._move(
+                previous[0],
+                f"the slowest replica took {_ms([previous[1]])} before, {previous[2]:.0%} longer than the mean, and"
+                f" takes {_ms([slowest])} now, {imbalance:.0%} longer",
+            )
+        threshold = STOP_AT if self._is_moving else START_AT
+        index = times.index(slowest)
+        shown = sum(seconds[index] > (1 + threshold) * fmean(seconds) for seconds in window)
+        if imbalance <= threshold or shown * WINDOW < SUSTAINED * len(window):
+            return self._settle(f"the slowest replica takes {imbalance:.0%} longer than the mean ({_ms(times)})")
+        throughputs = [size / time for size, time in zip(self._sizes, times, strict=True)]
+        shares = [throughput / sum(throughputs) for throughput in throughputs]
+        sizes = self._divide(sum(self._sizes), shares)
+        expected = max(size / throughput for size, throughput in zip(sizes, throughputs, strict=True))
+        if sizes == self._sizes or expected >= slowest:
+            within = "" if all(limit is None for limit in self.limits) else " within the memory"
+            return self._settle(f"whole samples{within} allow no better than {_ms(times)}")
+        if self._is_settled and self._has_moved:
+            self._length = min(2 * self._length, LONGEST_WINDOW)
+        self._previous, self._is_moving, self._has_moved = (self.shares, slowest, imbalance), True, True
+        reason = f"replica {index} takes {imbalance:.0%} longer than the mean"
+        return self._move(shares, f"{reason} ({_ms(times)}, medians of {len(window)} batches)")
+
+    def _move(self, shares: list[float], reason: str) -> Decision:
+        before = self._sizes
+        self.shares, self._is_settled = shares, False
+        self._sizes = self.chunk_sizes(sum(before))
+        self._window = None
+        return Decision(before, self._sizes, reason)
+
+    def _settle(self, reason: str) -> Decision | None:
+        self._is_moving = False
+        was_settled, self._is_settled = self._is_settled, True
+        return None if was_settled else Decision(self._sizes, self._sizes, reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shares and the length of the window, in plain numbers for a checkpoint."""
+        return {"shares": list(self.shares), "batches": self._length}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state, which must have as many shares as there are replicas."""
+        self.shares, self._length = list(state["shares"]), state["batches"]
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    return " and ".join(f"{1000 * value:.1f}" for value in seconds) + " ms"

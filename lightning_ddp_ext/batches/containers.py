@@ -1,38 +1,46 @@
-"""The containers that batches and outputs are made of, item by item."""
+"""The containers and arrays that batches and outputs are made of."""
 
 import copy
 import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import enum
+import itertools
+import types
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+
+from lightning_ddp_ext.errors import BatchSplitError
+
+_PLAIN = (str, bytes, int, float, complex, type(None), type, enum.Enum, types.FunctionType, types.ModuleType)
+_DEPTH, _MOST_PARTS = 4, 100  # limits of the search for arrays in an object
 
 
 def is_record(value: Any) -> bool:
-    """Tell a named tuple, whose items are fields, from other sequences, whose items may be samples."""
+    """Return True for a named tuple, whose items are fields; items of other sequences may be samples."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def is_object(value: Any) -> bool:
-    """Tell an instance of a dataclass or of an attrs class."""
+    """Return True for an instance of a dataclass or of an attrs class."""
     if isinstance(value, type):
         return False
     return dataclasses.is_dataclass(value) or hasattr(type(value), "__attrs_attrs__")
 
 
 def fields(value: Any) -> Iterator[str]:
-    """Names of the fields that an instance has, and of attributes that were set on it beside them."""
+    """Yield the names of an instance's fields that have a value, and of its other attributes."""
     declared = dataclasses.fields(value) if dataclasses.is_dataclass(value) else type(value).__attrs_attrs__
     names = dict.fromkeys([*(field.name for field in declared), *getattr(value, "__dict__", ())])
     return (name for name in names if hasattr(value, name))
 
 
 def items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each item of a container; nothing for anything else."""
+    """Yield the path and value of each item of a container; nothing for any other value."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
         yield from ((f".{name}", getattr(value, name)) for name in extra_names(value))
@@ -43,7 +51,7 @@ def items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to the items of a container; anything else is returned as it is."""
+    """Apply a function to the items of a container; return any other value unchanged."""
     if isinstance(value, Mapping):
         extras = {name: function(getattr(value, name)) for name in extra_names(value)}
         return rebuild_mapping(value, {key: function(item) for key, item in value.items()}, extras)
@@ -57,23 +65,23 @@ def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
 def rebuild(value: Any, items: list[Any]) -> Any:
     """Make a sequence of the type of `value` from other items."""
     if isinstance(value, list) and type(value) is not list:
-        copied = copy.copy(value)  # a subclass may have attributes, and a constructor of its own
+        copied = copy.copy(value)  # a subclass may have attributes, and a constructor with other arguments
         copied[:] = items
         return copied
     return type(value)(*items) if is_record(value) else type(value)(items)
 
 
 def rebuild_mapping(value: Any, items: dict[Any, Any], extras: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Make a mapping of the type of `value` from other items, and other attributes beside them."""
+    """Make a mapping of the type of `value` from other items and other attributes."""
     if type(value) is dict:
         return items
     if not isinstance(value, MutableMapping):
         return type(value)(items)
-    copied = copy.copy(value)  # keeps what a subclass adds, such as a default factory
+    copied = copy.copy(value)  # keeps additions of a subclass, such as a default factory
     if not isinstance(value, dict | UserDict):
         for name, storage in getattr(copied, "__dict__", {}).items():
             if isinstance(storage, MutableMapping | list):
-                setattr(copied, name, copy.copy(storage))  # where such a class keeps its items, which a copy shares
+                setattr(copied, name, copy.copy(storage))  # may hold the items, and a shallow copy shares it
     for name, extra in extras.items():
         setattr(copied, name, extra)
     for key, item in items.items():
@@ -85,12 +93,12 @@ def rebuild_object(value: Any, fields: Mapping[str, Any]) -> Any:
     """Make an instance of the class of `value` with other fields, without running its constructor."""
     copied = copy.copy(value)
     for name, item in fields.items():
-        object.__setattr__(copied, name, item)  # also of frozen ones
+        object.__setattr__(copied, name, item)  # works for frozen classes, too
     return copied
 
 
 def extra_names(value: Any) -> Iterator[str]:
-    """Names of the attributes of a mapping beside its items, such as the encodings of HuggingFace's tokenizers."""
+    """Yield the names of a mapping's attributes, such as the encodings of HuggingFace's tokenizers."""
     if not isinstance(value, dict | UserDict):
         return iter(())
     storage = "data" if isinstance(value, UserDict) else None
@@ -104,3 +112,83 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, PackedSequence):
         return value.to(device)  # type: ignore[arg-type]  # its batch sizes stay on the CPU
     return map_items(value, lambda item: to_device(item, device))
+
+
+def is_array(value: Any) -> bool:
+    """Return True for a tensor, an array, a packed sequence or a batch of graphs."""
+    if isinstance(value, Tensor | PackedSequence) or (hasattr(value, "ndim") and hasattr(value, "shape")):
+        return True
+    return is_graph_batch(value)
+
+
+def is_graph_batch(value: Any) -> bool:
+    """Return True for a batch that can be divided into graphs and rebuilt, as PyTorch Geometric's `Batch`."""
+    return hasattr(type(value), "to_data_list") and hasattr(type(value), "from_data_list")
+
+
+def count_rows(array: Any, dim: int) -> int | None:
+    """Count the samples, sequences or graphs in an array; None if it has no dimension `dim`."""
+    if is_graph_batch(array):
+        return int(array.num_graphs) if hasattr(array, "num_graphs") else len(array.to_data_list())
+    if isinstance(array, PackedSequence):
+        return int(array.batch_sizes[0])
+    if isinstance(array, Tensor) and array.is_nested:
+        return array.size(0)
+    return array.shape[dim] if array.ndim > dim else None
+
+
+def take_rows(array: Any, dim: int, start: int, stop: int) -> Any:
+    """Take consecutive samples from an array: a view if it is dense, a copy otherwise."""
+    if is_graph_batch(array):
+        return _take_graphs(array, start, stop)
+    if isinstance(array, PackedSequence):
+        return pack_sequence(unpack_sequence(array)[start:stop], enforce_sorted=array.sorted_indices is None)
+    if isinstance(array, Tensor) and array.is_nested:
+        return torch.nested.as_nested_tensor(list(array.unbind())[start:stop], layout=array.layout)
+    if isinstance(array, Tensor) and array.is_sparse:
+        return array.narrow_copy(dim, start, stop - start)
+    return array[start:stop] if dim == 0 else array[(slice(None),) * dim + (slice(start, stop),)]
+
+
+def _take_graphs(batch: Any, start: int, stop: int) -> Any:
+    if (start, stop) == (0, count_rows(batch, 0)):
+        return batch
+    if hasattr(batch, "get_example"):  # PyTorch Geometric's, which does not build the other graphs
+        graphs = [batch.get_example(index) for index in range(start, stop)]
+    else:
+        graphs = batch.to_data_list()[start:stop]
+    names = _keys(batch)
+    # PyTorch Geometric's loaders add `<name>_batch` for each name in `follow_batch`; graphs do not keep it.
+    followed = [name for name in names if f"{name}_batch" in names]
+    chunk = type(batch).from_data_list(graphs, **({"follow_batch": followed} if followed else {}))
+    if lost := sorted(names - _keys(chunk)):
+        raise BatchSplitError(
+            f"{', '.join(f'`{name}`' for name in lost)} of the batch of graphs does not belong to its graphs, so"
+            " chunks would lose it. Set it on each graph before they are collated, or define"
+            " `scatter_batch(batch, split)` on the module."
+        )
+    return chunk
+
+
+def _keys(batch: Any) -> set[str]:
+    keys = getattr(batch, "keys", ())
+    return set(keys() if callable(keys) else keys)
+
+
+def hides_array(value: Any, depth: int = _DEPTH) -> bool:
+    """Return True if an array is found in an object, in its attributes or entries, down to a few levels."""
+    if isinstance(value, _PLAIN):
+        return False
+    if is_array(value):
+        return True
+    if depth == 0:
+        return False
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
+    names = itertools.chain.from_iterable((slot,) if isinstance(slot, str) else slot for slot in slots)
+    parts = itertools.chain(
+        (item for _, item in items(value)),
+        value if isinstance(value, Set | deque | UserList) else (),
+        (getattr(value, name, None) for name in names),
+        getattr(value, "__dict__", {}).values(),
+    )
+    return any(hides_array(part, depth - 1) for part in itertools.islice(parts, _MOST_PARTS))

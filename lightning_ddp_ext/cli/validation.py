@@ -29,7 +29,7 @@ from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_
 from lightning_ddp_ext.distributed.interfaces import check_gloos_variable
 from lightning_ddp_ext.distributed.stores import check_endpoint
 from lightning_ddp_ext.join.samplers import check_fractions
-from lightning_ddp_ext.strategies.balanced_dp import SingleProcessStrategy
+from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.builtin import single_device_strategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
@@ -308,7 +308,7 @@ def has_process_group(config: DictConfig) -> bool:
     except Exception:  # whatever importing it raises; constructing it will say so
         return True
     if isinstance(target, type):
-        return issubclass(target, ParallelStrategy) and not issubclass(target, SingleProcessStrategy)
+        return issubclass(target, ParallelStrategy) and not issubclass(target, BalancedDataParallelStrategy)
     return target is not single_device_strategy
 
 

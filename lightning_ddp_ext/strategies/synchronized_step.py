@@ -158,7 +158,7 @@ class SynchronizedStep:
         self._begin()
         self._weights.set_batch(batch, self._count(batch) if self._is_by_samples else 1.0)
         if leaves_out_backward(self._trainer):
-            self._weights.count()
+            self._weights.add_batch()
 
     def begin_without_data(self) -> None:
         """Have no micro-batch, while other ranks have one."""
@@ -251,7 +251,7 @@ class SynchronizedStep:
             The loss to pass backward; None if the micro-batch counts nothing.
         """
         self.reducer.defer_hooks()  # those that the step has added, too, if this backward pass is not synchronised
-        factor = self._weights.count()
+        factor = self._weights.add_batch()
         if not factor:
             return None
         if not self._module.automatic_optimization:
@@ -269,7 +269,7 @@ class SynchronizedStep:
         if self._blocked:
             yield
             return
-        weight, scale = self._weights.take()
+        weight, scale = self._weights.pop()
         divisor = None
         if self._module.automatic_optimization:
             scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it

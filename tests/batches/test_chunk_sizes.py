@@ -1,6 +1,13 @@
+"""Batches are divided by rule; the controller moves samples until replicas finish together."""
+
+import random
+from statistics import fmean
+
 import pytest
 
 from lightning_ddp_ext.batches.chunk_sizes import (
+    START_AT,
+    BalanceController,
     even_chunks,
     first_limited_chunks,
     merge_single_samples,
@@ -9,7 +16,7 @@ from lightning_ddp_ext.batches.chunk_sizes import (
 
 
 def transformer_xl_chunks(batch_size, num_devices, first):
-    """What BalancedDataParallel of Transformer-XL computes, or None where it falls back to an even split."""
+    """Return the sizes of Transformer-XL's BalancedDataParallel, or None if it falls back to an even split."""
     unit = (batch_size - first) // (num_devices - 1)
     if first >= unit:
         return None
@@ -19,32 +26,22 @@ def transformer_xl_chunks(batch_size, num_devices, first):
     return sizes
 
 
-@pytest.mark.parametrize("num_devices", [2, 3, 4, 8])
-def test_first_limited_chunks_equal_those_of_transformer_xl_wherever_it_applies_its_rule(num_devices):
+def test_first_limited_chunks_are_even_beside_the_limit_and_equal_those_of_transformer_xl():
     applied = 0
-    for batch_size in range(1, 70):
-        for first in range(12):
-            expected = transformer_xl_chunks(batch_size, num_devices, first)
-            if expected is not None:
-                applied += 1
-                assert first_limited_chunks(batch_size, num_devices, first) == expected
-    assert applied > 100
-
-
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 8, 64])
-def test_chunks_cover_the_batch_and_the_first_gets_at_most_its_even_share(batch_size, num_devices):
-    for first in range(10):
-        chunks = first_limited_chunks(batch_size, num_devices, first)
-        assert sum(chunks) == batch_size
-        assert len(chunks) == num_devices
-        assert min(chunks) >= 0
-        assert max(chunks[1:], default=0) - min(chunks[1:], default=0) <= 1
-        if num_devices > 1:
-            assert chunks[0] == min(first, -(-batch_size // num_devices))
-
-
-def test_zero_leaves_the_first_device_without_samples():
+    for num_devices in (1, 2, 3, 4, 8):
+        for batch_size in range(1, 70):
+            for first in range(12):
+                chunks = first_limited_chunks(batch_size, num_devices, first)
+                assert sum(chunks) == batch_size
+                assert len(chunks) == num_devices
+                assert min(chunks) >= 0
+                assert max(chunks[1:], default=0) - min(chunks[1:], default=0) <= 1
+                if num_devices > 1:
+                    assert chunks[0] == min(first, -(-batch_size // num_devices))
+                    expected = transformer_xl_chunks(batch_size, num_devices, first)
+                    assert expected in (None, chunks)
+                    applied += expected is not None
+    assert applied > 400
     assert first_limited_chunks(7, 3, first=0) == [0, 4, 3]
 
 
@@ -93,3 +90,164 @@ def test_even_chunks_give_remainders_to_the_lowest_index():
 )
 def test_single_samples_are_merged_into_a_neighbour(chunks, expected):
     assert merge_single_samples(chunks) == expected
+
+
+class Device:
+    """Takes a time per batch and a time per sample, with noise that only ever makes it slower."""
+
+    def __init__(self, per_sample, fixed=0.0, noise=0.0, seed=0):
+        self.per_sample, self.fixed, self.noise = per_sample, fixed, noise
+        self.random = random.Random(seed)
+
+    def seconds(self, samples):
+        spike = 1 + self.noise * self.random.random() ** 4
+        return (self.fixed + samples * self.per_sample) * spike
+
+
+def run(controller, devices, steps, batch_size=64):
+    """Return the decisions, and the imbalance without noise of the chunks after each step."""
+    decisions, imbalances = [], []
+    for _ in range(steps):
+        sizes = controller.chunk_sizes(batch_size)
+        assert sum(sizes) == batch_size
+        decision = controller.observe(sizes, [d.seconds(n) for d, n in zip(devices, sizes, strict=True)])
+        if decision is not None:
+            decisions.append(decision)
+        times = [d.fixed + n * d.per_sample for d, n in zip(devices, controller.chunk_sizes(batch_size), strict=True)]
+        imbalances.append(max(times) / fmean(times) - 1)
+    return decisions, imbalances
+
+
+def moves(decisions):
+    return [decision for decision in decisions if decision.before != decision.after]
+
+
+@pytest.mark.parametrize(("noise", "bound"), [(0.0, 0.05), (0.5, 0.05), (2.0, 0.10)])
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_replica_three_times_slower_is_balanced_in_20_batches(slow, noise, bound):
+    devices = [Device(3 if index == slow else 1, noise=noise, seed=index) for index in range(3)]
+    decisions, imbalances = run(BalanceController(3), devices, 20, batch_size=70)
+    assert imbalances[0] > 0.5
+    assert imbalances[-1] < bound
+    assert moves(decisions)
+    assert "takes" in decisions[0].reason
+    assert "medians of 7 batches" in decisions[0].reason
+
+
+def test_the_test_fails_without_moves():
+    _, imbalances = run(BalanceController(2), [Device(3), Device(1)], 7)
+    assert imbalances[-1] > 0.4
+
+
+def test_costs_that_do_not_depend_on_samples_are_found_out():
+    devices = [Device(1, fixed=12), Device(1, fixed=0)]
+    decisions, imbalances = run(BalanceController(2), devices, 60)
+    assert imbalances[-1] < 0.05
+    assert not any(decision.after == decision.before for decision in decisions[:-1])
+    assert decisions[-1].after == decisions[-1].before  # settled
+
+
+def test_small_differences_move_nothing():
+    for slower in (1.0, 1.1, 1.15):
+        decisions, _ = run(BalanceController(2), [Device(slower), Device(1)], 50)
+        assert [str(decision).split(";")[0] for decision in decisions] == ["settled at 32, 32"]
+
+
+def test_single_slow_batches_move_nothing():
+    controller = BalanceController(2)
+    for step in range(60):
+        assert controller.observe([32, 32], [5.0 if step % 4 == 0 else 1.0, 1.0]) is None or step < 9
+    assert controller.chunk_sizes(64) == [32, 32]
+
+
+def test_noise_on_equal_devices_settles():
+    devices = [Device(1, noise=1.0, seed=seed) for seed in range(4)]
+    decisions, imbalances = run(BalanceController(4), devices, 2000)
+    assert max(imbalances) < 0.2
+    assert len(moves(decisions)) < 20
+
+
+def test_a_device_that_becomes_slower_later_is_noticed():
+    devices = [Device(1), Device(1)]
+    controller = BalanceController(2)
+    run(controller, devices, 30)
+    devices[1].per_sample = 2
+    _, imbalances = run(controller, devices, 40)
+    assert imbalances[-1] < 0.05
+    assert controller.chunk_sizes(60) == [40, 20]
+
+
+def test_moves_that_do_not_help_are_taken_back():
+    # However few samples it has, the first replica takes twice as long.
+    devices = [Device(0, fixed=2), Device(0, fixed=1)]
+    decisions, _ = run(BalanceController(2), devices, 400)
+    made = moves(decisions)
+    assert "before" in made[1].reason
+    assert made[1].after == made[0].before
+    assert len(made) < 14
+
+
+def test_a_move_that_makes_batches_shorter_is_kept():
+    controller = BalanceController(3)
+    for _ in range(16):
+        sizes = controller.chunk_sizes(8)
+        # With fewer samples on the first, the others become faster too: the ratio rises, and the batch is shorter.
+        controller.observe(sizes, [4.8, 2.9, 1.7] if sizes == [3, 3, 2] else [3.6, 1.6, 1.6])
+    assert controller.chunk_sizes(8)[0] < 3
+
+
+def test_batches_that_become_smaller_for_good_are_measured():
+    controller = BalanceController(2)
+    run(controller, [Device(1), Device(1)], 5, batch_size=64)
+    _, imbalances = run(controller, [Device(3), Device(1)], 40, batch_size=16)
+    assert imbalances[-1] < 0.05
+
+
+def test_smaller_batches_are_shared_alike_but_not_measured():
+    controller = BalanceController(2)
+    run(controller, [Device(3), Device(1)], 20)
+    before = controller.shares
+    for _ in range(20):
+        assert controller.observe(controller.chunk_sizes(8), [9.0, 1.0]) is None
+        controller.observe(controller.chunk_sizes(64), [1.0, 1.0])
+    assert controller.shares == before
+    assert controller.chunk_sizes(8) == [2, 6]
+    assert controller.chunk_sizes(1) == [0, 1]
+
+
+def test_every_replica_keeps_a_sample():
+    controller = BalanceController(3)
+    run(controller, [Device(500), Device(1), Device(1)], 60)
+    assert controller.chunk_sizes(64)[0] == 1
+
+
+def test_whole_samples_end_it():
+    decisions, _ = run(BalanceController(2), [Device(2), Device(1)], 60, batch_size=3)
+    assert [decision.after for decision in decisions] == [[1, 2], [1, 2]]
+
+
+def test_memory_caps_a_chunk_and_the_others_take_the_rest():
+    controller = BalanceController(3)
+    controller.limits = [4, None, None]
+    assert controller.chunk_sizes(30) == [4, 13, 13]
+    controller.limits = [4, 5, 6]
+    assert sum(controller.chunk_sizes(30)) == 30  # nobody has room: it has to go somewhere
+    controller.limits = [4, 12, None]
+    assert controller.chunk_sizes(30) == [4, 12, 14]
+
+
+def test_a_saved_state_continues():
+    controller, resumed = BalanceController(2), BalanceController(2)
+    run(controller, [Device(3), Device(1)], 30)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.chunk_sizes(64) == controller.chunk_sizes(64) == [16, 48]
+    decisions, _ = run(resumed, [Device(3), Device(1)], 30)
+    assert moves(decisions) == []
+
+
+def test_no_decision_rests_on_less_than_what_it_says():
+    controller = BalanceController(2)
+    seconds = [[1 + START_AT * 3, 1.0]] * 8
+    decisions = [controller.observe([32, 32], times) for times in seconds]
+    assert decisions[:7] == [None] * 7  # the first batch is not counted
+    assert decisions[7] is not None

@@ -1,13 +1,20 @@
+"""A batch is cut into samples in one way, or refused by name; outputs are gathered as one device would return them."""
+
 import collections
 import dataclasses
 import types
-from typing import NamedTuple
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple
 
+import attrs
 import numpy
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
+from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import batch_size_of, gather, split_batch
 from lightning_ddp_ext.errors import BatchSplitError
 
@@ -16,27 +23,123 @@ CPU = torch.device("cpu")
 
 class Pair(NamedTuple):
     left: torch.Tensor
-    right: torch.Tensor
+    right: Any
 
 
 def rows(n, width=2):
     return torch.arange(n * width).reshape(n, width)
 
 
+def alike(count, size=3):
+    return [torch.zeros(size, 4, 4) for _ in range(count)]
+
+
+def image(height=4):
+    return torch.zeros(3, height, 4)
+
+
+def boxes(n):
+    return {"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)}
+
+
 @pytest.mark.parametrize(
-    "batch",
+    ("batch", "size"),
     [
-        rows(5),
-        [rows(5), torch.arange(5)],
-        (rows(5), {"mask": torch.ones(5, 3), "id": ["a", "b", "c", "d", "e"]}),
-        {"deep": [{"x": rows(5)}, (torch.arange(5), None)], "scale": torch.tensor(2.0), "name": "n"},
-        Pair(rows(5), torch.arange(5)),
-        ([torch.zeros(3, 4), torch.zeros(3, 2), torch.zeros(3, 4), torch.zeros(1), torch.zeros(2)], [{}] * 5),
-        ["a", "b", "c", "d", "e"],
+        # rows
+        (rows(5), 5),
+        ([rows(5), torch.arange(5)], 5),
+        ((rows(5), {"mask": torch.ones(5, 3), "id": ["a", "b", "c", "d", "e"]}), 5),
+        ({"deep": [{"x": rows(5)}, (torch.arange(5), None)], "scale": torch.tensor(2.0), "name": "n"}, 5),
+        (Pair(rows(5), torch.arange(5)), 5),
+        # lists of samples beside rows
+        (([torch.zeros(3, 4), torch.zeros(3, 2), torch.zeros(3, 4), torch.zeros(1), torch.zeros(2)], [{}] * 5), 5),
+        ((alike(8), list(range(8))), 8),
+        ((alike(8), [f"image {i}" for i in range(8)]), 8),
+        ((alike(8), [{"boxes": torch.zeros(3, 4)} for _ in range(8)]), 8),
+        ({"images": alike(8), "classes": ["cat", "dog"], "targets": [{"boxes": torch.zeros(5, 4)}] * 8}, 8),
+        ({"x": rows(8), "classes": ["cat", "dog"], "shape": (8, 8)}, 8),
+        ([rows(2), alike(2)], 2),
+        ((tuple(image() for _ in range(4)), tuple(boxes(1) for _ in range(4))), 4),
+        (([image(), image()], [boxes(3), boxes(3)]), 2),
+        ((tuple(image(4 + n) for n in range(2)), [0, 1]), 2),
+        ({"pixels": torch.zeros(2, 3, 4, 4), "labels": [boxes(2), boxes(1)]}, 2),
+        ({"pixels": torch.zeros(1, 3, 4, 4), "labels": [boxes(1)]}, 1),
+        # lists of columns
+        ([torch.zeros(4, 2), torch.zeros(4, 2)], 4),
+        ([[torch.zeros(4, 2), torch.zeros(4, 2)], torch.zeros(4)], 4),
+        ({"a": [rows(6), torch.zeros(6)], "b": [rows(6), torch.zeros(6)]}, 6),
+        ([{"a": torch.zeros(6)}, {"b": torch.zeros(6, 2)}], 6),
+        # no tensors
+        (["a", "b", "c", "d", "e"], 5),
+        ({"text": ["a", "b", "c"], "label": [0, 1, 2]}, 3),
+        ({"input_ids": [[1, 2], [3], [4, 5, 6]], "labels": [0, 1, 0]}, 3),
+        ([("a", 0), ("b", 1), ("c", 0)], 3),
+        ([{"text": "a"}, {"text": "b"}], 2),
     ],
 )
-def test_samples_are_counted(batch):
-    assert batch_size_of(batch) == 5
+def test_samples_are_counted_in_a_batch_and_in_its_chunks(batch, size):
+    assert batch_size_of(batch) == size
+    sizes = [1, size - 1] if size > 1 else [1]
+    assert [batch_size_of(chunk) for chunk in split_batch(batch, sizes)] == sizes
+
+
+@pytest.mark.parametrize(
+    ("batch", "readings"),
+    [
+        # entries of different sizes
+        ({"a": rows(8), "b": [rows(4), torch.zeros(4)]}, r"`batch\['a'\]` has 8, `batch\['b'\]` has 4"),
+        ([torch.zeros(8), torch.zeros(4)], r"`batch\[0\]` has 8, `batch\[1\]` has 4"),
+        # lists of samples that a collate function has not collated: the rows are channels, features, tokens
+        ([{"image": image(height), "label": 1} for height in (4, 5, 6, 4)], "`batch` has 3 or 4"),
+        ([(image(), 0), (image(), 1)], "`batch` has 3 or 2"),
+        ([Pair(torch.zeros(5), 0), Pair(torch.zeros(5), 1)], "`batch` has 5 or 2"),
+        ([{"ids": torch.zeros(7)}, {"ids": torch.zeros(5)}], r"`batch` has 2, `batch\[0\]\['ids'\]` has 7"),
+        # as many boxes as images
+        ({"pixels": torch.zeros(2, 3, 4, 4), "labels": [boxes(2), boxes(2)]}, "`batch.*` has 2 entries of 2 rows"),
+        # samples or views
+        ({"views": [{"x": torch.zeros(8, 2)}, {"x": torch.zeros(8, 2)}]}, r"`batch\['views'\]` has 8 or 2"),
+        ({"views": [torch.zeros(8, 2), torch.zeros(8, 2)]}, r"`batch\['views'\]` has 8 or 2"),
+        ((alike(8), alike(8)), r"`batch\[0\]` has 3 or 8"),
+        ({"a": alike(2, 8), "b": alike(2, 4)}, r"`batch\['a'\]` has 8 or 2"),
+        ({"a": [rows(8), torch.zeros(8)], "b": [rows(4), torch.zeros(4)]}, r"`batch\['a'\]` has 8"),
+        # columns of texts, as the default collate function makes them, or rows
+        ([("a", "b", "c"), ("x", "y", "z")], "`batch` has 3 or 2"),
+        # one column of texts, or one sample of several; and one without labels
+        ([("a", "b", "c")], "`batch` has 3 or 1"),
+        ([["a", "b", "c"], None], "`batch` has 3 or 2"),
+        ({"text": ["a", "b", "c"], "tag": ["x", "y"]}, r"`batch\['text'\]` has 3, `batch\['tag'\]` has 2"),
+    ],
+)
+def test_two_readings_are_refused_and_named(batch, readings):
+    with pytest.raises(BatchSplitError, match=f"ambiguous: {readings}.* define `scatter_batch"):
+        batch_size_of(batch)
+
+
+def test_only_the_first_entries_of_a_long_list_are_named():
+    with pytest.raises(BatchSplitError) as caught:
+        batch_size_of([torch.zeros(n) for n in range(1, 100)])
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("batch", "batch_dim", "message"),
+    [
+        *((batch, 0, "no tensor with dimension 0") for batch in (torch.tensor(1.0), {"x": 3}, [], None)),
+        (("a text", 3), 0, "`tuple` has no tensor"),
+        ([rows(8), torch.zeros(8)], 2, "no tensor with dimension 2"),
+        (torch.zeros(0, 3), 0, "the batch has no samples"),
+    ],
+)
+def test_a_batch_without_samples_is_refused(batch, batch_dim, message):
+    with pytest.raises(BatchSplitError, match=message):
+        batch_size_of(batch, batch_dim)
+
+
+def test_sizes_and_dimensions_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"must add up to the 8 samples of the batch, got \[1, 2\]"):
+        split_batch(rows(8), [1, 2])
+    with pytest.raises(BatchSplitError, match=r"a tensor of shape \(8,\) has no dimension 1"):
+        split_batch([torch.zeros(5, 8), torch.zeros(8)], [4, 4], batch_dim=1)
 
 
 def test_the_batch_dimension_can_be_another_one():
@@ -47,34 +150,46 @@ def test_the_batch_dimension_can_be_another_one():
     assert second["labels"].shape == (7, 3)
 
 
-def test_a_detection_batch_is_cut_into_images_and_targets():
-    images = [torch.zeros(3, size, size) for size in (4, 5, 6)]
+def test_chunks_are_views_in_order_and_none_where_empty():
+    batch = {"x": rows(6), "ids": list("abcdef"), "scale": torch.tensor(2.0), "name": "n"}
+    empty, first, second = split_batch(batch, [0, 2, 4])
+    assert empty is None
+    assert first["x"].data_ptr() == batch["x"].data_ptr()
+    assert torch.equal(torch.cat([first["x"], second["x"]]), batch["x"])
+    assert (first["ids"], second["ids"]) == (["a", "b"], ["c", "d", "e", "f"])
+    assert first["scale"] is batch["scale"]
+    assert second["name"] == "n"
+
+
+@pytest.mark.parametrize("heights", [(4, 5, 6), (3, 3, 3)])
+def test_a_detection_batch_is_cut_into_images_and_targets(heights):
+    images = [torch.zeros(3, height, 8) for height in heights]  # three images of three channels, too
     targets = [{"boxes": torch.zeros(n, 4)} for n in (1, 2, 0)]
-    assert batch_size_of((images, targets)) == 3
     first, second = split_batch((images, targets), [1, 2])
-    assert [image.shape[-1] for image in first[0]] == [4]
+    assert [image.shape for image in first[0] + second[0]] == [(3, height, 8) for height in heights]
     assert [len(target["boxes"]) for target in second[1]] == [2, 0]
-
-
-def test_three_images_of_three_channels_are_not_cut_by_channel():
-    images = [torch.zeros(3, 8, 8) for _ in range(3)]
-    targets = [{"boxes": torch.zeros(n, 4)} for n in (1, 2, 0)]
-    first, second = split_batch((images, targets), [1, 2])
-    assert [image.shape for image in first[0] + second[0]] == [(3, 8, 8)] * 3
-
-
-def test_targets_beside_a_tensor_of_images_are_cut():
-    batch = {"pixel_values": torch.zeros(3, 3, 8, 8), "labels": [{"boxes": torch.zeros(n, 4)} for n in (1, 2, 0)]}
-    assert batch_size_of(batch) == 3
-    first, second = split_batch(batch, [1, 2])
+    stacked = {"pixel_values": torch.zeros(3, 3, 8, 8), "labels": targets}
+    first, second = split_batch(stacked, [1, 2])
     assert first["pixel_values"].shape[0] == 1
     assert [len(label["boxes"]) for label in second["labels"]] == [2, 0]
 
 
 def test_several_views_of_two_samples_are_cut_by_rows():
-    batch = ([rows(2), rows(2)], torch.zeros(2))
-    first, _ = split_batch(batch, [1, 1])
+    first, _ = split_batch(([rows(2), rows(2)], torch.zeros(2)), [1, 1])
     assert [view.shape for view in first[0]] == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("other", [0.5, "train", {"ids": [1, 2, 3]}], ids=["number", "text", "mapping"])
+def test_entries_of_several_kinds_are_columns(other):
+    first, second = split_batch((["a", "b", "c"], other), [1, 2])
+    assert (first[0], second[0]) == (["a"], ["b", "c"])
+    expected = ({"ids": [1]}, {"ids": [2, 3]}) if isinstance(other, dict) else (other, other)
+    assert (first[1], second[1]) == expected
+
+
+def test_samples_of_one_kind_are_cut_one_by_one():
+    for batch in ([1, 2.5, True], ["a", None, "b"], [["a"], ["b", "c"], []], [{"a": ["x"]}, {"a": ["y"]}, {"b": 1}]):
+        assert split_batch(batch, [1, 2]) == [batch[:1], batch[1:]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,160 +204,217 @@ class Slotted:
     x: torch.Tensor
 
 
+@attrs.frozen
+class Attrs:
+    x: Any
+    y: Any = None
+
+
+@dataclasses.dataclass
+class Derived:
+    x: Any
+    total: Any = dataclasses.field(init=False)
+    later: Any = dataclasses.field(init=False)  # has no value yet
+
+    def __post_init__(self):
+        self.total = self.x.sum(1)
+
+
 class Annotated(collections.UserDict):
-    origin = None
+    pass
 
 
-def test_dataclasses_mappings_and_arrays_are_cut():
-    user = Annotated(x=rows(2))
-    user.origin = "kept"
-    ordered = collections.OrderedDict(x=rows(2))
-    encoding = transformers.BatchEncoding({"input_ids": rows(2), "attention_mask": rows(2)})
-    proxy = types.MappingProxyType({"x": rows(2)})
-    batch = [Sample(rows(2), ["a", "b"]), Slotted(rows(2)), user, ordered, encoding, proxy, numpy.zeros((2, 3))]
+class Tagged(list):
+    def __init__(self, items, tag):
+        super().__init__(items)
+        self.tag = tag
+
+
+class Stored(MutableMapping):
+    """Keeps its items in an attribute."""
+
+    def __init__(self, **items):
+        self.stored = items
+
+    def __getitem__(self, key):
+        return self.stored[key]
+
+    def __setitem__(self, key, value):
+        self.stored[key] = value
+
+    def __delitem__(self, key):
+        del self.stored[key]
+
+    def __iter__(self):
+        return iter(self.stored)
+
+    def __len__(self):
+        return len(self.stored)
+
+
+def test_types_and_attributes_of_containers_are_kept():
+    user, derived = Annotated(x=rows(2)), Derived(rows(2))
+    user.ids, user.origin, derived.names = [1, 2], "here", ["a", "b"]
+    batch = [
+        Sample(rows(2), ["a", "b"]), Slotted(rows(2)), Attrs(rows(2), list("ab")), derived, user,
+        collections.OrderedDict(x=rows(2)), collections.defaultdict(list, x=rows(2), size=torch.Size((2, 3))),
+        transformers.BatchEncoding({"input_ids": rows(2), "attention_mask": rows(2)}),
+        types.MappingProxyType({"x": rows(2)}), Stored(x=rows(2)), Pair(rows(2), rows(2)),
+        Tagged([rows(2), torch.zeros(2)], "t"), numpy.zeros((2, 3)),
+    ]  # fmt: skip
     assert batch_size_of(batch) == 2
     _, second = split_batch(batch, [1, 1])
     assert [type(part) for part in second] == [type(part) for part in batch]
-    assert second[0].names == ["b"]
-    assert second[0].shape == (2, 2, 2)
-    assert second[0].x.shape == second[1].x.shape == second[2]["x"].shape == second[3]["x"].shape == (1, 2)
-    assert second[2].origin == "kept"
-    assert second[4]["input_ids"].tolist() == second[4].input_ids.tolist() == [[2, 3]]
-    assert second[5]["x"].shape == (1, 2)
-    assert second[6].shape == (1, 3)
-    assert batch[4]["input_ids"].shape == (2, 2)  # the batch itself is untouched
-    assert user["x"].shape == (2, 2)
+    sample, slotted, of_attrs, derived, user, ordered, default, encoding, proxy, stored, pair, tagged, array = second
+    for x in (sample.x, slotted.x, of_attrs.x, derived.x, pair.left, tagged[0]):
+        assert x.tolist() == [[2, 3]]
+    for mapping in (user, ordered, default, proxy, stored):
+        assert mapping["x"].tolist() == [[2, 3]]
+    assert (sample.names, sample.shape) == (["b"], (2, 2, 2))
+    assert of_attrs.y == derived.names == ["b"]
+    assert derived.total.tolist() == [5]
+    assert not hasattr(derived, "later")
+    assert (user.ids, user.origin) == ([2], "here")
+    assert (default["size"], default["missing"]) == ((2, 3), [])
+    assert encoding["input_ids"].tolist() == encoding.input_ids.tolist() == [[2, 3]]
+    assert tagged.tag == "t"
+    assert array.shape == (1, 3)
+    # The batch itself is untouched.
+    assert all(len(part["x"]) == 2 for part in (batch[4], batch[5], batch[6], batch[8], batch[9]))
+    assert (batch[3].names, batch[4].ids, len(batch[7]["input_ids"])) == (["a", "b"], [1, 2], 2)
 
 
-def test_an_object_with_tensors_is_refused_by_its_name():
-    class Graph:
-        def __init__(self):
-            self.edges = torch.zeros(3, 2)
-
-    with pytest.raises(BatchSplitError, match=r"`batch\['graph'\]` of type `Graph` holds tensors but cannot be cut"):
-        batch_size_of({"x": rows(4), "graph": Graph()})
+def word_tokenizer():
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1, "b": 2, "c": 3}, "[PAD]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
 
 
-def test_dataclass_outputs_are_gathered():
-    parts = [Slotted(rows(1)), Slotted(rows(2))]
-    assert gather(parts, [1, 2], CPU).x.shape == (3, 2)
-
-
-def test_disagreeing_sizes_are_named():
-    with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\['a'\]` has 8, `batch\['b'\]` has 4"):
-        batch_size_of({"a": rows(8), "b": [rows(4), torch.zeros(4)]})
-
-
-def alike(count, size=3):
-    return [torch.zeros(size, 4, 4) for _ in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        ((alike(8), list(range(8))), 8),
-        ((alike(8), [f"image {i}" for i in range(8)]), 8),
-        ((alike(8), [{"boxes": torch.zeros(3, 4)} for _ in range(8)]), 8),
-        ({"images": alike(8), "classes": ["cat", "dog"], "targets": [{"boxes": torch.zeros(5, 4)}] * 8}, 8),
-        ({"x": rows(8), "classes": ["cat", "dog"], "shape": (8, 8)}, 8),
-        ([torch.zeros(4, 2), torch.zeros(4, 2)], 4),
-        ([[torch.zeros(4, 2), torch.zeros(4, 2)], torch.zeros(4)], 4),
-        ([rows(2), alike(2)], 2),
-        ({"a": [rows(6), torch.zeros(6)], "b": [rows(6), torch.zeros(6)]}, 6),
-    ],
-)
-def test_lists_are_read_as_the_rest_of_the_batch_says(batch, size):
-    assert batch_size_of(batch) == size
-    chunks = split_batch(batch, [1, size - 1])
-    assert [batch_size_of(chunk) for chunk in chunks] == [1, size - 1]
+def test_encodings_of_a_tokenizer_stay_with_their_samples():
+    batch = word_tokenizer()(["a", "b c", "c"], padding=True, return_tensors="pt")
+    _, second = split_batch(batch, [1, 2])
+    assert second.tokens(0) == ["b", "c"]
+    assert second["input_ids"].tolist() == [[2, 3], [3, 0]]
 
 
 @pytest.mark.parametrize(
-    "batch",
+    "name", ["DataCollatorWithPadding", "DataCollatorForTokenClassification", "DataCollatorForSeq2Seq"]
+)
+def test_batches_of_huggingface_collators_are_cut(name):
+    whole_labels = name == "DataCollatorWithPadding"
+    samples = [{"input_ids": [1] * n, "labels": n if whole_labels else [1] * n} for n in (1, 3, 2)]
+    batch = getattr(transformers, name)(word_tokenizer())(samples)
+    _, second = split_batch(batch, [1, 2])
+    assert type(second) is type(batch)
+    assert len(batch) > 1
+    assert all(torch.equal(second[key], batch[key][1:]) for key in batch)
+
+
+def test_packed_sequences_are_cut_into_sequences():
+    lengths = [2, 3, 1, 4]
+    packed = pack_sequence([torch.full((n, 2), float(n)) for n in lengths], enforce_sorted=False)
+    first, second = split_batch((packed, torch.tensor(lengths)), [1, 3])
+    assert [len(sequence) for sequence in unpack_sequence(first[0])] == [2]
+    assert [sequence[0, 0].item() for sequence in unpack_sequence(second[0])] == second[1].tolist() == [3, 1, 4]
+    assert isinstance(to_device(packed, CPU), type(packed))
+    in_order = pack_sequence([torch.zeros(n, 2) for n in (3, 2, 1)])
+    assert split_batch(in_order, [1, 2])[1].sorted_indices is None
+
+
+def test_sparse_and_nested_tensors_are_cut():
+    nested = torch.nested.nested_tensor([torch.ones(n, 3) for n in (2, 1, 4)], layout=torch.jagged)
+    _, second = split_batch({"sparse": rows(3).to_sparse(), "nested": nested, "y": torch.zeros(3)}, [1, 2])
+    assert torch.equal(second["sparse"].to_dense(), rows(3)[1:])
+    assert [len(part) for part in second["nested"].unbind()] == [1, 4]
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self):
+        self.x = rows(3)
+
+
+class Holder:
+    def __init__(self, value):
+        self.value = value
+
+
+class Graphs:
+    """Like the batches of torch_geometric: tensors are in a store, and attributes are looked up there."""
+
+    num_graphs = 3
+
+    def __init__(self):
+        self.__dict__["_store"] = {"x": rows(6), "edge_index": torch.zeros(2, 9)}
+
+    def __getattr__(self, name):
+        if name in self.__dict__["_store"]:
+            return self._store[name]
+        raise AttributeError(name)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize(
+    "make",
     [
-        {"views": [torch.zeros(8, 2), torch.zeros(8, 2)]},
-        (alike(8), alike(8)),
-        {"a": alike(2, 8), "b": alike(2, 4)},
-        {"a": [rows(8), torch.zeros(8)], "b": [rows(4), torch.zeros(4)]},
+        Slots,
+        lambda: Holder([rows(3)]),
+        lambda: Holder(numpy.zeros((3, 2))),
+        Graphs,
+        lambda: {torch.zeros(3)},
+        lambda: collections.deque([rows(3)]),
+        lambda: rows(3).to_sparse_csr(),
     ],
 )
-def test_what_can_be_read_in_two_ways_is_refused(batch):
-    with pytest.raises(BatchSplitError, match=r"the batch size is ambiguous: .*define `scatter_batch"):
-        batch_size_of(batch)
+def test_objects_that_hold_arrays_and_cannot_be_cut_are_refused_by_name(make):
+    with pytest.raises(BatchSplitError, match=r"`batch\['v'\]` of type `.*` holds tensors .* define `scatter_batch"):
+        batch_size_of({"v": make(), "y": torch.zeros(3)})
+    with pytest.raises(BatchSplitError, match=r"`batch` of type `.*` holds tensors but cannot be cut"):
+        batch_size_of(make())
 
 
-def test_sizes_that_do_not_add_up_are_refused():
-    with pytest.raises(ValueError, match=r"must add up to the 8 samples of the batch, got \[1, 2\]"):
-        split_batch(rows(8), [1, 2])
+def test_a_list_of_such_objects_is_cut_beside_another_column():
+    batch = {"graphs": [Graphs() for _ in range(3)], "y": torch.zeros(3)}
+    assert split_batch(batch, [1, 2])[1]["graphs"] == batch["graphs"][1:]
+    with pytest.raises(BatchSplitError, match=r"`batch\[0\]` of type `Graphs`"):
+        batch_size_of(batch["graphs"])  # graphs, or batches of graphs?
 
 
-@pytest.mark.parametrize("batch", [torch.tensor(1.0), {"x": 3}, [], None])
-def test_a_batch_without_samples_is_refused(batch):
-    with pytest.raises(BatchSplitError, match="no tensor with dimension 0"):
-        batch_size_of(batch)
+@pytest.mark.parametrize("value", [(1, 2, 3), range(3), collections.deque("abc")])
+def test_sequences_that_may_be_one_value_are_refused_when_they_are_as_long_as_the_batch(value):
+    assert split_batch({"v": value, "x": rows(4)}, [1, 3])[1]["v"] == value
+    with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a .*, has as many entries as the batch has samples"):
+        batch_size_of({"v": value, "x": rows(3)})
 
 
-def test_chunks_are_views_in_order_and_none_where_empty():
-    batch = {"x": rows(6), "ids": list("abcdef"), "scale": torch.tensor(2.0), "name": "n"}
-    empty, first, second = split_batch(batch, [0, 2, 4])
-    assert empty is None
-    assert first["x"].data_ptr() == batch["x"].data_ptr()
-    assert torch.equal(torch.cat([first["x"], second["x"]]), batch["x"])
-    assert first["ids"] == ["a", "b"]
-    assert second["ids"] == ["c", "d", "e", "f"]
-    assert first["scale"] is batch["scale"]
-    assert second["name"] == "n"
+def test_empty_and_plain_values_are_in_every_chunk():
+    batch = {"x": rows(3), "none": None, "deep": [None, {"a": None}], "empty": [{}, []], "flag": True}
+    _, second = split_batch(batch, [1, 2])
+    assert {**second, "x": None} == {**batch, "x": None}
 
 
-def test_types_of_containers_are_kept():
-    chunk = split_batch(Pair(rows(4), rows(4)), [1, 3])[1]
-    assert isinstance(chunk, Pair)
-    assert isinstance(split_batch([rows(4)], [4])[0], list)
-    assert isinstance(split_batch((rows(4),), [4])[0], tuple)
-
-
-def test_rows_are_concatenated_in_order():
-    whole = {"logits": rows(5), "loss": torch.tensor(0.0)}
-    parts = [{"logits": rows(5)[:2], "loss": torch.tensor(1.0)}, {"logits": rows(5)[2:], "loss": torch.tensor(6.0)}]
+def test_outputs_are_gathered():
+    whole = rows(5)
+    parts = [{"logits": whole[:2], "loss": torch.tensor(1.0)}, {"logits": whole[2:], "loss": torch.tensor(6.0)}]
     gathered = gather(parts, [2, 3], CPU)
-    assert torch.equal(gathered["logits"], whole["logits"])
+    assert torch.equal(gathered["logits"], whole)
     assert gathered["loss"] == pytest.approx((2 * 1.0 + 3 * 6.0) / 5)
-
-
-def test_a_pair_of_outputs_is_not_taken_for_a_list_of_samples():
-    parts = [[rows(2), torch.zeros(2)], [rows(2), torch.ones(2)]]
-    gathered = gather(parts, [2, 2], CPU)
-    assert [tensor.shape for tensor in gathered] == [(4, 2), (4,)]
-    assert [tensor.shape for tensor in gather([tuple(p) for p in parts], [2, 2], CPU)] == [(4, 2), (4,)]
-
-
-def test_lists_with_an_entry_per_sample_are_joined():
+    for make in (Slotted, Attrs):
+        assert torch.equal(gather([make(whole[:2]), make(whole[2:])], [2, 3], CPU).x, whole)
     assert gather([["a"], ["b", "c"]], [1, 2], CPU) == ["a", "b", "c"]
     assert gather([[{"n": 1}], [{"n": 2}, {"n": 3}]], [1, 2], CPU) == [{"n": 1}, {"n": 2}, {"n": 3}]
-
-
-def test_what_fits_nothing_comes_back_per_replica():
     assert gather([None, None], [1, 2], CPU) is None
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_pair_of_outputs_is_not_taken_for_a_list_of_samples(kind):
+    gathered = gather([kind([rows(2), torch.zeros(2)]), kind([rows(2), torch.ones(2)])], [2, 2], CPU)
+    assert [tensor.shape for tensor in gathered] == [(4, 2), (4,)]
+
+
+def test_outputs_that_fit_no_rule_come_back_per_replica():
     matrices = [torch.zeros(3, 3), torch.ones(3, 3)]
     gathered = gather(matrices, [1, 2], CPU)
     assert isinstance(gathered, list)
     assert torch.equal(gathered[1], matrices[1])
-
-
-def test_a_batch_dimension_that_tensors_lack_is_refused():
-    with pytest.raises(BatchSplitError, match="no tensor with dimension 2"):
-        batch_size_of([rows(8), torch.zeros(8)], batch_dim=2)
-    with pytest.raises(BatchSplitError, match=r"a tensor of shape \(8,\) has no dimension 1"):
-        split_batch([torch.zeros(5, 8), torch.zeros(8)], [4, 4], batch_dim=1)
-
-
-def test_an_empty_batch_is_refused():
-    with pytest.raises(BatchSplitError, match="the batch has no samples"):
-        batch_size_of(torch.zeros(0, 3))
-
-
-def test_default_dictionaries_and_shapes_are_kept():
-    batch = collections.defaultdict(list, x=rows(2), size=torch.Size((2, 3)))
-    chunk = split_batch(batch, [1, 1])[0]
-    assert chunk["size"] == (2, 3)
-    assert chunk["missing"] == []

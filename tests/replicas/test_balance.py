@@ -1,175 +1,47 @@
-"""Samples move until replicas finish together, and then stay."""
-
-import random
-from statistics import fmean
+"""`balance="auto"`: when it is chosen, and the limits that memory sets."""
 
 import pytest
+import torch
 
-from lightning_ddp_ext.replicas.balance import START_AT, BalanceController, DeviceMemory, advice
-
-
-class Device:
-    """Takes a time per batch and a time per sample, with noise that only ever makes it slower."""
-
-    def __init__(self, per_sample, fixed=0.0, noise=0.0, seed=0):
-        self.per_sample, self.fixed, self.noise = per_sample, fixed, noise
-        self.random = random.Random(seed)
-
-    def seconds(self, samples):
-        spike = 1 + self.noise * self.random.random() ** 4
-        return (self.fixed + samples * self.per_sample) * spike
+from lightning_ddp_ext.replicas.balance import BatchDivision, DeviceMemory, advice
+from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 
 
-def run(controller, devices, steps, batch_size=64):
-    """Return the decisions, and the imbalance without noise of the chunks after each step."""
-    decisions, imbalances = [], []
-    for _ in range(steps):
-        sizes = controller.chunk_sizes(batch_size)
-        assert sum(sizes) == batch_size
-        decision = controller.observe(sizes, [d.seconds(n) for d, n in zip(devices, sizes, strict=True)])
-        if decision is not None:
-            decisions.append(decision)
-        times = [d.fixed + n * d.per_sample for d, n in zip(devices, controller.chunk_sizes(batch_size), strict=True)]
-        imbalances.append(max(times) / fmean(times) - 1)
-    return decisions, imbalances
+@pytest.mark.parametrize(
+    ("options", "devices", "expected"),
+    [
+        ({}, ["cpu", "cpu"], False),
+        ({"balance": "even"}, ["cpu", "meta"], False),
+        ({}, ["cpu", "meta"], True),  # distinct devices
+        ({"balance": "auto"}, ["cpu", "cpu"], True),
+        ({"balance": "auto"}, ["cpu"], False),
+        ({"split": [1, 2]}, ["cpu", "meta"], False),
+        ({"gpu0_batch_size": 1}, ["cpu", "meta"], False),
+    ],
+)
+def test_the_default_is_auto_for_distinct_devices_only(options, devices, expected):
+    division = BatchDivision(**{"gpu0_batch_size": None, "split": None, "balance": None, **options})
+    division.start([torch.device(name) for name in devices])
+    assert (division.state_dict() != {}) is expected
 
 
-def moves(decisions):
-    return [decision for decision in decisions if decision.before != decision.after]
+class Timed(BatchRecord):
+    @property
+    def seconds(self):
+        return [3.0 * self.sizes[0], 1.0 * self.sizes[1]]
 
 
-@pytest.mark.parametrize(("noise", "bound"), [(0.0, 0.05), (0.5, 0.05), (2.0, 0.10)])
-@pytest.mark.parametrize("slow", [0, 1, 2])
-def test_a_replica_three_times_slower_is_balanced_in_20_batches(slow, noise, bound):
-    devices = [Device(3 if index == slow else 1, noise=noise, seed=index) for index in range(3)]
-    decisions, imbalances = run(BalanceController(3), devices, 20, batch_size=70)
-    assert imbalances[0] > 0.5
-    assert imbalances[-1] < bound
-    assert moves(decisions)
-    assert "takes" in decisions[0].reason
-    assert "medians of 7 batches" in decisions[0].reason
-
-
-def test_the_test_fails_without_moves():
-    _, imbalances = run(BalanceController(2), [Device(3), Device(1)], 7)
-    assert imbalances[-1] > 0.4
-
-
-def test_costs_that_do_not_depend_on_samples_are_found_out():
-    devices = [Device(1, fixed=12), Device(1, fixed=0)]
-    decisions, imbalances = run(BalanceController(2), devices, 60)
-    assert imbalances[-1] < 0.05
-    assert not any(decision.after == decision.before for decision in decisions[:-1])
-    assert decisions[-1].after == decisions[-1].before  # settled
-
-
-@pytest.mark.parametrize("slower", [1.0, 1.1, 1.15])
-def test_small_differences_move_nothing(slower):
-    decisions, _ = run(BalanceController(2), [Device(slower), Device(1)], 50)
-    assert moves(decisions) == []
-    assert len(decisions) == 1  # says once that it has settled
-
-
-def test_single_slow_batches_move_nothing():
-    controller = BalanceController(2)
-    for step in range(60):
-        assert controller.observe([32, 32], [5.0 if step % 4 == 0 else 1.0, 1.0]) is None or step < 9
-    assert controller.chunk_sizes(64) == [32, 32]
-
-
-def test_noise_on_equal_devices_settles():
-    devices = [Device(1, noise=1.0, seed=seed) for seed in range(4)]
-    decisions, imbalances = run(BalanceController(4), devices, 2000)
-    assert max(imbalances) < 0.2
-    assert len(moves(decisions)) < 20
-
-
-def test_a_device_that_becomes_slower_later_is_noticed():
-    devices = [Device(1), Device(1)]
-    controller = BalanceController(2)
-    run(controller, devices, 30)
-    devices[1].per_sample = 2
-    _, imbalances = run(controller, devices, 40)
-    assert imbalances[-1] < 0.05
-    assert controller.chunk_sizes(60) == [40, 20]
-
-
-def test_moves_that_do_not_help_are_taken_back():
-    # However few samples it has, the first replica takes twice as long.
-    devices = [Device(0, fixed=2), Device(0, fixed=1)]
-    decisions, _ = run(BalanceController(2), devices, 400)
-    made = moves(decisions)
-    assert "before" in made[1].reason
-    assert made[1].after == made[0].before
-    assert len(made) < 14
-
-
-def test_a_move_that_makes_batches_shorter_is_kept():
-    controller = BalanceController(3)
-    for _ in range(16):
-        sizes = controller.chunk_sizes(8)
-        # With fewer samples on the first, the others become faster too: the ratio rises, and the batch is shorter.
-        controller.observe(sizes, [4.8, 2.9, 1.7] if sizes == [3, 3, 2] else [3.6, 1.6, 1.6])
-    assert controller.chunk_sizes(8)[0] < 3
-
-
-def test_batches_that_become_smaller_for_good_are_measured():
-    controller = BalanceController(2)
-    run(controller, [Device(1), Device(1)], 5, batch_size=64)
-    _, imbalances = run(controller, [Device(3), Device(1)], 40, batch_size=16)
-    assert imbalances[-1] < 0.05
-
-
-def test_smaller_batches_are_shared_alike_but_not_measured():
-    controller = BalanceController(2)
-    run(controller, [Device(3), Device(1)], 20)
-    before = controller.shares
+def test_free_memory_limits_the_chunks_of_cuda_devices(monkeypatch):
+    memories = {0: memory("cuda:0", 10, 1, 5), 1: memory("cuda:1", 10, 1, 2, chunk=1)}  # room for 16 and for 8
+    monkeypatch.setattr(DeviceMemory, "read", lambda device, largest: memories[device.index])
+    division = BatchDivision(None, None, "auto")
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    division.start(devices)
+    assert division.chunk_sizes(16, 2) == [8, 8]
     for _ in range(20):
-        assert controller.observe(controller.chunk_sizes(8), [9.0, 1.0]) is None
-        controller.observe(controller.chunk_sizes(64), [1.0, 1.0])
-    assert controller.shares == before
-    assert controller.chunk_sizes(8) == [2, 6]
-    assert controller.chunk_sizes(1) == [0, 1]
-
-
-def test_every_replica_keeps_a_sample():
-    controller = BalanceController(3)
-    run(controller, [Device(500), Device(1), Device(1)], 60)
-    assert controller.chunk_sizes(64)[0] == 1
-
-
-def test_whole_samples_end_it():
-    decisions, _ = run(BalanceController(2), [Device(2), Device(1)], 60, batch_size=3)
-    assert [decision.after for decision in decisions] == [[1, 2], [1, 2]]
-
-
-def test_memory_caps_a_chunk_and_the_others_take_the_rest():
-    controller = BalanceController(3)
-    controller.limit([4, None, None])
-    assert controller.chunk_sizes(30) == [4, 13, 13]
-    controller.limit([4, 5, 6])
-    assert sum(controller.chunk_sizes(30)) == 30  # nobody has room: it has to go somewhere
-    controller.limit([4, 12, None])
-    assert controller.chunk_sizes(30) == [4, 12, 14]
-
-
-def test_a_saved_state_continues():
-    controller, resumed = BalanceController(2), BalanceController(2)
-    run(controller, [Device(3), Device(1)], 30)
-    resumed.load_state_dict(controller.state_dict())
-    assert resumed.chunk_sizes(64) == controller.chunk_sizes(64) == [16, 48]
-    decisions, _ = run(resumed, [Device(3), Device(1)], 30)
-    assert moves(decisions) == []
-    with pytest.raises(ValueError, match="that of 2 replicas, not of 3"):
-        BalanceController(3).load_state_dict(controller.state_dict())
-
-
-def test_no_decision_rests_on_less_than_what_it_says():
-    controller = BalanceController(2)
-    seconds = [[1 + START_AT * 3, 1.0]] * 8
-    decisions = [controller.observe([32, 32], times) for times in seconds]
-    assert decisions[:7] == [None] * 7  # the first batch is not counted
-    assert decisions[7] is not None
+        division.observe(Timed(division.chunk_sizes(16, 2), []), devices)
+    assert division.chunk_sizes(16, 2) == [8, 8]  # 4 and 12 take equally long
+    assert division.chunk_sizes(18, 2) == [10, 8]
 
 
 def memory(name, available, held, peak, chunk=8):

@@ -1,12 +1,13 @@
+import importlib
 import warnings
 from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader, Subset
 
+import lightning_ddp_ext
 from lightning_ddp_ext import BalancedDataParallelStrategy, UnsupportedFeatureError
 from tests.parity import Classifier, balanced, dataset, quiet_trainer, relative_difference, seeded, train
 
@@ -46,25 +47,17 @@ def test_the_registered_name_makes_one_process_with_a_replica_per_device():
     assert trainer.strategy.split_sizes(8) == [3, 3, 2]
 
 
-def test_a_split_of_another_length_than_the_devices_is_refused_by_the_trainer():
-    with pytest.raises(ValueError, match=r"`split=\[1, 2, 3\]` has 3 entries for 2 devices"):
-        quiet_trainer(BalancedDataParallelStrategy(split=[1, 2, 3]), 2)
-
-
-def test_synchronised_batch_norm_is_refused_by_the_trainer():
-    with pytest.raises(UnsupportedFeatureError, match="Remove `sync_batchnorm=True`"):
-        quiet_trainer("balanced_dp", 2, sync_batchnorm=True)
-
-
-def test_several_nodes_are_refused_by_the_trainer():
-    with pytest.raises(UnsupportedFeatureError, match="got `num_nodes=2`"):
-        quiet_trainer("balanced_dp", 2, num_nodes=2)
-
-
-def test_several_processes_are_refused_by_the_trainer(monkeypatch):
-    monkeypatch.setattr(LightningEnvironment, "world_size", lambda self: 4)
-    with pytest.raises(UnsupportedFeatureError, match="LightningEnvironment reports 4"):
-        quiet_trainer("balanced_dp", 2)
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ({"split": [1, 2, 3]}, {}, ValueError, r"`split=\[1, 2, 3\]` has 3 entries for 2 devices"),
+        ({}, {"sync_batchnorm": True}, UnsupportedFeatureError, "Remove `sync_batchnorm=True`"),
+        ({}, {"num_nodes": 2}, UnsupportedFeatureError, "got `num_nodes=2`"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_trainer_are_refused(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        quiet_trainer(BalancedDataParallelStrategy(**arguments), 2, **options)
 
 
 def test_torchrun_is_refused_by_the_trainer(monkeypatch):
@@ -158,7 +151,7 @@ def test_chunk_sizes_and_times_of_the_last_batch_can_be_read():
     assert all(seconds > 0 for seconds in strategy.replica_seconds)
 
 
-def test_the_whole_batch_stays_where_the_loader_left_it_and_each_chunk_is_transferred_once():
+def test_the_whole_batch_stays_in_place_and_each_chunk_is_transferred_once():
     seen, transferred = [], []
 
     class Watching(Classifier):
@@ -179,7 +172,7 @@ def test_the_whole_batch_stays_where_the_loader_left_it_and_each_chunk_is_transf
     assert transferred[1][1] > whole[1]
 
 
-def test_what_hooks_do_to_the_batch_before_the_step_is_seen_by_the_step():
+def test_the_step_gets_the_changes_that_hooks_make_to_the_batch():
     values = []
 
     class Changed(Classifier):
@@ -242,15 +235,6 @@ def test_a_step_that_all_replicas_skip_is_skipped_as_on_one_device():
 
 
 def test_importing_twice_and_registering_again_is_harmless():
-    import importlib
-
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    import lightning_ddp_ext
-
     BalancedDataParallelStrategy.register_strategies(StrategyRegistry)
     importlib.reload(lightning_ddp_ext)
-    assert isinstance(
-        Trainer(strategy="balanced_dp", accelerator="cpu", devices=2, logger=False).strategy,
-        BalancedDataParallelStrategy,
-    )
+    assert isinstance(quiet_trainer("balanced_dp", 2).strategy, BalancedDataParallelStrategy)

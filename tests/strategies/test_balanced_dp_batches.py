@@ -1,14 +1,28 @@
-"""Batches of every kind and size are cut, in every step they come to."""
+"""Batches of every kind and size, from one loader or several, give the training of one device."""
 
 from collections import namedtuple
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, BatchSplitError
-from tests.parity import FEATURES, Classifier, balanced, dataset, relative_difference, seeded, train
+from lightning_ddp_ext import BatchSplitError
+from tests.parity import (
+    FEATURES,
+    Classifier,
+    Evaluated,
+    assert_same_training,
+    balanced,
+    batches,
+    both_ways,
+    dataset,
+    relative_difference,
+    seeded,
+    train,
+)
 
 Batch = namedtuple("Batch", ["features", "labels"])
 
@@ -34,11 +48,10 @@ def test_nested_batches_are_cut(pack, unpack):
         features, labels = zip(*samples, strict=True)
         return pack(torch.stack(features), torch.stack(labels))
 
-    def loader():
-        return DataLoader(dataset(27), batch_size=8, collate_fn=collate)
+    def run(**way):
+        return train(seeded(Unpacking), **way, loader=batches(collate_fn=collate))
 
-    single = train(seeded(Unpacking), loader=loader())
-    parallel = train(seeded(Unpacking), balanced([2, 3, 3]), 3, loader=loader())
+    single, parallel = both_ways(run)
     assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
 
 
@@ -62,14 +75,12 @@ class Scattering(Classifier):
         return functional.cross_entropy(self.network(batch[0]), batch[1])
 
 
-def test_a_module_may_cut_its_batches_itself():
-    def loader():
-        return DataLoader(dataset(27), batch_size=8, collate_fn=Pairs)
+@pytest.mark.parametrize("options", [{"split": [2, 6]}, {"gpu0_batch_size": 0}])
+def test_a_module_may_cut_its_batches_itself(options):
+    def run(**way):
+        return train(seeded(Scattering), **way, loader=batches(collate_fn=Pairs))
 
-    single = train(seeded(Scattering), loader=loader())
-    for options in ({"split": [2, 6]}, {"gpu0_batch_size": 0}):
-        parallel = train(seeded(Scattering), balanced(**options), 2, loader=loader())
-        assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
+    assert_same_training(*reversed(both_ways(run, **options)))
 
 
 def test_chunks_of_another_number_than_the_devices_are_refused():
@@ -78,7 +89,7 @@ def test_chunks_of_another_number_than_the_devices_are_refused():
             return super().scatter_batch(batch, split)[:1]
 
     with pytest.raises(BatchSplitError, match=r"`scatter_batch` returned 1 chunks for the sizes \[4, 4\]"):
-        train(Wrong(), balanced(), 2, loader=DataLoader(dataset(8), batch_size=8, collate_fn=Pairs))
+        train(Wrong(), balanced(), 2, loader=batches(8, collate_fn=Pairs))
 
 
 class RandomSizes(Dataset):
@@ -93,15 +104,10 @@ class RandomSizes(Dataset):
 
 @pytest.mark.parametrize("devices", [2, 3, 5])
 def test_batches_smaller_than_the_number_of_devices_work(devices):
-    def loader():
-        return DataLoader(RandomSizes(), batch_size=None)
-
-    single = train(seeded(Classifier), loader=loader(), max_epochs=1)
-    for options in ({}, {"gpu0_batch_size": 1}, {"split": list(range(devices))}):
-        parallel = train(
-            seeded(Classifier), BalancedDataParallelStrategy(**options), devices, loader=loader(), max_epochs=1
-        )
-        assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
+    options = {"loader": DataLoader(RandomSizes(), batch_size=None), "max_epochs": 1}
+    single = train(seeded(Classifier), **options)
+    for arguments in ({}, {"gpu0_batch_size": 1}, {"split": list(range(devices))}):
+        assert_same_training(train(seeded(Classifier), balanced(**arguments), devices, **options), single)
 
 
 def test_a_batch_that_comes_again_is_cut_again():
@@ -115,7 +121,118 @@ def test_a_batch_that_comes_again_is_cut_again():
         def __iter__(self):
             return iter([self.batch] * 4)
 
-    options = {"precision": "32-true", "max_epochs": 1, "loader": SameBatch()}
-    single = train(seeded(Augmented), **options)
-    parallel = train(seeded(Augmented), balanced([2, 6]), 2, **options)
+    def run(**way):
+        return train(seeded(Augmented), **way, precision="32-true", max_epochs=1, loader=SameBatch())
+
+    single, parallel = both_ways(run)
     assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-5
+
+
+class TwoSources(Classifier):
+    """Takes a dictionary or a list of batches, of which some may have run out."""
+
+    def training_step(self, batch, batch_idx):
+        parts = [part for part in (batch.values() if isinstance(batch, dict) else batch) if part is not None]
+        loss = sum(functional.cross_entropy(self.network(features), labels) for features, labels in parts)
+        self.log("loss", loss, on_epoch=True, batch_size=len(parts[0][1]))
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+@pytest.mark.parametrize("kind", [dict, list])
+def test_loaders_that_are_read_at_once(mode, kind):
+    def run(**way):
+        loaders = {"a": batches(40), "b": batches(24)}
+        loader = CombinedLoader(loaders if kind is dict else list(loaders.values()), mode)
+        return train(seeded(TwoSources), **way, loader=loader)
+
+    single, parallel = both_ways(run)
+    assert_same_training(parallel, single)
+    assert single.trainer.global_step == 3 * (3 if mode == "min_size" else 5)
+
+
+def test_several_loaders_of_validation_test_and_prediction():
+    def run(**way):
+        trained = train(seeded(Evaluated), **way, val_loader=[batches(19), batches(9, 3)])
+        loaders = {"a": batches(19), "b": batches(9, 3)}
+        tested = trained.trainer.test(trained.module, loaders, verbose=False)
+        return trained, tested, trained.trainer.predict(trained.module, list(loaders.values()))
+
+    (single, expected, predicted), (parallel, found, predictions) = both_ways(run)
+    assert_same_training(parallel, single)
+    assert "val_loss/dataloader_idx_1" in expected[1]
+    assert found == [pytest.approx(result, rel=1e-9) for result in expected]
+    torch.testing.assert_close(predictions, predicted)
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
+def test_validation_loaders_that_are_read_at_once(mode):
+    class BothAtOnce(Evaluated):
+        def validation_step(self, batch, batch_idx):
+            for name, part in batch.items():
+                if part is not None:
+                    loss = functional.cross_entropy(self.network(part[0]), part[1])
+                    self.log(f"val_{name}", loss, batch_size=len(part[1]))
+
+    def run(**way):
+        return train(seeded(BothAtOnce), **way, val_loader=CombinedLoader({"a": batches(16), "b": batches(24)}, mode))
+
+    assert_same_training(*reversed(both_ways(run)))
+
+
+def test_combined_loaders_with_different_sizes_are_refused_by_name():
+    loader = CombinedLoader({"a": batches(8), "b": batches(4, 4)}, "min_size")
+    with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\['a'\]` has 8, `batch\['b'\]` has 4"):
+        train(Classifier(), balanced(), 2, loader=loader)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(dataset(27))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: batches(num_workers=2), {}),
+        (lambda: batches(num_workers=2, persistent_workers=True), {}),
+        (lambda: DataLoader(Stream(), batch_size=8), {"max_steps": 6, "max_epochs": -1}),
+        (lambda: batches(shuffle=True), {}),
+    ],
+    ids=["workers", "persistent workers", "no length", "shuffled"],
+)
+def test_loaders_of_every_kind(make, options):
+    def run(**way):
+        return train(seeded(Evaluated), **way, loader=make(), **options)
+
+    assert_same_training(*reversed(both_ways(run)))
+
+
+class Remade(LightningDataModule):
+    """Makes other data for each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def loader(self, stage):
+        self.made.append((stage, self.trainer.current_epoch))
+        return batches(27 - 5 * self.trainer.current_epoch)
+
+    def train_dataloader(self):
+        return self.loader("train")
+
+    def val_dataloader(self):
+        return self.loader("val")
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_loaders_made_again(every):
+    def run(**way):
+        data = Remade()
+        trained = train(seeded(Evaluated), **way, loader=data, reload_dataloaders_every_n_epochs=every)
+        return trained, data.made
+
+    (single, expected), (parallel, found) = both_ways(run)
+    assert_same_training(parallel, single)
+    assert found == expected

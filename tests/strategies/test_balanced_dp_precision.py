@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
-from tests.parity import Evaluated, assert_same_training, both_ways, dataset, relative_difference, seeded, train
+from tests.parity import Evaluated, both_ways, dataset, relative_difference, seeded, train
 
 
 class Typed(Evaluated):
@@ -86,7 +86,3 @@ def test_a_gradient_scaler_scales_and_skips_whole_batches(build, skipped):
     assert relative_difference(*gradients) < 2 * torch.finfo(HALF).eps
     assert gradients[1][0].norm() > 100  # scaled
     assert relative_difference(parallel.parameters, single.parameters) < 2 * torch.finfo(HALF).eps
-
-
-def test_double_precision_agrees_to_its_own_rounding():
-    assert_same_training(*reversed(both_ways(lambda **way: run("64-true", **way))))

@@ -27,19 +27,7 @@ def replica_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("replica-")]
 
 
-def test_fit_again_continues():
-    def run(**way):
-        trained = train(seeded(Evaluated), **way, val_loader=batches(19), max_epochs=2)
-        trained.trainer.fit_loop.max_epochs = 4
-        trained.trainer.fit(trained.module, batches(), batches(19))
-        return trained
-
-    single, parallel = both_ways(run)
-    assert single.trainer.global_step == 16
-    assert_same_training(parallel, single)
-
-
-def test_fit_then_validate_test_and_predict():
+def test_fit_validate_test_predict_and_fit_again():
     def run(**way):
         trained = train(seeded(Evaluated), **way, val_loader=batches(19), max_epochs=2)
         trainer = trained.trainer
@@ -48,11 +36,12 @@ def test_fit_then_validate_test_and_predict():
             trainer.test(trained.module, batches(21), verbose=False),
             trainer.predict(trained.module, batches(19)),
         ]
-        trained.trainer.fit_loop.max_epochs = 4
-        trained.trainer.fit(trained.module, batches(), batches(19))
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(trained.module, batches(), batches(19))
         return trained, results
 
     (single, expected), (parallel, found) = both_ways(run)
+    assert single.trainer.global_step == 16
     assert_same_training(parallel, single)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert not replica_threads()
@@ -99,21 +88,8 @@ def test_the_sanity_check_leaves_nothing_behind():
 
 
 class Stopping(Callback):
-    def __init__(self, step):
-        self.step = step
-
     def on_train_batch_end(self, trainer, *args):
-        trainer.should_stop = trainer.global_step >= self.step
-
-
-@pytest.mark.parametrize("minimum", [{}, {"min_epochs": 2}])
-def test_should_stop_ends_training(minimum):
-    def run(**way):
-        return train(seeded(Evaluated), **way, val_loader=batches(19), callbacks=[Stopping(3)], max_epochs=5, **minimum)
-
-    single, parallel = both_ways(run)
-    assert_same_training(parallel, single)
-    assert single.trainer.global_step < 20
+        trainer.should_stop = trainer.global_step >= 3
 
 
 class StoppingInside(Evaluated):
@@ -123,13 +99,21 @@ class StoppingInside(Evaluated):
         return super().training_step(batch, batch_idx)
 
 
-def test_should_stop_may_be_set_inside_of_a_step():
+@pytest.mark.parametrize(
+    ("build", "options", "steps"),
+    [
+        (Evaluated, {"callbacks": [Stopping()]}, 3),
+        (Evaluated, {"callbacks": [Stopping()], "min_epochs": 2}, 8),
+        (StoppingInside, {}, 4),
+    ],
+)
+def test_should_stop_ends_training(build, options, steps):
     def run(**way):
-        return train(seeded(StoppingInside), **way)
+        return train(seeded(build), **way, val_loader=batches(19), max_epochs=5, **options)
 
     single, parallel = both_ways(run)
     assert_same_training(parallel, single)
-    assert single.trainer.global_step == 4
+    assert single.trainer.global_step == steps
 
 
 class Failing(Evaluated):
