@@ -83,7 +83,7 @@ def test_counts_in_buffers_are_warned_about_once():
     merger = BufferMerger(replicas)
     replicas[0].module[0].count += 3
     replicas[1].module[0].count += 6
-    with pytest.warns(UserWarning, match=r"buffer `0.count` .* keeps that of the first replica"):
+    with pytest.warns(UserWarning, match=r"buffer `0.count` .* keeps the buffer of the first replica"):
         merger.merge([0, 1], [2, 6])
     assert net[0].count == 3
     merger.merge([0, 1], [2, 6])

@@ -161,11 +161,13 @@ class CalledTwice(Measured):
     def __init__(self):
         super().__init__()
         self.weighted, self.unweighted, self.samples, self.uneven = Weighted(), Weighted(), Uneven(), Uneven()
+        self.twice = torchmetrics.MeanSquaredError()
 
     def training_step(self, batch, batch_idx):
         features, labels = batch
         for factor in (1.0, 2.0):
-            value = self.weighted(factor * features[:, 0], [features[:, 1], features[:, 2].abs()])
+            self.weighted(factor * features[:, 0], [features[:, 1], features[:, 2].abs()])
+            value = self.twice(factor * features[:, 0], features[:, 1])
             self.unweighted(factor * features[:, 0], [features[:, 1], None])
             self.samples(features[:, 0], list(factor * features[:, 1]))
             self.uneven(features[:, 0], list(factor * features[features[:, 3] > 0, 1]))

@@ -209,21 +209,20 @@ def test_uninitialised_parameters_are_refused():
 def test_a_parameter_that_a_step_changes_in_place_is_refused_by_name():
     net = Net()
     replicas = replicate(net)
-    versions = replicas.versions([0, 1])
-    replicas.check_untouched(versions, "training_step")
-    with torch.no_grad():
+    with (
+        pytest.raises(UnsupportedFeatureError, match=r"parameter `second\.weight` was changed in place inside"),
+        replicas.refuse_changed_parameters([0, 1], "training_step"),
+        torch.no_grad(),
+    ):
         replicas[1].module.second.weight.mul_(0.5)
-    with pytest.raises(UnsupportedFeatureError, match=r"parameter `second\.weight` was changed in place inside"):
-        replicas.check_untouched(versions, "training_step")
 
 
 def test_freezing_in_a_step_is_taken_over():
     net = Net()
     replicas = replicate(net)
-    versions = replicas.versions([0, 1])
-    for replica in replicas:
-        replica.module.first.requires_grad_(False)
-    replicas.check_untouched(versions, "training_step")
+    with replicas.refuse_changed_parameters([0, 1], "training_step"):
+        for replica in replicas:
+            replica.module.first.requires_grad_(False)
     assert not net.first.weight.requires_grad
 
 
