@@ -38,19 +38,14 @@ def test_attributes_set_on_the_module_reach_every_replica(mirrored):
     module.layer.note = "new"
     module.fresh = [1]
     del module.calls
+    module.eval()
     mirror.push()
+    assert not any(part.training for replica in replicas for part in replica.module.modules())
     for replica in replicas:
         assert replica.module.scale == 3.0
         assert replica.module.layer.note == "new"
         assert replica.module.fresh == [1]
         assert not hasattr(replica.module, "calls")
-
-
-def test_modes_reach_every_replica(mirrored):
-    module, replicas, mirror = mirrored
-    module.eval()
-    mirror.push()
-    assert not any(part.training for replica in replicas for part in replica.module.modules())
 
 
 def test_containers_that_were_rewritten_follow_changes_in_place(mirrored):
@@ -60,26 +55,33 @@ def test_containers_that_were_rewritten_follow_changes_in_place(mirrored):
     assert replicas[1].module.registry["again"] is replicas[1].module.layer
 
 
-def test_appended_entries_come_back_in_the_order_of_the_replicas(mirrored):
+@pytest.mark.parametrize("owner", [lambda module: module, lambda module: module.layer])
+def test_appended_entries_come_back_in_the_order_of_the_replicas(mirrored, owner):
     module, replicas, mirror = mirrored
-    module.outputs.append("before")
+    owner(module).outputs = ["before"]
     mirror.push()
-    replicas[1].module.outputs.append("b")
-    replicas[0].module.outputs.append("a")
-    assert replicas[0].module.outputs == ["before", "a"]
+    owner(replicas[1].module).outputs.append("b")
+    owner(replicas[0].module).outputs.append("a")
+    assert owner(replicas[0].module).outputs == ["before", "a"]
     mirror.pull([0, 1], [2, 6])
-    assert module.outputs == ["before", "a", "b"]
+    assert owner(module).outputs == ["before", "a", "b"]
+    # Hooks that run in the backward pass still append to it.
+    assert owner(replicas[0].module).outputs is owner(module).outputs
     mirror.push()
-    assert replicas[1].module.outputs == ["before", "a", "b"]
+    assert owner(replicas[1].module).outputs == ["before", "a", "b"]
 
 
-def test_a_counter_that_every_replica_advances_comes_back(mirrored):
+def test_counters_of_steps_come_back_and_counters_of_samples_are_added_up(mirrored):
     module, replicas, mirror = mirrored
-    mirror.push()
-    for replica in replicas:
-        replica.module.calls += 1
-    mirror.pull([0, 1], [2, 6])
-    assert module.calls == 1
+    module.steps = 0
+    for sizes, total in (([4, 4], 8), ([1, 1], 10), ([2, 6], 18)):
+        mirror.push()
+        for replica, size in zip(replicas, sizes, strict=True):
+            replica.module.steps += 1
+            replica.module.calls += size
+        mirror.pull([0, 1], sizes)
+        assert module.calls == total
+    assert module.steps == 3
 
 
 def test_values_that_disagree_stay_with_their_replicas_until_they_are_set_again(mirrored):
@@ -102,61 +104,24 @@ def test_values_that_disagree_stay_with_their_replicas_until_they_are_set_again(
     assert [replica.module.scale for replica in replicas] == [None, None]
 
 
-def test_a_new_attribute_of_a_step_is_warned_about(mirrored):
-    _, replicas, mirror = mirrored
-    mirror.push()
-    replicas[0].module.features = torch.zeros(2)
-    with pytest.warns(UserWarning, match=r"`self.features` was set inside a step"):
-        mirror.pull([0], [4])
-
-
-def test_counters_of_samples_are_added_up(mirrored):
-    module, replicas, mirror = mirrored
-    for sizes, total in (([4, 4], 8), ([1, 1], 10)):
-        mirror.push()
-        for replica, size in zip(replicas, sizes, strict=True):
-            replica.module.calls += size
-        mirror.pull([0, 1], sizes)
-        assert module.calls == total
-
-
-def test_what_a_step_sets_on_a_submodule_is_warned_about(mirrored):
-    _, replicas, mirror = mirrored
-    mirror.push()
-    replicas[1].module.layer.attention = torch.zeros(2)
-    with pytest.warns(UserWarning, match=r"`self.layer.attention` was set inside a step"):
-        mirror.pull([0, 1], [2, 6])
-
-
-def test_lists_of_submodules_are_collected_in_order(mirrored):
-    module, replicas, mirror = mirrored
-    module.layer.seen = []
-    mirror.push()
-    replicas[1].module.layer.seen.append("b")
-    replicas[0].module.layer.seen.append("a")
-    mirror.pull([0, 1], [2, 6])
-    assert module.layer.seen == ["a", "b"]
-    assert replicas[0].module.layer.seen is module.layer.seen
-
-
-@pytest.mark.parametrize("change", [lambda items: items.clear(), lambda items: items.__setitem__(0, "other")])
-def test_a_list_that_is_changed_in_another_way_is_warned_about(mirrored, change):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda module: module.outputs.clear(), "`self.outputs` was changed inside a step other than by appending"),
+        (lambda module: module.outputs.reverse(), "`self.outputs` was changed inside a step other than by appending"),
+        (lambda module: setattr(module, "outputs", ["new"]), "`self.outputs` was set inside a step, to another list"),
+        (lambda module: setattr(module, "features", torch.zeros(2)), "`self.features` was set inside a step"),
+        (lambda module: setattr(module.layer, "attention", 1), "`self.layer.attention` was set inside a step"),
+    ],
+)
+def test_a_change_that_has_no_single_meaning_is_warned_about(mirrored, change, message):
     module, replicas, mirror = mirrored
     module.outputs.extend(["one", "two"])
     mirror.push()
-    change(replicas[0].module.outputs)
-    with pytest.warns(UserWarning, match=r"`self.outputs` was changed inside a step other than by appending"):
+    change(replicas[0].module)
+    with pytest.warns(UserWarning, match=message):
         mirror.pull([0, 1], [2, 6])
     assert module.outputs == ["one", "two"]
-
-
-def test_a_list_that_is_replaced_is_warned_about(mirrored):
-    module, replicas, mirror = mirrored
-    mirror.push()
-    replicas[0].module.outputs = ["new"]
-    with pytest.warns(UserWarning, match=r"`self.outputs` was set inside a step, to another list"):
-        mirror.pull([0, 1], [2, 6])
-    assert module.outputs == []
 
 
 def test_hooks_registered_later_run_on_the_replica(mirrored):
@@ -195,9 +160,7 @@ def test_tensors_that_were_changed_in_place_reach_other_devices():
 def test_weights_that_hooks_compute_from_parameters_are_no_state():
     module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)), nn.Linear(2, 2))
     nn.utils.prune.l1_unstructured(module[1], "weight", 0.5)
-    replicas = Replicas(module, [CPU, CPU])
-    replicas.refresh()
-    mirror = AttributeMirror(replicas)
+    _, replicas, mirror = mirror_of(module)
     mirror.push()
     for replica in replicas:
         replica.module(torch.randn(4, 3))
@@ -208,9 +171,7 @@ def test_weights_that_hooks_compute_from_parameters_are_no_state():
 def test_a_list_that_leads_to_parts_of_the_module_is_not_taken_for_a_changed_one(recwarn):
     module = Module()
     module.parts = [module.layer, {"weight": module.layer.weight}]
-    replicas = Replicas(module, [CPU, CPU])
-    replicas.refresh()
-    mirror = AttributeMirror(replicas)
+    module, replicas, mirror = mirror_of(module)
     for _ in range(2):
         mirror.push()
         assert replicas[1].module.parts[0] is replicas[1].module.layer
