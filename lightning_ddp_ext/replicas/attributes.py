@@ -179,12 +179,8 @@ class AttributeMirror:
         for place, values in set_values.items():
             self._pull_value(place, values, sizes)
         for place, dictionary in self._dictionaries.items():
-            message = self._message(
-                place, "was changed inside a step, where each replica has a copy; the copies do not reach the module"
-            )
-            is_watched = self._is_users(*place) and message not in self._warnings
-            if is_watched and any(map(dictionary.is_written, active)):
-                self._warnings.warn(message)
+            if self._is_users(*place) and any(map(dictionary.is_written, active)):
+                self._warn(place, "was changed inside a step, where each replica has a copy; the copies are not merged")
         self._versions = {place: self._version(place) for place in self._versions}  # a step's changes stay there
         self._pushed, self._origins = [], []
 

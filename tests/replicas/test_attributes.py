@@ -213,7 +213,7 @@ def test_a_replica_reads_the_entries_that_it_has_stored_and_a_warning_names_the_
     assert module.features == {"scale": 2.0}
     messages = sorted(str(warning.message) for warning in recwarn.list)
     assert [message.split()[0] for message in messages] == ["`self.direct`", "`self.features`"]
-    assert all("the copies do not reach the module" in message for message in messages)
+    assert all("the copies are not merged" in message for message in messages)
 
 
 @pytest.mark.parametrize(

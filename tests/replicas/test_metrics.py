@@ -326,30 +326,22 @@ class Weighted(torchmetrics.Metric):
         return self.total / self.weight
 
 
-class Uneven(Weighted):
-    """Is given a list of tensors that are no columns, one entry for each value above zero."""
-
-    def update(self, prediction, values):
-        self.total = self.total + torch.stack([*values, prediction.sum() * 0]).sum()
-        self.weight = self.weight + len(values)
-
-
 class CalledTwice(Collecting):
-    names = ("weighted", "unweighted", "samples", "uneven", "twice")
+    names = ("columns", "samples", "twice", "total")
 
     def __init__(self):
         super().__init__()
-        self.weighted, self.unweighted, self.samples, self.uneven = Weighted(), Weighted(), Uneven(), Uneven()
-        self.twice = torchmetrics.MeanSquaredError()
+        self.columns, self.samples = Weighted(), Weighted()
+        self.twice, self.total = torchmetrics.MeanSquaredError(), torchmetrics.SumMetric()
 
     def training_step(self, batch, batch_idx):
         features, labels = batch
         for factor in (1.0, 2.0):
-            self.weighted(factor * features[:, 0], [features[:, 1], features[:, 2].abs()])
+            self.columns(factor * features[:, 0], [features[:, 1], features[:, 2].abs()])
+            for row in features:
+                self.samples(row[:1], [factor * row[1:2], None])
+            self.total(factor * features[:, 0])
             value = self.twice(factor * features[:, 0], features[:, 1])
-            self.unweighted(factor * features[:, 0], [features[:, 1], None])
-            self.samples(features[:, 0], list(factor * features[:, 1]))
-            self.uneven(features[:, 0], list(factor * features[features[:, 3] > 0, 1]))
         self.log("second", value, on_step=True, on_epoch=True)
         return functional.cross_entropy(self.network(features), labels)
 

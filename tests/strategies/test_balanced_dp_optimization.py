@@ -193,36 +193,17 @@ def test_an_optimizer_may_move_the_parameters_between_two_closures():
     assert len(single.gradients.after_backward) == 24
 
 
-class AdaHessian(torch.optim.SGD):
-    """Divides by the row sums of the Hessian, which it takes from the graph of the gradients."""
-
-    def step(self, closure):
-        loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters]
-        slopes = torch.autograd.grad(gradients, parameters, [torch.ones_like(p) for p in parameters])
-        with torch.no_grad():
-            for p, gradient, slope in zip(parameters, gradients, slopes, strict=True):
-                p -= 0.1 * gradient / (1 + slope.abs())
-                p.grad = None
-        return loss
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_an_optimizer_that_differentiates_gradients_is_refused_at_the_first_backward_pass():
+def test_a_graph_of_the_gradients_is_refused_at_the_first_backward_pass():
     class SecondOrder(Classifier):
         def backward(self, loss, *args, **kwargs):
             loss.backward(create_graph=True)
 
-    def run(**arguments):
-        module = seeded(lambda: SecondOrder(AdaHessian))
-        return train(module, max_epochs=1, **arguments)
-
-    assert run().trainer.global_step == 4
+    assert train(seeded(SecondOrder), max_epochs=1).trainer.global_step == 4
     with pytest.raises(
         UnsupportedFeatureError, match=r"backward\(create_graph=True\).*AdaHessian, with `strategy=\"auto"
     ):
-        run(strategy=balanced([2, 6]), devices=2)
+        train(seeded(SecondOrder), balanced([2, 6]), 2, max_epochs=1)
 
 
 def slow_down(module):
