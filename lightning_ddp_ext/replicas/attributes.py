@@ -64,17 +64,16 @@ class _Dictionary:
 class AttributeMirror:
     """Pushes the master's attributes to the replicas before a step, and pulls what the step did to them.
 
-    A step's changes come back where they have one meaning: entries appended to lists, in the order of the replicas;
-    counters of samples, added up; scalars that every replica set to the same value. Any other value stays with its
-    replica until the master's changes; the master shows the first replica's. Entries of dictionaries stay with their
-    replica. Each of these losses is warned about once.
+    Changes with a single meaning come back: entries appended to lists, in the order of the replicas; counters of
+    samples, added up; scalars that every replica has set to the same value. Any other value stays with its replica
+    until the master's changes, and the master shows the first replica's. Entries of dictionaries stay with their
+    replica. A warning names each such attribute once.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._modules = [module for module, _ in replicas[0].modules]
-        names = {id(module): f"{name}." if name else "" for name, module in replicas.master.named_modules()}
-        self._names = [names[id(module)] for module in self._modules]
+        self._prefixes = replicas.prefixes
         self._sample_counters = SampleCounters()
         self._warnings = WarningCache()
         self._look()
@@ -250,7 +249,7 @@ class AttributeMirror:
 
     def _message(self, place: Place, what: str) -> str:
         return (
-            f"`self.{self._names[place[0]]}{place[1]}` {what}."
+            f"`self.{self._prefixes[place[0]]}{place[1]}` {what}."
             " Set it in a hook such as `on_train_batch_end`, append to a list, or use a metric."
         )
 

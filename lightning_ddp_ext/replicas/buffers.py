@@ -15,7 +15,7 @@ from lightning_ddp_ext.replicas.replica import Replicas
 
 
 class BufferMerger:
-    """Writes buffers that replicas have changed into the master's, with one warning where no rule fits.
+    """Writes buffers that replicas have changed into the master's, and warns once if no rule fits.
 
     Floating-point and complex buffers become the mean by samples, other buffers come from the first active replica, and
     counters of samples in modules without larger buffers are added up.
@@ -24,13 +24,12 @@ class BufferMerger:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._modules: list[nn.Module] = [module for module, _ in replicas[0].modules]
-        names = {id(module): f"{name}." if name else "" for name, module in replicas.master.named_modules()}
-        self._names = [names[id(module)] for module in self._modules]
+        self._prefixes = replicas.prefixes
         self._sample_counters = SampleCounters()
         self._warnings = WarningCache()
 
     def merge(self, active: Sequence[int], sizes: Sequence[int], merged: Set[int] = frozenset()) -> None:
-        """Merge the active replicas' buffers, except those of the master whose ids are in `merged` already."""
+        """Merge the active replicas' buffers, except buffers of the master whose ids are in `merged`."""
         done = set(merged)
         with torch.inference_mode(False), torch.no_grad():
             for position, module in enumerate(self._modules):
@@ -53,7 +52,7 @@ class BufferMerger:
         changed = [value for value in present if not same_values(value, buffer)]
         if not changed:
             return
-        full_name = self._names[position] + name
+        full_name = self._prefixes[position] + name
         # A number beside a larger buffer may be the place in a queue where the next entry goes.
         is_alone = all(other is None or other.numel() <= 1 for other in module._buffers.values())
         if is_alone and self._counts_samples(full_name, buffer, present, sizes):

@@ -146,7 +146,7 @@ class References:
 
 
 class Replica:
-    """One copy of the master's module tree, with attributes, leaf parameters, buffers and metrics of its own.
+    """One copy of the master's module tree: attributes, leaf parameters, buffers and metrics.
 
     On the master's device the parameters alias the master's storage, elsewhere they are copies.
     """
@@ -190,21 +190,16 @@ class Replica:
         self.modules.append((original, own))
 
     def _fill(self, original: nn.Module, own: nn.Module) -> None:
-        def counterpart(part: Any, make: Callable[[Any], Any]) -> Any:
-            if part is None:
-                return None
-            found = self.references.find(part)
-            return make(part) if found is None else found
-
-        own.__dict__["_modules"] = type(original._modules)(
-            (name, counterpart(child, lambda child: child)) for name, child in original._modules.items()
-        )
-        own.__dict__["_parameters"] = type(original._parameters)(
-            (name, counterpart(parameter, self._add_parameter)) for name, parameter in original._parameters.items()
-        )
-        own.__dict__["_buffers"] = type(original._buffers)(
-            (name, counterpart(buffer, self._add_buffer)) for name, buffer in original._buffers.items()
-        )
+        makers: dict[str, Callable[[Any], Any]] = {
+            "_modules": lambda child: child,
+            "_parameters": self._add_parameter,
+            "_buffers": self._add_buffer,
+        }
+        for kind, make in makers.items():
+            own.__dict__[kind] = parts = type(original.__dict__[kind])()
+            for name, part in original.__dict__[kind].items():
+                found = self.references.find(part)
+                parts[name] = make(part) if found is None and part is not None else found
 
     def _add_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         data = parameter.detach()
@@ -234,7 +229,7 @@ class Replica:
                 leaf.requires_grad_(parameter.requires_grad)
         if self.device != self._home:
             for parameter, leaf in self.parameters:
-                if parameter.shape != leaf.shape or parameter.dtype != leaf.dtype:
+                if _form(parameter) != _form(leaf):
                     leaf.data = torch.empty_like(parameter, device=self.device)
             sent = send_all([parameter.detach() for parameter in originals], self.device)
             copy_all_([leaf.detach() for leaf in leaves], sent)
@@ -252,18 +247,17 @@ class Replica:
                 target = own._buffers.get(name)
                 if buffer is None:
                     own._buffers[name] = None
-                elif (
-                    target is None
-                    or target.shape != buffer.shape
-                    or target.dtype != buffer.dtype
-                    or target.is_inference()
-                ):
+                elif target is None or _form(target) != _form(buffer) or target.is_inference():
                     own._buffers[name] = buffer.detach().clone().to(self.device)
                 else:
                     sources.append(buffer)
                     targets.append(target)
         if targets:
             copy_all_(targets, send_all(sources, self.device))
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _copy_metric(metric: Metric | MetricCollection, device: torch.device) -> Metric | MetricCollection:
@@ -298,6 +292,12 @@ class Replicas(Sequence[Replica]):
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas)
+
+    @property
+    def prefixes(self) -> list[str]:
+        """Name of each replicated module, with the dot that an attribute's name follows."""
+        names = {id(module): f"{name}." if name else "" for name, module in self.master.named_modules()}
+        return [names[id(module)] for module, _ in self._replicas[0].modules]
 
     def refresh(self) -> bool:
         """Give every replica the master's structure, parameters and buffers; return True if replicas were rebuilt."""

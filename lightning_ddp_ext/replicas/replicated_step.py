@@ -49,16 +49,12 @@ def _actions_named_by_replica(profiler: Profiler) -> Iterator[None]:
 
         return call
 
-    before = dict(vars(profiler))
     # On the instance, because code inside a step reaches the profiler by many ways.
     vars(profiler).update(start=named(profiler.start), stop=named(profiler.stop))
     try:
         yield
     finally:
-        for method in ("start", "stop"):
-            vars(profiler).pop(method)
-            if method in before:
-                vars(profiler)[method] = before[method]
+        del vars(profiler)["start"], vars(profiler)["stop"]
 
 
 @dataclass(slots=True)
@@ -107,8 +103,8 @@ class ScatteredBatch:
 class ReplicatedModule:
     """Runs the steps of a LightningModule, the master, on its replicas.
 
-    The master itself never runs in a worker thread, so it is never half changed; what a step does to replicas - logged
-    values, metrics, buffers, attributes - is merged into it when all have finished.
+    The master itself never runs in a worker thread, so it is never half changed. Logged values, metrics, buffers and
+    attributes of the replicas are merged into it when all have finished.
     """
 
     def __init__(
