@@ -76,6 +76,7 @@ class AttributeMirror:
         self._prefixes = replicas.prefixes
         self._sample_counters = SampleCounters()
         self._warnings = WarningCache()
+        self._dictionaries: dict[Place, _Dictionary] = {}
         self._look()
 
     def _look(self) -> None:
@@ -98,11 +99,14 @@ class AttributeMirror:
         ]
         self._hooks = [module.__dict__[name] for module in self._modules for name in HOOKS]
         self._hook_ids = [*chain.from_iterable(self._hooks)]
-        self._dictionaries: dict[Place, _Dictionary] = {}
+        known, self._dictionaries = self._dictionaries, {}
         for position, name, value in places:
             if type(value) in DICTIONARIES and name not in HOOKS:
                 copies = [replica.modules[position][1].__dict__[name] for replica in self._replicas]
-                if copies[0] is not value:
+                mirrored = known.get((position, name))
+                if mirrored is not None and mirrored.source is value and mirrored.copies[0] is copies[0]:
+                    self._dictionaries[position, name] = mirrored
+                elif copies[0] is not value:
                     self._dictionaries[position, name] = _Dictionary(value, copies)
         # Replicas on other devices have copies of plain tensors, which do not follow changes in place.
         on_one_device = len({replica.device for replica in self._replicas}) == 1

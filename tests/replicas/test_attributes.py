@@ -251,7 +251,7 @@ def test_entries_stay_with_their_replica_until_the_dictionary_changes_on_the_mod
     with pytest.warns(UserWarning, match=r"`self.features` was changed inside a step"):
         mirror.pull([0, 1], [1, 1])
     assert states() == [0, 1]
-    module.features["state"] = 5
+    module.features["state"], module.other = 5, "also new"
     assert states() == [5, 5]
     module.features = {"state": [1]}
     assert states() == [[1], [1]]
