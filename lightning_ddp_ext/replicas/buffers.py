@@ -1,11 +1,11 @@
 """Buffers of replicas, batch normalisation statistics among them."""
 
-import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation
@@ -15,67 +15,59 @@ from lightning_ddp_ext.replicas.replica import Replicas
 
 
 class BufferMerger:
-    """Writes the replicas' buffers into the master's.
+    """Writes buffers that replicas have changed into the master's, and warns once if no rule fits.
 
-    Floating-point and complex buffers that replicas have changed become the weighted mean of the replicas', integer
-    buffers come from the first active replica. Counters of samples, which each replica has raised by as much as it had,
-    are added up, in modules without larger buffers. Where replicas disagree on another buffer than those of
-    normalisation layers, a warning names it once: a count or a queue, say, is not a mean.
-
-    Args:
-        replicas: The replicas, just built.
+    Floating-point and complex buffers become the mean by samples, other buffers come from the first active replica, and
+    counters of samples in modules without larger buffers are added up.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._modules: list[nn.Module] = [module for module, _ in replicas[0].modules]
-        names = {id(module): name for name, module in replicas.master.named_modules()}
-        self._names = [f"{names[id(module)]}." if names[id(module)] else "" for module in self._modules]
+        self._prefixes = replicas.prefixes
         self._sample_counters = SampleCounters()
-        self._warned: set[str] = set()
+        self._warnings = WarningCache()
 
     def merge(self, active: Sequence[int], sizes: Sequence[int], merged: Set[int] = frozenset()) -> None:
-        """Merge what a step has changed.
-
-        Args:
-            active: Indices of the replicas that took part.
-            sizes: Samples of each of them.
-            merged: Ids of buffers of the master that hold the values of the whole batch already.
-        """
+        """Merge the active replicas' buffers, except buffers of the master whose ids are in `merged`."""
         done = set(merged)
         with torch.inference_mode(False), torch.no_grad():
             for position, module in enumerate(self._modules):
                 own = [self._replicas[index].modules[position][1]._buffers for index in active]
                 for name in own[0]:
                     buffer = module._buffers.get(name)
-                    if id(buffer) not in done:  # nor does another module hold it as well
+                    if id(buffer) not in done:  # two modules may hold the same buffer
                         done |= set() if buffer is None else {id(buffer)}
-                        values = [buffers.get(name) for buffers in own]
-                        self._merge_one(position, module, name, values, sizes)
+                        self._merge_one(position, name, [buffers.get(name) for buffers in own], sizes)
 
-    def _merge_one(
-        self, position: int, module: nn.Module, name: str, values: Sequence[Tensor | None], sizes: Sequence[int]
-    ) -> None:
+    def _merge_one(self, position: int, name: str, values: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+        module = self._modules[position]
         buffer = module._buffers.get(name)
         present = [value.to(self._replicas[0].device) for value in values if value is not None]
         if len(present) < len(values) or buffer is None or any(value.shape != buffer.shape for value in present):
-            # A step may create a buffer, drop it or give it another shape: what the first replica has counts.
+            # A step may create a buffer, drop it or give it another shape: the first replica decides.
             if values[0] is not None or buffer is not None:
                 module._buffers[name] = None if values[0] is None else present[0].clone()
             return
         changed = [value for value in present if not same_values(value, buffer)]
         if not changed:
             return
-        # One beside a larger buffer may well be the place in a queue where the next entry goes.
+        full_name = self._prefixes[position] + name
+        # A number beside a larger buffer may be the place in a queue where the next entry goes.
         is_alone = all(other is None or other.numel() <= 1 for other in module._buffers.values())
-        if is_alone and self._counts_samples(self._names[position] + name, buffer, present, sizes):
+        if is_alone and self._counts_samples(full_name, buffer, present, sizes):
             buffer += sum(sizes)
             return
         if len(changed) < len(present) or any(not same_values(value, present[0]) for value in present[1:]):
-            # A mean is exact for statistics of instances; those of batches are merged already, if calls were seen.
+            has_mean = buffer.is_floating_point() or buffer.is_complex()
+            # A mean is exact for instance statistics; batch statistics are merged already, if calls were seen.
             if not isinstance(module, Normalisation) or isinstance(module, BatchNorm):
-                self._warn(self._names[position] + name, _has_mean(buffer))
-            if _has_mean(buffer):
+                kept = "their mean by samples" if has_mean else "the buffer of the first replica with samples"
+                self._warnings.warn(
+                    f"buffer `{full_name}` was changed differently by each replica; the module keeps {kept}. For a"
+                    " count, a queue or a maximum use a metric, or change it in a hook such as `on_train_batch_end`."
+                )
+            if has_mean:
                 _write_mean(buffer, present, [size / sum(sizes) for size in sizes])
                 return
         buffer.copy_(present[0])
@@ -85,21 +77,6 @@ class BufferMerger:
             return False
         return self._sample_counters.recognise(name, [(value - buffer).item() for value in values], sizes)
 
-    def _warn(self, name: str, has_mean: bool) -> None:
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        kept = "their mean by samples" if has_mean else "that of the first replica with samples"
-        warnings.warn(
-            f"buffer `{name}` was changed differently by each replica; the module keeps {kept}. For a count, a queue or"
-            " a maximum use a metric, or change it in a hook such as `on_train_batch_end`.",
-            stacklevel=2,
-        )
-
-
-def _has_mean(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() or buffer.is_complex()
-
 
 def _write_mean(buffer: Tensor, values: Sequence[Tensor], factors: Sequence[float]) -> None:
     mean = torch.zeros_like(buffer)
@@ -107,47 +84,58 @@ def _write_mean(buffer: Tensor, values: Sequence[Tensor], factors: Sequence[floa
     for value, factor in zip(values, factors, strict=True):
         mean.add_(value, alpha=factor)
         untouched &= (value == buffer) | ((value != value) & (buffer != buffer))
-    # Elements that nobody has changed keep every bit, infinities among them.
+    # Elements that no replica has changed keep every bit, infinities among them.
     buffer.copy_(torch.where(untouched, buffer, mean))
 
 
-_STATISTICS = ("running_mean", "running_var")
+def _statistics(layer: Any) -> list[Tensor]:
+    return [layer.running_mean, layer.running_var]
 
 
 @dataclass(slots=True)
 class _Call:
-    """One forward pass of a layer on one replica.
-
-    Attributes:
-        values: How many values per channel the layer saw.
-        momentum: What the call counts in the running statistics.
-        before: The running statistics before the call.
-    """
+    """One forward pass of a layer on one replica: values per channel, momentum, and the statistics before it."""
 
     values: int
     momentum: float
     before: list[Tensor]
 
 
+@dataclass(slots=True)
+class _Layer:
+    """A batch normalisation layer of the master, with the copies of all replicas and their calls in a step."""
+
+    master: Any
+    copies: list[Any]
+    calls: list[list[_Call]]
+
+    def first_caller(self, active: Sequence[int], call: int) -> int:
+        """Return the first replica that made a call with this number."""
+        return next(index for index in active if call < len(self.calls[index]))
+
+    def after(self, index: int, call: int) -> list[Tensor]:
+        """Return the running statistics of a replica after a call."""
+        calls = self.calls[index]
+        return calls[call + 1].before if call + 1 < len(calls) else _statistics(self.copies[index])
+
+
 class BatchNormObserver:
-    """Sees what the replicas' batch normalisation layers see.
+    """Observes calls of the replicas' batch normalisation layers and merges their running statistics.
 
-    A layer normalises each chunk by itself, and refuses a chunk with a single value per channel while training. Its
-    running statistics follow from those of the chunks: the mean from their means, the variance from the variances
-    within the chunks and the variance between their means (the law of total variance).
-
-    Args:
-        replicas: The replicas, just built.
+    A layer normalises each chunk by itself, and refuses a chunk with a single value per channel while training. The
+    statistics of the whole batch follow from the chunks' by the law of total variance.
     """
 
     def __init__(self, replicas: Replicas) -> None:
-        self._layers: list[Any] = [module for module in replicas.master.modules() if isinstance(module, BatchNorm)]
-        self._copies: list[list[Any]] = [[r.references.find(layer) for layer in self._layers] for r in replicas]
-        self._calls: list[list[list[_Call]]] = [[[] for _ in self._layers] for _ in replicas]
+        masters: list[Any] = [module for module in replicas.master.modules() if isinstance(module, BatchNorm)]
+        self._layers = [
+            _Layer(master, [replica.references.find(master) for replica in replicas], [[] for _ in replicas])
+            for master in masters
+        ]
         self._values_per_sample: set[int] = set()
-        for copies, calls in zip(self._copies, self._calls, strict=True):
-            for copy, own in zip(copies, calls, strict=True):
-                self._observe(copy, own)
+        for layer in self._layers:
+            for copy, calls in zip(layer.copies, layer.calls, strict=True):
+                self._observe(copy, calls)
 
     def _observe(self, layer: Any, calls: list[_Call]) -> None:
         original = layer.forward
@@ -160,124 +148,102 @@ class BatchNormObserver:
                 values = input.numel() // input.size(1)
                 self._values_per_sample.add(values // input.size(0))
                 if layer.running_mean is not None:
-                    before = [getattr(layer, name).clone() for name in _STATISTICS]
-                    calls.append(_Call(values, _momentum(layer), before))
+                    calls.append(_Call(values, _momentum(layer), [one.clone() for one in _statistics(layer)]))
             return original(input, *args, **kwargs)
 
-        # As an instance attribute: a hook would be shared with the master.
+        # As an instance attribute, because the hooks of replicas are replaced when the master's change.
         layer.__dict__["forward"] = forward
 
     def refuses_single_samples(self) -> bool:
-        """Tell whether a chunk of one sample would raise an error now; the first batch shows which layers do."""
-        if not any(layer.training or layer.running_mean is None for layer in self._layers):
+        """Return True if a chunk of one sample would raise an error now, as the first batch shows."""
+        if not any(layer.master.training or layer.master.running_mean is None for layer in self._layers):
             return False
         return not self._values_per_sample or 1 in self._values_per_sample
 
     def forget(self) -> None:
         """Forget the calls of the last step; activation checkpointing adds some in its backward pass."""
-        for calls in self._calls:
-            for own in calls:
-                own.clear()
+        for layer in self._layers:
+            for calls in layer.calls:
+                calls.clear()
 
     def merge(self, active: Sequence[int], sizes: Sequence[int]) -> set[int]:
-        """Write the running statistics of the whole batch into the master.
+        """Write the whole batch's running statistics into the master, and return the ids of these buffers.
 
-        Args:
-            active: Indices of the replicas that took part.
-            sizes: Number of samples of each of them.
-
-        Returns:
-            Ids of the master's buffers that are merged now. Those of layers that compiled code has called more than
-            once are not.
+        Layers that compiled code has called more than once are left to the `BufferMerger`.
         """
-        for index, size in zip(active, sizes, strict=True):
-            self._add_compiled_calls(index, size)
-        groups: dict[tuple[torch.dtype, int], list[int]] = {}
+        groups: dict[tuple[torch.dtype, int], list[_Layer]] = {}
         merged: set[int] = set()
         with torch.no_grad():
-            for position, layer in enumerate(self._layers):
-                calls = max(len(self._calls[index][position]) for index in active)
-                if calls == 0:
+            for layer in self._layers:
+                for index, size in zip(active, sizes, strict=True):
+                    _add_compiled_call(layer, index, size)
+                busiest = max(active, key=lambda index, layer=layer: len(layer.calls[index]))  # type: ignore[misc]
+                calls = layer.calls[busiest]
+                if not calls:
                     continue
-                merged |= {id(layer.running_mean), id(layer.running_var), id(layer.num_batches_tracked)}
-                busiest = max(active, key=lambda index: len(self._calls[index][position]))
-                if layer.num_batches_tracked is not None:
-                    layer.num_batches_tracked.copy_(self._copies[busiest][position].num_batches_tracked)
-                if self._calls[busiest][position][0].momentum:
-                    groups.setdefault((layer.running_mean.dtype, calls), []).append(position)
-            for (_, calls), positions in groups.items():
-                self._merge_group(active, positions, calls)
+                master = layer.master
+                merged |= {id(master.running_mean), id(master.running_var), id(master.num_batches_tracked)}
+                if master.num_batches_tracked is not None:
+                    master.num_batches_tracked.copy_(layer.copies[busiest].num_batches_tracked)
+                if calls[0].momentum:
+                    groups.setdefault((master.running_mean.dtype, len(calls)), []).append(layer)
+            for (_, calls_made), layers in groups.items():
+                _merge_statistics(layers, active, calls_made)
         return merged
 
-    def _add_compiled_calls(self, index: int, size: int) -> None:
-        for layer, copy, calls in zip(self._layers, self._copies[index], self._calls[index], strict=True):
-            values_per_sample = copy.__dict__.get("_values_per_sample")
-            if calls or values_per_sample is None or copy.running_mean is None or copy.num_batches_tracked is None:
-                continue
-            if int(copy.num_batches_tracked) - int(layer.num_batches_tracked) == 1:
-                before = [getattr(layer, name).to(copy.running_mean.device) for name in _STATISTICS]
-                calls.append(_Call(size * values_per_sample, _momentum(layer), before))
 
-    def _merge_group(self, active: Sequence[int], positions: Sequence[int], calls: int) -> None:
-        """Merge layers that were called equally often, all of their channels in one vector."""
-        layers = [self._layers[position] for position in positions]
-        channels = torch.tensor([layer.num_features for layer in layers])
-        device = layers[0].running_mean.device
+def _add_compiled_call(layer: _Layer, index: int, size: int) -> None:
+    copy, master, calls = layer.copies[index], layer.master, layer.calls[index]
+    values_per_sample = copy.__dict__.get("_values_per_sample")
+    if calls or values_per_sample is None or copy.running_mean is None or copy.num_batches_tracked is None:
+        return
+    if int(copy.num_batches_tracked) - int(master.num_batches_tracked) == 1:
+        before = [one.to(copy.running_mean.device) for one in _statistics(master)]
+        calls.append(_Call(size * values_per_sample, _momentum(master), before))
 
-        def spread(per_layer: Sequence[float]) -> Tensor:
-            return torch.tensor(per_layer, dtype=torch.float64).repeat_interleave(channels).to(device)
 
-        state: list[Tensor] = []
-        for call in range(calls):
-            leaders = [self._leader(active, position, call) for position in positions]
-            momentum = spread([self._calls[i][p][call].momentum for i, p in zip(leaders, positions, strict=True)])
-            state = state or self._around(leaders, positions, call, device)[0]
-            values: list[Tensor] = []
-            statistics: list[list[Tensor]] = []
-            for index in active:
-                made = [call < len(self._calls[index][position]) for position in positions]
-                # Where a replica has not made the call, that of another stands in, with no values.
-                sources = [index if own else leader for own, leader in zip(made, leaders, strict=True)]
-                own_calls = [self._calls[i][p][call] for i, p in zip(sources, positions, strict=True)]
-                values.append(spread([c.values if own else 0 for own, c in zip(made, own_calls, strict=True)]))
-                pairs = zip(*self._around(sources, positions, call, device), strict=True)
-                statistics.append([(after - (1 - momentum) * before) / momentum for before, after in pairs])
-            total = torch.stack(values).sum(0)
-            mean = torch.stack([n / total * own for n, (own, _) in zip(values, statistics, strict=True)]).sum(0)
-            squares = [
-                torch.where(n > 0, (n - 1) * variance + n * (own - mean) ** 2, 0.0)
-                for n, (own, variance) in zip(values, statistics, strict=True)
+def _merge_statistics(layers: Sequence[_Layer], active: Sequence[int], calls: int) -> None:
+    """Merge layers that were called equally often, with all of their channels in one vector."""
+    channels = torch.tensor([layer.master.num_features for layer in layers])
+    device = layers[0].master.running_mean.device
+
+    def spread(per_layer: Sequence[float]) -> Tensor:
+        return torch.tensor(per_layer, dtype=torch.float64).repeat_interleave(channels).to(device)
+
+    def join(statistics: Iterable[list[Tensor]]) -> list[Tensor]:
+        return [torch.cat([one.to(device) for one in kind]).double() for kind in zip(*statistics, strict=True)]
+
+    state: list[Tensor] = []
+    for call in range(calls):
+        callers = [layer.first_caller(active, call) for layer in layers]
+        firsts = [layer.calls[index][call] for layer, index in zip(layers, callers, strict=True)]
+        momentum = spread([first.momentum for first in firsts])
+        state = state or join(first.before for first in firsts)
+        chunks: list[tuple[Tensor, Tensor, Tensor]] = []
+        for index in active:
+            made = [call < len(layer.calls[index]) for layer in layers]
+            # Another replica's call stands in for a call that a replica has not made, with no values.
+            sources = [
+                (layer, index if own else caller) for layer, own, caller in zip(layers, made, callers, strict=True)
             ]
-            variance = torch.stack(squares).sum(0) / (total - 1)
-            state = [(1 - momentum) * state[0] + momentum * mean, (1 - momentum) * state[1] + momentum * variance]
-        for name, vector in zip(_STATISTICS, state, strict=True):
-            for layer, part in zip(layers, torch.split(vector, channels.tolist()), strict=True):
-                getattr(layer, name).copy_(part)
-
-    def _leader(self, active: Sequence[int], position: int, call: int) -> int:
-        """The first replica that made a call."""
-        return next(index for index in active if call < len(self._calls[index][position]))
-
-    def _around(
-        self, indices: Sequence[int], positions: Sequence[int], call: int, device: torch.device
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The running statistics of layers before and after a call, each layer's of the replica with its index."""
-        before: list[list[Tensor]] = []
-        after: list[list[Tensor]] = []
-        for index, position in zip(indices, positions, strict=True):
-            own, layer = self._calls[index][position], self._copies[index][position]
-            before.append(own[call].before)
-            is_last = call + 1 == len(own)
-            after.append([getattr(layer, name) for name in _STATISTICS] if is_last else own[call + 1].before)
-        vectors = [
-            [torch.cat([pair[which].to(device) for pair in pairs]).double() for which in range(len(_STATISTICS))]
-            for pairs in (before, after)
-        ]
-        return vectors[0], vectors[1]
+            seen = [layer.calls[source][call] for layer, source in sources]
+            values = spread([one.values if own else 0 for one, own in zip(seen, made, strict=True)])
+            before = join(one.before for one in seen)
+            after = join(layer.after(source, call) for layer, source in sources)
+            mean, variance = ((new - (1 - momentum) * old) / momentum for old, new in zip(before, after, strict=True))
+            chunks.append((values, mean, variance))
+        total = torch.stack([n for n, _, _ in chunks]).sum(0)
+        mean = torch.stack([n / total * own for n, own, _ in chunks]).sum(0)
+        squares = [torch.where(n > 0, (n - 1) * var + n * (own - mean) ** 2, 0.0) for n, own, var in chunks]
+        variance = torch.stack(squares).sum(0) / (total - 1)
+        state = [(1 - momentum) * old + momentum * new for old, new in zip(state, (mean, variance), strict=True)]
+    for kind, vector in enumerate(state):
+        for layer, part in zip(layers, torch.split(vector, channels.tolist()), strict=True):
+            _statistics(layer.master)[kind].copy_(part)
 
 
 def _momentum(layer: Any) -> float:
-    """What the next call counts in the running statistics; without a momentum they are a cumulative mean."""
+    """Return the weight of the next call in the running statistics; without a momentum they are a cumulative mean."""
     if layer.momentum is not None:
         return float(layer.momentum)
     return 0.0 if layer.num_batches_tracked is None else 1.0 / (int(layer.num_batches_tracked) + 1)

@@ -1,7 +1,6 @@
 """`self.log` in a step that several replicas run ends as one call, with one value for the whole batch."""
 
 import inspect
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +9,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ddp_ext.replicas.metrics import MetricFolder
+from lightning_ddp_ext.replicas.metrics import MetricMerger
 from lightning_ddp_ext.replicas.replica import Replicas
 
 _LOG = inspect.signature(LightningModule.log)
@@ -21,7 +21,8 @@ _LOG = inspect.signature(LightningModule.log)
 
 @dataclass(slots=True)
 class _Logged:
-    replica: int
+    weight: float
+    size: int
     value: Any
     options: dict[str, Any]
 
@@ -29,72 +30,55 @@ class _Logged:
 class LogReplay:
     """Records `log` on the replicas and repeats it once per key on the master, after the step.
 
-    Overrides of `log` run once, with the value of the whole batch. `log_dict` arrives here key by key.
-
-    Values of chunks are combined by the `reduce_fx` that they are logged with. Without one they are averaged by weight,
-    except whole numbers that were counted in each chunk, which are added up: integer tensors, and Python's integers if
-    replicas have logged different ones for the key, or the sizes of their chunks.
-
-    Args:
-        replicas: The replicas, just built.
-        metrics: Knows the master's metric for each replica's.
+    Overrides of `log` run once, with the value of the whole batch. `log_dict` arrives here key by key. Without
+    `reduce_fx`, values are averaged by weight, except for whole numbers that count samples of each chunk: integer
+    tensors, and Python's integers if they differ between replicas or equal the chunk sizes.
     """
 
-    def __init__(self, replicas: Replicas, metrics: MetricFolder) -> None:
+    def __init__(self, replicas: Replicas, metrics: MetricMerger) -> None:
         self._master: LightningModule = replicas.master  # type: ignore[assignment]
         self._metrics = metrics
         self._home = replicas[0].device
-        # Keys that were logged with a batch size of the whole batch, and which: on a small chunk it may be the chunk's.
+        # Keys logged with the batch size of the whole batch, with that size: it may also be the size of a small chunk.
         self._whole_batch_sizes: set[tuple[str, int]] = set()
-        # Keys that were logged with different batch sizes at once: the chunks' own, also where they agree by chance.
+        # Keys logged with different batch sizes at once: each chunk's size, also where the sizes agree by chance.
         self._own_sizes: set[str] = set()
-        # Keys of Python's integers: those that have differed between replicas, and those that were equal on all
-        # replicas without being the sizes of the chunks. A later epoch number may equal the size of a chunk by chance.
+        # Keys of Python's integers that have differed between replicas, and keys that were equal on all replicas
+        # without being chunk sizes. A later epoch number may equal a chunk size by chance.
         self._counts: set[str] = set()
         self._constants: set[str] = set()
-        self._warned: set[str] = set()
+        self._warnings = WarningCache()
         self._recorded = [_Recorder(replica.module) for replica in replicas]
 
-    def replay(self, active: Sequence[int], sizes: Sequence[int], weights: Sequence[float]) -> None:
-        """Log every recorded key once.
-
-        Args:
-            active: Indices of the replicas that ran the step, in order.
-            sizes: Chunk size of each of them.
-            weights: What each of their chunks counts in a mean.
-        """
+    def replay(self, active: Sequence[int], weights: Sequence[float], sizes: Sequence[int]) -> None:
+        """Log every key that the active replicas have recorded once; their chunks have these weights and sizes."""
         grouped: dict[tuple[str, int], list[_Logged]] = {}
-        for index in active:
+        for index, weight, size in zip(active, weights, sizes, strict=True):
             occurrence: Counter[str] = Counter()
             for name, value, options in self._recorded[index].calls:
-                grouped.setdefault((name, occurrence[name]), []).append(_Logged(index, value, options))
+                grouped.setdefault((name, occurrence[name]), []).append(_Logged(weight, size, value, options))
                 occurrence[name] += 1
             self._recorded[index].calls.clear()
-        size_of = dict(zip(active, sizes, strict=True))
-        weight_of = dict(zip(active, weights, strict=True))
         for (name, _), logged in grouped.items():
             if isinstance(logged[0].value, Metric):
                 self._master.log(name, self._metrics.original(logged[0].value), **logged[0].options)
-                continue
-            # A chunk that counts nothing may have logged a mean over nothing.
-            counted = [entry for entry in logged if weight_of[entry.replica]] or logged
-            given = [entry.options.get("batch_size") for entry in counted]
-            counts, batch_size = self._interpret(
-                name,
-                given,
-                [size_of[entry.replica] for entry in counted],
-                [weight_of[entry.replica] for entry in counted],
-            )
-            weights_of_values = counts or [weight_of[entry.replica] for entry in counted]
-            options = {**counted[0].options, "batch_size": batch_size}
-            values = [entry.value for entry in counted]
-            value = self._metrics.of_whole_batch(values[0])
-            if value is None and len(values) > 1 and all(map(_is_number, values)):
-                chunk_sizes = [size_of[entry.replica] for entry in counted]
-                reduction = _reduction(options) or self._default_reduction(name, values, chunk_sizes)
-                value = _combine(values, weights_of_values, reduction, self._home)
-            # Lightning refuses anything but one number, and names the key.
-            self._master.log(name, values[0] if value is None else value, **options)
+            else:
+                self._log_value(name, logged)
+
+    def _log_value(self, name: str, logged: Sequence[_Logged]) -> None:
+        # A chunk of zero weight may have logged a mean over nothing.
+        logged = [entry for entry in logged if entry.weight] or logged
+        batch_sizes = [entry.options.get("batch_size") for entry in logged]
+        weights, sizes = [entry.weight for entry in logged], [entry.size for entry in logged]
+        own_weights, batch_size = self._interpret(name, batch_sizes, sizes, weights)
+        options = {**logged[0].options, "batch_size": batch_size}
+        values = [entry.value for entry in logged]
+        value = self._metrics.of_whole_batch(values[0])
+        if value is None and len(values) > 1 and all(map(_is_number, values)):
+            reduction = _reduction(options) or self._default_reduction(name, values, sizes)
+            value = _combine(values, own_weights or weights, reduction, self._home)
+        # Lightning refuses anything but one number, and names the key.
+        self._master.log(name, values[0] if value is None else value, **options)
 
     def _default_reduction(self, name: str, values: Sequence[Any], chunk_sizes: Sequence[int]) -> str:
         if not all(map(_is_whole, values)):
@@ -127,18 +111,12 @@ class LogReplay:
         return name in self._counts or (are_sizes and name not in self._constants)
 
     def _warn(self, name: str, what: str) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(f"`self.log({name!r}, ...)` {what}", stacklevel=2)
+        self._warnings.warn(f"`self.log({name!r}, ...)` {what}")
 
     def _interpret(
         self, name: str, batch_sizes: Sequence[int | None], chunk_sizes: Sequence[int], weights: Sequence[float]
     ) -> tuple[list[float] | None, int]:
-        """Interpret the `batch_size` that replicas logged with.
-
-        Returns:
-            What each value counts in the mean (None: what its chunk counts), and the batch size to log with.
-        """
+        """Return each value's weight in the mean, None for the chunk's weight, and the batch size to log with."""
         given = [size for size in batch_sizes if size is not None]
         if len(given) < len(batch_sizes):
             return None, sum(chunk_sizes)
@@ -148,10 +126,10 @@ class LogReplay:
         known = (name, given[0]) in self._whole_batch_sizes
         if given == list(chunk_sizes) and not (same and known):
             return None, sum(chunk_sizes)
-        # Where every chunk counts the same, the same number may be each chunk's own.
+        # If all chunks have the same weight, the same number may be the size of each chunk.
         plausible = known or len(given) == 1 or len(set(weights)) > 1 or given[0] in (1, sum(chunk_sizes))
         if same and plausible and name not in self._own_sizes:
-            # The same number on every replica is that of the whole batch, such as `hparams.batch_size`.
+            # The same number on every replica is the whole batch's, such as `hparams.batch_size`.
             self._whole_batch_sizes.add((name, given[0]))
             return None, given[0]
         return [float(size) for size in given], int(sum(given))

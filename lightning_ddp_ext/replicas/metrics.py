@@ -1,9 +1,7 @@
 """Metrics that several replicas update."""
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,14 +9,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
 
-from lightning_ddp_ext._compat.torch import HOOKS
 from lightning_ddp_ext._compat.torchmetrics import (
     compute_over,
-    forget_compute_groups,
     has_mergeable_state,
     last_forward_value,
     merge_states,
-    move_keeping_dtype,
     read_state,
     record_calls,
     restore_compute_groups,
@@ -30,77 +25,43 @@ from lightning_ddp_ext.batches.containers import items, map_items, to_device
 from lightning_ddp_ext.replicas.replica import Replicas
 
 
-def is_scalar(value: Any) -> bool:
-    """Tell whether an argument is one number."""
+def _is_scalar(value: Any) -> bool:
     return (isinstance(value, Tensor) and value.ndim == 0) or (
         isinstance(value, int | float) and not isinstance(value, bool)
     )
 
 
-def is_whole(value: Any) -> bool:
-    """Tell whether a number is a whole one."""
-    return isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point())
-
-
-def can_join(values: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Tell whether what each replica has given makes what one call is given; `sizes` are those of the chunks."""
+def _can_join(values: Sequence[Any]) -> bool:
+    """Return True if one argument for the whole batch can be made of the arguments that each replica passed."""
     first = values[0]
     if isinstance(first, dict):
         return all(value.keys() == first.keys() for value in values) and all(
-            can_join([value[key] for value in values], sizes) for key in first
+            _can_join([value[key] for value in values]) for key in first
         )
     if isinstance(first, tuple):
-        return len(set(map(len, values))) == 1 and all(can_join(items, sizes) for items in zip(*values, strict=True))
+        return len(set(map(len, values))) == 1 and all(map(_can_join, zip(*values, strict=True)))
     if isinstance(first, list):
-        has_tensors = any(isinstance(item, Tensor) for value in values for item in value)
-        return not has_tensors or _are_columns(values, sizes) or list(map(len, values)) == list(sizes)
+        # A list of tensors may hold columns or samples.
+        return not any(isinstance(item, Tensor) for value in values for item in value)
     # Equal texts may be two samples.
-    is_joined = isinstance(first, Tensor) or is_scalar(first)
+    is_joined = isinstance(first, Tensor) or _is_scalar(first)
     return is_joined or (not isinstance(first, str) and all(value is first for value in values))
 
 
-def join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], device: torch.device) -> Any:
-    """Make one argument of those of the replicas.
-
-    Args:
-        values: What each replica has given.
-        weights: What each of their chunks counts.
-        sizes: Samples in each of them.
-        device: Where the argument is needed.
-
-    Returns:
-        Tensors and lists are concatenated, lists of columns column by column, floating-point scalars averaged by
-        weight, whole numbers that were counted are added; of anything else the first.
-    """
+def _join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], device: torch.device) -> Any:
+    """Make one argument of the replicas' arguments: rows concatenated, means averaged by weight, counts added up."""
     first = values[0]
     if isinstance(first, Tensor) and first.ndim:
         return torch.cat([value.detach().to(device) for value in values])
-    if is_scalar(first):
+    if _is_scalar(first):
         return _join_scalars(to_device(list(values), device), weights, sizes)
     if isinstance(first, dict):
-        return {key: join([value[key] for value in values], weights, sizes, device) for key in first}
+        return {key: _join([value[key] for value in values], weights, sizes, device) for key in first}
     if isinstance(first, tuple):
-        return tuple(join(items, weights, sizes, device) for items in zip(*values, strict=True))
+        return tuple(_join(items, weights, sizes, device) for items in zip(*values, strict=True))
     if isinstance(first, list):
-        if _are_columns(values, sizes):
-            return [join(items, weights, sizes, device) for items in zip(*values, strict=True)]
         return [to_device(item, device) for value in values for item in value]
     return first
-
-
-def _are_columns(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
-    """Return True if lists hold tensors with a row per sample, such as `[target, weight]`; a weight may be None."""
-
-    def has_row_per_sample(items: tuple[Any, ...]) -> bool:
-        return all(
-            isinstance(item, Tensor) and item.ndim > 0 and item.size(0) == size
-            for item, size in zip(items, sizes, strict=True)
-        )
-
-    if len(set(map(len, lists))) > 1:
-        return False
-    columns = [items for items in zip(*lists, strict=True) if any(item is not None for item in items)]
-    return bool(columns) and all(map(has_row_per_sample, columns))
 
 
 def _join_scalars(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
@@ -115,62 +76,41 @@ def _join_scalars(values: Sequence[Any], weights: Sequence[float], sizes: Sequen
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / (sum(weights) or 1)
 
 
-def copy_metric(module: nn.Module, device: torch.device) -> nn.Module | None:
-    """Copy a metric for a replica, whole: its `update` is bound to the instance and would update the original.
-
-    Args:
-        module: Any module.
-        device: Device of the replica.
-
-    Returns:
-        An empty copy on the device, or None if the module is not a metric.
-    """
-    if not isinstance(module, Metric | MetricCollection):
-        return None
-    # Hooks are shared: what they are bound to may lead to everything, to the Trainer too.
-    hooks = [part.__dict__[name] for part in module.modules() for name in HOOKS]
-    metric = move_keeping_dtype(copy.deepcopy(module, {id(shared): shared for shared in hooks}), device)
-    if isinstance(metric, MetricCollection):
-        forget_compute_groups(metric)
-    metric.reset()
-    return metric
-
-
-@dataclass(slots=True)
 class _Call:
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    returned: Any = None
+    """A call of a replica's metric."""
+
+    def __init__(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.method, self.args, self.kwargs = method, args, kwargs
+        self.returned: Any = None
 
     def pass_on(self, returned: Any) -> Any:
-        """Keep what the call returns. Each tensor gets a memory of its own, by which it is recognised."""
+        """Keep what the call returns, with separate memory for each tensor, by which it is recognised later."""
         self.returned = _with_own_memory(returned)
         return self.returned
 
     @property
     def scalars(self) -> list[Any]:
-        return [value for value in (*self.args, *self.kwargs.values()) if is_scalar(value)]
+        return [value for value in (*self.args, *self.kwargs.values()) if _is_scalar(value)]
 
 
-@dataclass(slots=True)
-class _Entry:
-    metric: Metric
-    copies: list[Metric]
-    depths: Sequence[list[int]]
-    is_held: bool
-    calls: list[list[_Call]] = field(default_factory=list)
+class _ReplicatedMetric:
+    """A metric of the master, its copies, and their calls in a step."""
 
-    def __post_init__(self) -> None:
-        self.calls = [[] for _ in self.copies]
-        for calls, copied, depth in zip(self.calls, self.copies, self.depths, strict=True):
+    def __init__(self, metric: Metric, replicas: Replicas, depths: Sequence[list[int]], is_held: bool) -> None:
+        self.metric = metric
+        self.copies: list[Metric] = [replica.references.find(metric) for replica in replicas]  # type: ignore[misc]
+        # Another metric that holds this one may add to its state.
+        self.is_mergeable = has_mergeable_state(metric) and not is_held
+        self.calls: list[list[_Call]] = [[] for _ in replicas]
+        self._depths = depths
+        for calls, copied, depth in zip(self.calls, self.copies, depths, strict=True):
             record_calls(copied, partial(_record, calls), depth)
 
     def empty(self, index: int) -> None:
-        """Let a replica begin anew, which is no call of its own, nor of the metrics inside."""
-        self.depths[index][0] += 1
+        """Reset a replica's metric, without recording a call of it or of the metrics that it holds."""
+        self._depths[index][0] += 1
         self.copies[index].reset()
-        self.depths[index][0] -= 1
+        self._depths[index][0] -= 1
         take_dtype(self.copies[index], self.metric)
         self.calls[index].clear()
 
@@ -180,41 +120,25 @@ def _record(calls: list[_Call], method: str, args: tuple[Any, ...], kwargs: dict
     return calls[-1].pass_on
 
 
-class MetricFolder:
-    """Folds what replicas' metrics saw in one step into the master's metrics, and empties them.
+class MetricMerger:
+    """Merges the updates of replicas' metrics in one step into the master's metrics, and empties the replicas'.
 
     States that follow from the chunks' states (sums, concatenations, maxima and minima) are merged in the order of the
-    replicas. Every other metric - and a call whose only scalars are floating-point numbers, which are means of a chunk
-    as a rule - is given the replicas' arguments once more, joined to those of the whole batch: tensors and lists are
-    concatenated, lists of columns column by column, floating-point scalars are averaged by weight, whole numbers that
-    were counted are added. What cannot be joined, such as texts, is given one replica after the other.
-
-    What `forward` returns to a step is the value of a chunk; `of_whole_batch` tells that of the batch.
-
-    Args:
-        replicas: The replicas, just built.
+    replicas. Other metrics, and calls whose only scalars are floating-point numbers, presumably means of a chunk, are
+    repeated on the master with joined arguments; calls whose arguments cannot be joined, such as texts and lists of
+    tensors, are repeated once per replica.
     """
 
     def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
         self._home = replicas[0].device
-        # What a metric holds is called by it, and by steps only if a module holds it as well.
+        # Steps call a metric inside another metric only if a module holds it as well.
         modules = [module for module in replicas.master.modules() if not isinstance(module, Metric)]
         metrics = {id(child): child for module in modules for child in module.children() if isinstance(child, Metric)}
         depths: list[list[int]] = [[0] for _ in replicas]
-        # A metric that another one holds as well has a state to which calls of that other one add.
         held = {id(part) for metric in metrics.values() for part in metric.modules() if part is not metric}
-        self._entries = [
-            _Entry(
-                metric,
-                [replica.references.find(metric) for replica in replicas],  # type: ignore[misc]
-                depths,
-                id(metric) in held,
-            )
-            for metric in metrics.values()
-        ]
+        self._metrics = [_ReplicatedMetric(one, replicas, depths, id(one) in held) for one in metrics.values()]
         self._collections = [m for m in replicas.master.modules() if isinstance(m, MetricCollection)]
-        self._originals = {id(copied): entry.metric for entry in self._entries for copied in entry.copies}
+        self._originals = {id(copied): one.metric for one in self._metrics for copied in one.copies}
         self._returned: list[tuple[Tensor, Tensor]] = []
         _warn_of_unregistered(replicas.master)
 
@@ -223,81 +147,68 @@ class MetricFolder:
         return self._originals.get(id(metric), metric)
 
     def of_whole_batch(self, value: Any) -> Tensor | None:
-        """Return what a metric's `forward` would have returned for the whole batch.
+        """Return the whole batch's value for a value, or an element of it, that a replica's `forward` has returned.
 
-        Args:
-            value: What it has returned on a replica in the last step, or an element of that, such as one class's.
-
-        Returns:
-            The value, or None if this is not what a metric has returned.
+        Return None for values from elsewhere.
         """
-        for ours, whole in self._returned if isinstance(value, Tensor) else ():
-            if ours.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+        for chunk, whole in self._returned if isinstance(value, Tensor) else ():
+            if chunk.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
                 return whole.as_strided(value.shape, value.stride(), value.storage_offset())
         return None
 
-    def fold(self, active: Sequence[int], weights: Sequence[float], sizes: Sequence[int]) -> None:
-        """Fold what the step added.
-
-        Args:
-            active: Indices of the replicas that ran the step, in order.
-            weights: What each of their chunks counts.
-            sizes: Samples in each of them.
-        """
-        touched = False
+    def merge(self, active: Sequence[int], weights: Sequence[float], sizes: Sequence[int]) -> None:
+        """Merge what a step has added on the active replicas, whose chunks have these weights and sizes."""
+        called_any = False
         self._returned.clear()
-        for entry in self._entries:
+        for one in self._metrics:
             chunks = zip(active, weights, sizes, strict=True)
-            called = [(index, weight, size) for index, weight, size in chunks if entry.calls[index]]
+            called = [(index, weight, size) for index, weight, size in chunks if one.calls[index]]
             if not called:
                 continue
-            touched = True
-            calls = [call for index, _, _ in called for call in entry.calls[index]]
-            # After several calls of `forward`, the value of the last one is not that of the merged state.
-            was_reset = any(call.method == "reset" for call in calls)
-            one_value = len(calls) == len(called) or all(call.method == "update" for call in calls)
-            indices, weights_of_calls, sizes_of_calls = zip(*called, strict=True)
-            is_merged = has_mergeable_state(entry.metric) and not entry.is_held
-            if is_merged and one_value and not was_reset and _states_tell(entry.metric, calls):
-                self._merge(entry, indices)
+            called_any = True
+            indices, called_weights, called_sizes = zip(*called, strict=True)
+            if one.is_mergeable and _states_suffice(one.metric, [one.calls[index] for index in indices]):
+                self._merge_states(one, indices)
             else:
-                self._replay(entry, indices, weights_of_calls, sizes_of_calls)
+                self._repeat_calls(one, indices, called_weights, called_sizes)
             for index in indices:
-                entry.empty(index)
-        if touched:
+                one.empty(index)
+        if called_any:
             for collection in self._collections:
                 updated_only = all(last_forward_value(metric) is None for metric in collection.values(copy_state=False))
                 restore_compute_groups(collection, form=updated_only)
 
-    def _merge(self, entry: _Entry, indices: Sequence[int]) -> None:
-        metric, copies = entry.metric, [entry.copies[index] for index in indices]
+    def _merge_states(self, one: _ReplicatedMetric, indices: Sequence[int]) -> None:
+        metric, copies = one.metric, [one.copies[index] for index in indices]
         batch = merge_states(metric, [to_device(read_state(copied), self._home) for copied in copies])
         if any(last_forward_value(copied) is not None for copied in copies):
             value = compute_over(metric, batch)
             set_forward_value(metric, value)
-            self._pair([entry.calls[index][0] for index in indices], value)
-        calls = max(len(entry.calls[index]) for index in indices)
-        write_state(metric, merge_states(metric, [read_state(metric), batch]), updates=calls)
+            self._pair([one.calls[index][0] for index in indices], value)
+        updates = max(len(one.calls[index]) for index in indices)
+        write_state(metric, merge_states(metric, [read_state(metric), batch]), updates)
 
-    def _replay(self, entry: _Entry, indices: Sequence[int], weights: Sequence[float], sizes: Sequence[int]) -> None:
-        by_replica = [entry.calls[index] for index in indices]
+    def _repeat_calls(
+        self, one: _ReplicatedMetric, indices: Sequence[int], weights: Sequence[float], sizes: Sequence[int]
+    ) -> None:
+        by_replica = [one.calls[index] for index in indices]
         same_calls = len({tuple(call.method for call in calls) for calls in by_replica}) == 1
         groups = list(zip(*by_replica, strict=False))
-        are_joined = same_calls and all(_can_join_calls(group, sizes) for group in groups)
-        if not are_joined or _is_extreme(entry.metric, by_replica[0]):
+        # The extreme of a batch does not follow from joined numbers, which are averaged.
+        is_extreme = isinstance(one.metric, MaxMetric | MinMetric) and any(call.scalars for call in by_replica[0])
+        if is_extreme or not same_calls or not all(map(_can_join_calls, groups)):
             for calls in by_replica:
                 for call in calls:
-                    getattr(entry.metric, call.method)(
-                        *to_device(call.args, self._home), **to_device(call.kwargs, self._home)
-                    )
+                    args, kwargs = to_device((call.args, call.kwargs), self._home)
+                    getattr(one.metric, call.method)(*args, **kwargs)
             return
         for group in groups:
-            args = join([call.args for call in group], weights, sizes, self._home)
-            kwargs = join([call.kwargs for call in group], weights, sizes, self._home)
-            self._pair(group, getattr(entry.metric, group[0].method)(*args, **kwargs))
+            args = _join([call.args for call in group], weights, sizes, self._home)
+            kwargs = _join([call.kwargs for call in group], weights, sizes, self._home)
+            self._pair(group, getattr(one.metric, group[0].method)(*args, **kwargs))
 
     def _pair(self, calls: Sequence[_Call], whole: Any) -> None:
-        """Remember what replicas' calls have returned beside what the same call returns for the whole batch."""
+        """Remember the values that replicas' calls returned beside the value of the same call for the whole batch."""
         wholes = list(_tensors(_with_own_memory(whole)))
         for call in calls:
             parts = list(_tensors(call.returned))
@@ -331,21 +242,26 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(item)
 
 
-def _states_tell(metric: Metric, calls: Sequence[_Call]) -> bool:
-    """Tell whether the states of chunks make that of the batch, rather than the mean of what was passed."""
+def _states_suffice(metric: Metric, by_replica: Sequence[Sequence[_Call]]) -> bool:
+    """Return True if the state and the last value over the batch follow from the states of the chunks."""
+    calls = [call for calls in by_replica for call in calls]
+    was_reset = any(call.method == "reset" for call in calls)
+    # After several calls of `forward`, the merged state does not give the value of the last call.
+    has_one_value = len(calls) == len(by_replica) or all(call.method == "update" for call in calls)
     scalars = [value for call in calls for value in call.scalars]
-    return not scalars or isinstance(metric, SumMetric) or any(map(is_whole, scalars))
+    # A floating-point number is the mean of a chunk, unless a whole number beside it says of how many values.
+    has_sums = not scalars or isinstance(metric, SumMetric) or any(map(_is_whole, scalars))
+    return has_one_value and not was_reset and has_sums
 
 
-def _is_extreme(metric: Metric, calls: Sequence[_Call]) -> bool:
-    """Tell whether a metric is given the largest or smallest value of a chunk."""
-    return isinstance(metric, MaxMetric | MinMetric) and any(call.scalars for call in calls)
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point())
 
 
-def _can_join_calls(calls: Sequence[_Call], sizes: Sequence[int]) -> bool:
-    """Tell whether the arguments of replicas' calls make those of one call for the whole batch."""
+def _can_join_calls(calls: Sequence[_Call]) -> bool:
+    """Return True if one call for the whole batch can be made of the replicas' calls; texts by name must be equal."""
     options = [{key: value for key, value in call.kwargs.items() if not isinstance(value, str)} for call in calls]
     texts = [{key: value for key, value in call.kwargs.items() if isinstance(value, str)} for call in calls]
-    return all(text == texts[0] for text in texts) and can_join(
-        [(call.args, option) for call, option in zip(calls, options, strict=True)], sizes
+    return all(text == texts[0] for text in texts) and _can_join(
+        [(call.args, option) for call, option in zip(calls, options, strict=True)]
     )

@@ -1,33 +1,52 @@
 """Replicas of a module on several devices."""
 
+import copy
 import functools
 import operator
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
-from lightning_ddp_ext._compat.torch import STRUCTURE, add_all_, copy_all_, has_gradient_hooks
+from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device
+from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, add_all_, copy_all_, has_gradient_hooks
+from lightning_ddp_ext._compat.torchmetrics import forget_compute_groups, move_keeping_dtype
 from lightning_ddp_ext.distributed.flat_tensors import send_all
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
+DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 _MAX_DEPTH = 4
 _MAX_LENGTH = 10_000
+_MAX_ENTRIES = 1_000
+# Dictionaries of torch that replicas share. Dictionaries of hooks are copied: a hook that a step registers on a replica
+# must not run on another replica.
+_SHARED = (REPLICA_ATTRIBUTES | vars(nn.Module()).keys()).difference(HOOKS)
+
+
+def entries_of(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
+    """Yield the keys and items of nested lists, sets and dictionaries."""
+    if depth and type(value) in DICTIONARIES:
+        for key, item in value.items():
+            yield key
+            yield from entries_of(item, depth - 1)
+    elif depth and type(value) in (list, set):
+        for item in value:
+            yield from entries_of(item, depth - 1)
+    else:
+        yield value
 
 
 class References:
-    """What each part of the user's module (the master) is called in one replica.
+    """Maps each part of the user's module (the master) to its counterpart in one replica.
 
-    Modules keep references to each other outside the module tree: in lists, hooks, bound methods, partial functions and
-    closures. A shallow copy of a module would still reach the master through them, so they are rewritten. Everything
-    that does not lead to a part of the master is shared: datasets, hyperparameters and the trainer are never copied.
-
-    Args:
-        home: Device of the master.
-        device: Device of the replica.
+    Modules refer to each other outside the module tree: in containers, hooks, bound methods, partial functions and
+    closures. These are rewritten, so that a replica never reaches the master. Everything else is shared.
     """
 
     def __init__(self, home: torch.device, device: torch.device) -> None:
@@ -45,17 +64,35 @@ class References:
         entry = self._counterparts.get(id(original))
         return None if entry is None else entry[1]
 
+    def add_dictionary(self, name: str, value: Any) -> None:
+        """Give the replica a copy of a dictionary of at most 1,000 entries, nested entries included."""
+        if type(value) not in DICTIONARIES or name in _SHARED or self.find(value) is not None:
+            return
+        if len([*islice(entries_of(value), _MAX_ENTRIES + 1)]) <= _MAX_ENTRIES:
+            self.add(value, copy.copy(value))  # a copy keeps the factory of a defaultdict
+
+    def fill_dictionary(self, own: dict[Any, Any], source: dict[Any, Any], depth: int = _MAX_DEPTH) -> dict[Any, Any]:
+        """Give the replica's copy of a dictionary the entries of the master's; nested containers are copied too."""
+        own.clear()
+        for key, value in source.items():
+            own[key] = self._copy_item(value, depth - 1)
+        return own
+
+    def _copy_item(self, value: Any, depth: int) -> Any:
+        if depth and type(value) in DICTIONARIES:
+            return self.fill_dictionary(copy.copy(value), value, depth)
+        if depth and type(value) in (list, set):
+            return type(value)(self._copy_item(item, depth - 1) for item in value)
+        return self.rewrite(value)
+
+    def forget(self, original: object) -> None:
+        """Remove an entry."""
+        self._counterparts.pop(id(original), None)
+
     def rewrite(self, value: Any, depth: int = 0) -> Any:
-        """Return `value` with every part of the master in it replaced.
+        """Return `value` itself, or a copy with every part of the master in it replaced.
 
-        Containers are followed to a depth of 4; longer ones than 10,000 entries are taken for data and left alone.
-
-        Args:
-            value: An attribute of one of the master's modules.
-            depth: How many containers the value is nested in.
-
-        Returns:
-            The value itself if nothing had to be replaced, otherwise a copy.
+        Containers are followed to a depth of 4; containers of more than 10,000 entries are taken for data.
         """
         counterpart = self._counterparts.get(id(value))
         if counterpart is not None:
@@ -89,48 +126,32 @@ class References:
 
     def _rewrite_closure(self, function: types.FunctionType, depth: int) -> types.FunctionType:
         cells = function.__closure__ or ()
-        # An empty cell belongs to a variable that is assigned later; its ValueError has no other meaning.
-        contents = [cell.cell_contents if _is_filled(cell) else None for cell in cells]
-        rewritten = [self.rewrite(content, depth) for content in contents]
-        if all(new is old for new, old in zip(rewritten, contents, strict=True)):
+        closure = tuple(self._rewrite_cell(cell, depth) for cell in cells)
+        if all(map(operator.is_, closure, cells)):
             return function
-        closure = tuple(
-            types.CellType(new) if _is_filled(cell) else cell for new, cell in zip(rewritten, cells, strict=True)
-        )
-        copy = types.FunctionType(
+        rewritten = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
         )
-        copy.__kwdefaults__ = function.__kwdefaults__
-        copy.__dict__.update(function.__dict__)
-        return copy
+        rewritten.__kwdefaults__ = function.__kwdefaults__
+        rewritten.__dict__.update(function.__dict__)
+        return rewritten
 
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-CopyModule = Callable[[nn.Module, torch.device], nn.Module | None]
+    def _rewrite_cell(self, cell: types.CellType, depth: int) -> types.CellType:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # an empty cell, of a variable that is assigned later
+            return cell
+        rewritten = self.rewrite(content, depth)
+        return cell if rewritten is content else types.CellType(rewritten)
 
 
 class Replica:
-    """One copy of the master's module tree.
+    """One copy of the master's module tree: attributes, leaf parameters, buffers and metrics.
 
-    Each module of a replica has its own attribute dictionary, its own leaf parameters and its own buffers. On the
-    master's device the parameters alias the master's storage, elsewhere they are copies.
-
-    Args:
-        master: The user's module.
-        home: Device of the master.
-        device: Device of this replica.
-        copy_module: Returns an independent copy of a module (with everything below it) that must not be replicated by
-            reference, or None for ordinary ones.
+    On the master's device the parameters alias the master's storage, elsewhere they are copies.
     """
 
-    def __init__(self, master: nn.Module, home: torch.device, device: torch.device, copy_module: CopyModule) -> None:
+    def __init__(self, master: nn.Module, home: torch.device, device: torch.device) -> None:
         self.device = device
         self._home = home
         self.references = References(home, device)
@@ -138,42 +159,47 @@ class Replica:
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         for original in master.modules():
             if self.references.find(original) is None:
-                self._add_module(original, copy_module)
-        for original, copy in self.modules:
-            self._fill(original, copy)
-        for original, copy in self.modules:
+                self._add_module(original)
+        for original, own in self.modules:
+            self._fill(original, own)
+            for name, value in original.__dict__.items():
+                self.references.add_dictionary(name, value)
+        for original, own in self.modules:
             for name, value in original.__dict__.items():
                 if name not in STRUCTURE:
-                    copy.__dict__[name] = self.references.rewrite(value)
+                    self.set_attribute(own, name, value)
         self.module: nn.Module = self.references.find(master)  # type: ignore[assignment]
+        adopt_device(self.module, device)
 
-    def _add_module(self, original: nn.Module, copy_module: CopyModule) -> None:
-        independent = copy_module(original, self.device)
-        if independent is not None:
-            for part, copy in zip(original.modules(), independent.modules(), strict=True):
-                self.references.add(part, copy)
+    def set_attribute(self, own: nn.Module, name: str, value: Any) -> None:
+        """Give one of the replica's modules an attribute of the master's."""
+        self.references.add_dictionary(name, value)
+        own.__dict__[name] = self.references.rewrite(value)
+        if type(value) in DICTIONARIES and (copied := self.references.find(value)) is not None:
+            self.references.fill_dictionary(copied, value)
+
+    def _add_module(self, original: nn.Module) -> None:
+        if isinstance(original, Metric | MetricCollection):
+            metric = _copy_metric(original, self.device)
+            for part, own in zip(original.modules(), metric.modules(), strict=True):
+                self.references.add(part, own)
             return
-        copy = original.__new__(type(original))
-        copy.__dict__ = dict(original.__dict__)
-        self.references.add(original, copy)
-        self.modules.append((original, copy))
+        own = original.__new__(type(original))
+        own.__dict__ = dict(original.__dict__)
+        self.references.add(original, own)
+        self.modules.append((original, own))
 
-    def _fill(self, original: nn.Module, copy: nn.Module) -> None:
-        def counterpart(part: Any, make: Callable[[Any], Any]) -> Any:
-            if part is None:
-                return None
-            found = self.references.find(part)
-            return make(part) if found is None else found
-
-        copy.__dict__["_modules"] = type(original._modules)(
-            (name, counterpart(child, lambda child: child)) for name, child in original._modules.items()
-        )
-        copy.__dict__["_parameters"] = type(original._parameters)(
-            (name, counterpart(parameter, self._add_parameter)) for name, parameter in original._parameters.items()
-        )
-        copy.__dict__["_buffers"] = type(original._buffers)(
-            (name, counterpart(buffer, self._add_buffer)) for name, buffer in original._buffers.items()
-        )
+    def _fill(self, original: nn.Module, own: nn.Module) -> None:
+        makers: dict[str, Callable[[Any], Any]] = {
+            "_modules": lambda child: child,
+            "_parameters": self._add_parameter,
+            "_buffers": self._add_buffer,
+        }
+        for kind, make in makers.items():
+            own.__dict__[kind] = parts = type(original.__dict__[kind])()
+            for name, part in original.__dict__[kind].items():
+                found = self.references.find(part)
+                parts[name] = make(part) if found is None and part is not None else found
 
     def _add_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         data = parameter.detach()
@@ -202,67 +228,58 @@ class Replica:
             for parameter, leaf in self.parameters:
                 leaf.requires_grad_(parameter.requires_grad)
         if self.device != self._home:
-            self._copy_parameters()
+            for parameter, leaf in self.parameters:
+                if _form(parameter) != _form(leaf):
+                    leaf.data = torch.empty_like(parameter, device=self.device)
+            sent = send_all([parameter.detach() for parameter in originals], self.device)
+            copy_all_([leaf.detach() for leaf in leaves], sent)
         elif not all(map(Tensor.is_set_to, leaves, originals)):
             # `parameter.data = ...` (weight averaging, resizing) ends the aliasing.
             for parameter, leaf in self.parameters:
                 leaf.data = parameter.detach()
 
-    def _copy_parameters(self) -> None:
-        for parameter, leaf in self.parameters:
-            if parameter.shape != leaf.shape or parameter.dtype != leaf.dtype:
-                leaf.data = torch.empty_like(parameter, device=self.device)
-        sent = send_all([parameter.detach() for parameter, _ in self.parameters], self.device)
-        copy_all_([leaf.detach() for leaf in self.leaves], sent)
-
     def receive_buffers(self) -> None:
-        """Take over the master's buffers, whatever changed them.
-
-        Version counters cannot tell which did: batch normalisation and `.data` do not advance them.
-        """
+        """Take over all of the master's buffers: batch normalisation and `.data` do not advance version counters."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        for original, copy in self.modules:
-            if not original._buffers:
-                continue
-            own_buffers = copy._buffers
+        for original, own in self.modules:
             for name, buffer in original._buffers.items():
-                own = own_buffers.get(name)
+                target = own._buffers.get(name)
                 if buffer is None:
-                    own_buffers[name] = None
-                elif own is None or own.shape != buffer.shape or own.dtype != buffer.dtype or own.is_inference():
-                    own_buffers[name] = buffer.detach().clone().to(self.device)
+                    own._buffers[name] = None
+                elif target is None or _form(target) != _form(buffer) or target.is_inference():
+                    own._buffers[name] = buffer.detach().clone().to(self.device)
                 else:
                     sources.append(buffer)
-                    targets.append(own)
+                    targets.append(target)
         if targets:
             copy_all_(targets, send_all(sources, self.device))
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _copy_metric(metric: Metric | MetricCollection, device: torch.device) -> Metric | MetricCollection:
+    """Return an empty copy of a metric, whose `update` is bound to the instance and would update the original."""
+    # Hooks are shared: they may be bound to objects that lead to everything, the Trainer included.
+    hooks = [part.__dict__[name] for part in metric.modules() for name in HOOKS]
+    copied = move_keeping_dtype(copy.deepcopy(metric, {id(shared): shared for shared in hooks}), device)
+    if isinstance(copied, MetricCollection):
+        forget_compute_groups(copied)
+    copied.reset()
+    return copied
 
 
 class Replicas(Sequence[Replica]):
     """The replicas of one module, kept between steps and rebuilt when the module tree changes.
 
-    Args:
-        master: The user's module, on the first device.
-        devices: Device of each replica; the first is the master's. A device may be listed several times.
-        copy_module: See `Replica`.
-        on_build: Called with the new replicas after each (re)build.
-
-    Raises:
-        UnsupportedFeatureError: If a parameter has not been initialised yet.
+    The first device is the master's. A device may be listed several times.
     """
 
-    def __init__(
-        self,
-        master: nn.Module,
-        devices: Sequence[torch.device],
-        copy_module: CopyModule = lambda module, device: None,
-        on_build: Callable[["Replicas"], None] = lambda replicas: None,
-    ) -> None:
+    def __init__(self, master: nn.Module, devices: Sequence[torch.device]) -> None:
         self.master = master
         self._devices = list(devices)
-        self._copy_module = copy_module
-        self._on_build = on_build
         self._replicas: list[Replica] = []
         self._modules: list[nn.Module] = []
         self._parts: list[object] = []
@@ -276,17 +293,22 @@ class Replicas(Sequence[Replica]):
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas)
 
-    def refresh(self) -> None:
-        """Bring every replica up to date with the master's structure, parameters and buffers."""
-        # Without inference mode: buffers written here are used by autograd in the next training step.
-        with torch.inference_mode(False), torch.no_grad():
-            parts = _parts(self._modules)
-            if not parts or len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
-                self._build()
-                return
-            for replica in self._replicas:
-                replica.receive_parameters()
-                replica.receive_buffers()
+    @property
+    def prefixes(self) -> list[str]:
+        """Name of each replicated module, with the dot that an attribute's name follows."""
+        names = {id(module): f"{name}." if name else "" for name, module in self.master.named_modules()}
+        return [names[id(module)] for module, _ in self._replicas[0].modules]
+
+    def refresh(self) -> bool:
+        """Give every replica the master's structure, parameters and buffers; return True if replicas were rebuilt."""
+        parts = _parts(self._modules)
+        if not parts or len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+            self._build()
+            return True
+        for replica in self._replicas:
+            replica.receive_parameters()
+            replica.receive_buffers()
+        return False
 
     def discard(self) -> None:
         """Forget the replicas; the next refresh builds new ones."""
@@ -305,62 +327,36 @@ class Replicas(Sequence[Replica]):
                     f"parameter `{name}` is not initialised yet, so it cannot be replicated."
                     " Run one forward pass of the lazy module in `configure_model`."
                 )
-        self._replicas = [Replica(self.master, self._devices[0], device, self._copy_module) for device in self._devices]
+        self._replicas = [Replica(self.master, self._devices[0], device) for device in self._devices]
         self._modules = list(self.master.modules())
         self._parts = _parts(self._modules)
-        self._on_build(self)
 
-    def versions(self, active: Sequence[int]) -> dict[int, list[int]]:
-        """Read the version counters of the replicas' parameters, which every change in place advances.
-
-        Args:
-            active: Indices of the replicas that are about to run.
-
-        Returns:
-            One counter per parameter, by replica.
-        """
-        return {index: [leaf._version for leaf in self._replicas[index].leaves] for index in active}
-
-    def check_untouched(self, versions: dict[int, list[int]], step: str) -> None:
-        """Refuse a step that has changed parameters; take over which of them it froze or thawed.
-
-        Args:
-            versions: What `versions` returned before the step.
-            step: Name of the step.
-
-        Raises:
-            UnsupportedFeatureError: If a replica has changed a parameter in place. Writes to `.data` go unnoticed.
-        """
-        for index, before in versions.items():
-            parameters = self._replicas[index].parameters
-            for (parameter, leaf), version in zip(parameters, before, strict=True):
+    @contextmanager
+    def refuse_changed_parameters(self, active: Sequence[int], step: str) -> Iterator[None]:
+        """Refuse a step that changes parameters in place, except through `.data`; take over flags that it changed."""
+        before = {index: [leaf._version for leaf in self._replicas[index].leaves] for index in active}
+        yield
+        for index, versions in before.items():
+            for (parameter, leaf), version in zip(self._replicas[index].parameters, versions, strict=True):
                 if leaf._version != version:
+                    name = next(name for name, other in self.master.named_parameters() if other is parameter)
                     raise UnsupportedFeatureError(
-                        f"parameter `{self._name_of(parameter)}` was changed in place inside `{step}`, which every"
-                        " replica does again. Change it in a hook such as `on_train_batch_start`."
+                        f"parameter `{name}` was changed in place inside `{step}`, which every replica does again."
+                        " Change it in a hook such as `on_train_batch_start`."
                     )
                 if leaf.requires_grad != parameter.requires_grad:
                     parameter.requires_grad_(leaf.requires_grad)
 
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        return next(name for name, other in self.master.named_parameters() if other is parameter)
-
     def forget_gradients(self) -> None:
-        """Clear what a step has left on the replicas' parameters by backward passes of its own.
-
-        On one device, Lightning clears gradients between the step and the backward pass.
-        """
+        """Clear gradients that a step left on the replicas' parameters, as Lightning does before its backward pass."""
         for replica in self._replicas:
             for leaf in replica.leaves:
                 leaf.grad = None
 
     def reduce_gradients(self, active: Sequence[int]) -> None:
-        """Add the gradients of the replicas to the master's, in the order of the replicas, and clear them.
+        """Move the gradients of the replicas to the master and add them in the order of the replicas.
 
         Hooks on the master's parameters see the gradient of the whole batch, once.
-
-        Args:
-            active: Indices of the replicas that ran a backward pass.
         """
         totals: dict[int, Tensor] = {}  # by position of the parameter
         for index in active:
@@ -376,12 +372,20 @@ class Replicas(Sequence[Replica]):
             for position in shared.difference(dense):
                 totals[position] = totals[position] + gradients[position]
             totals.update((position, gradients[position]) for position in gradients.keys() - shared)
-        parameters = [parameter for parameter, _ in self._replicas[0].parameters]
-        _accumulate([(parameters[position], totals[position]) for position in sorted(totals)])
+        hooked: list[tuple[nn.Parameter, Tensor]] = []
+        for position, gradient in sorted(totals.items()):
+            parameter = self._replicas[0].parameters[position][0]
+            if has_gradient_hooks(parameter):
+                hooked.append((parameter, gradient))
+            else:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if hooked:
+            # A backward pass that starts at the leaves accumulates as usual and runs the hooks.
+            torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])
 
 
 def _parts(modules: Sequence[nn.Module]) -> list[object]:
-    """Names and objects that modules consist of."""
+    """Return the names and objects that modules consist of."""
     parts: list[object] = []
     for module in modules:
         parts += module._modules
@@ -390,17 +394,3 @@ def _parts(modules: Sequence[nn.Module]) -> list[object]:
         parts += module._parameters.values()
         parts += module._buffers
     return parts
-
-
-def _accumulate(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    hooked: list[tuple[nn.Parameter, Tensor]] = []
-    for parameter, gradient in gradients:
-        if has_gradient_hooks(parameter):
-            hooked.append((parameter, gradient))
-        elif parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad = parameter.grad.add_(gradient)
-    if hooked:
-        # A backward pass that starts at the leaves accumulates as usual and runs the hooks.
-        torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimpleProfiler
 from torch import Tensor
 
-from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device, data_hook_owner
+from lightning_ddp_ext._compat.lightning import data_hook_owner
 from lightning_ddp_ext._compat.loaders import is_list_of_batches
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
 from lightning_ddp_ext.batches.splitting import batch_size_of, rows_of_graphs, split_batch
@@ -20,68 +20,49 @@ from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.replicas.buffers import BatchNormObserver, BufferMerger
 from lightning_ddp_ext.replicas.logged_values import LogReplay
-from lightning_ddp_ext.replicas.metrics import MetricFolder, copy_metric
+from lightning_ddp_ext.replicas.metrics import MetricMerger
 from lightning_ddp_ext.replicas.replica import Replicas
-from lightning_ddp_ext.replicas.shared_state import OptimizerSettings, SharedGenerator, SharedParametrizationCache
+from lightning_ddp_ext.replicas.shared_state import (
+    SharedGenerator,
+    SharedParametrizationCache,
+    refuse_changed_settings,
+)
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers, Timer, current_replica
 
 
-def watches_one_thread(trainer: Trainer) -> bool:
-    """Tell whether replicas must run one after another, on the calling thread, for the Trainer's profiler to see them.
-
-    The profilers of Python and of torch record the thread that started them, and hooks of Lightning's around them keep
-    one record per name of a module.
-    """
-    return not isinstance(_profiler(trainer), PassThroughProfiler | SimpleProfiler)
+def _watches_one_thread(profiler: Profiler) -> bool:
+    """Return True for the profilers of Python and of torch, which record only the thread that started them."""
+    return not isinstance(profiler, PassThroughProfiler | SimpleProfiler)
 
 
 @contextmanager
-def actions_named_by_replica(trainer: Trainer) -> Iterator[None]:
-    """Give what replicas profile a name for each replica, such as `[Replica 1]attention`.
-
-    A profiler knows an action by its name alone, and refuses to start one that another replica has started.
-
-    Args:
-        trainer: The Trainer whose profiler is meant.
-    """
-    profiler = _profiler(trainer)
+def _actions_named_by_replica(profiler: Profiler) -> Iterator[None]:
+    """Name what a replica profiles, such as `[Replica 1]attention`; a profiler refuses a name that is under way."""
     if isinstance(profiler, PassThroughProfiler):
         yield
         return
-    before = dict(vars(profiler))
-    # On the instance: code inside a step reaches the profiler by many ways.
-    vars(profiler).update(start=_named(profiler.start), stop=_named(profiler.stop))
+
+    def named(method: Callable[[str], None]) -> Callable[[str], None]:
+        def call(action_name: str) -> None:
+            index = current_replica()
+            method(action_name if index is None else f"[Replica {index}]{action_name}")
+
+        return call
+
+    # On the instance, because code inside a step reaches the profiler by many ways.
+    vars(profiler).update(start=named(profiler.start), stop=named(profiler.stop))
     try:
         yield
     finally:
-        for method in ("start", "stop"):
-            vars(profiler).pop(method)
-            if method in before:
-                vars(profiler)[method] = before[method]
-
-
-def _profiler(trainer: Trainer) -> Profiler:
-    return trainer.profiler  # type: ignore[attr-defined, no-any-return]  # public, but set outside of the class
-
-
-def _named(method: Callable[[str], None]) -> Callable[[str], None]:
-    def call(action_name: str) -> None:
-        index = current_replica()
-        method(action_name if index is None else f"[Replica {index}]{action_name}")
-
-    return call
+        del vars(profiler)["start"], vars(profiler)["stop"]
 
 
 @dataclass(slots=True)
 class BatchRecord:
-    """What is kept of a batch when its chunks are gone.
+    """The sizes, weights and times of a batch, kept after its chunks.
 
-    Attributes:
-        sizes: Number of samples of each replica.
-        timers: What has measured each replica's work, forward and backward.
-        in_order: Whether the replicas ran one after another.
-        weights: What each loss counts in the loss of the batch, of the replicas that have samples.
-        skipped: Indices of the replicas whose `training_step` returned None.
+    `sizes` and `timers` have an entry for each replica, `weights` one for each replica with samples; `skipped` holds
+    the replicas whose `training_step` returned None.
     """
 
     sizes: list[int]
@@ -92,7 +73,7 @@ class BatchRecord:
 
     @property
     def seconds(self) -> list[float]:
-        """Time that each replica has spent so far. Waits for the devices."""
+        """Time that each replica has spent so far; waits for the devices."""
         return [float(sum(timer.seconds for timer in timers)) for timers in self.timers]
 
 
@@ -100,14 +81,9 @@ class BatchRecord:
 class ScatteredBatch:
     """A batch and its chunks.
 
-    Attributes:
-        batch: The whole batch, where the loader left it.
-        chunks: One chunk per replica, on its device; None for a replica without samples.
-        sizes: Number of samples of each chunk.
-        active: Indices of the replicas that have samples.
-        weights: What each active replica's loss counts in the loss of the batch.
-        record: What is measured of it.
-        other_rows: Numbers of rows, other than the sizes, that outputs of the active replicas may have.
+    `chunks` and `sizes` have an entry for each replica, None and 0 for a replica without samples; `weights` has one for
+    each replica in `active`, which are the replicas with samples. `other_rows` are numbers of rows, other than the
+    sizes, that outputs of the active replicas may have.
     """
 
     batch: Any
@@ -125,17 +101,10 @@ class ScatteredBatch:
 
 
 class ReplicatedModule:
-    """A LightningModule and its replicas.
+    """Runs the steps of a LightningModule, the master, on its replicas.
 
-    The module itself never runs in a worker thread, so it is never half changed; what a step does to replicas - logged
-    values, metrics, buffers, attributes - is brought back to it when all have finished.
-
-    Args:
-        module: The user's module, on the first device.
-        devices: Device of each replica.
-        chunk_sizes: Maps a batch size to one chunk size per replica.
-        weight_by: See `combination_weights`.
-        batch_dim: Dimension of tensors that counts samples.
+    The master itself never runs in a worker thread, so it is never half changed. Logged values, metrics, buffers and
+    attributes of the replicas are merged into it when all have finished.
     """
 
     def __init__(
@@ -153,74 +122,21 @@ class ReplicatedModule:
         self._batch_dim = batch_dim
         self._workers = ReplicaWorkers(devices)
         self._generator = SharedGenerator(devices)
-        self._replicas = Replicas(module, devices, copy_metric, self._attach)
+        self._replicas = Replicas(module, devices)
         self._scattered: ScatteredBatch | None = None
 
-    def _attach(self, replicas: Replicas) -> None:
-        for replica in replicas:
-            adopt_device(replica.module, replica.device)
-        self._generator.forget()
-        self._parametrizations = SharedParametrizationCache(replicas.master)
-        self._batch_norm = BatchNormObserver(replicas)
-        self._buffers = BufferMerger(replicas)
-        self._metrics = MetricFolder(replicas)
-        self._logs = LogReplay(replicas, self._metrics)
-        self._attributes = AttributeMirror(replicas, own=REPLICA_ATTRIBUTES)
-
     def run(self, step: str, batch: Any, args: Sequence[Any], dataloader_idx: int) -> tuple[list[Any], ScatteredBatch]:
-        """Run a step on every replica that has samples.
-
-        Args:
-            step: Name of the method, such as `"training_step"`.
-            batch: The whole batch.
-            args: The step's other arguments.
-            dataloader_idx: Number of the loader that the batch is from.
-
-        Returns:
-            What each active replica returned, and the scattered batch.
-
-        Raises:
-            BatchSplitError: If the batch cannot be cut.
-            UnsupportedFeatureError: If the step has changed a parameter in place, or a setting of an optimizer.
-            BaseException: The exception of a replica, with a note that names replica, device and chunk.
-        """
-        self._replicas.refresh()
-        self._attributes.push()
+        """Run a step, such as `"training_step"`, on every replica with samples; return their outputs and the batch."""
+        self._update_replicas()
         scattered = self._scatter(batch, dataloader_idx)
-        self._attributes.lend(scattered.active)
-        self._batch_norm.forget()
-        jobs = {
-            index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
-            for index in scattered.active
-        }
-        in_order = (
-            self._generator.forces_order(step)
-            or self._parametrizations.forces_order(step)
-            or watches_one_thread(self._module.trainer)
-        )
-        scattered.record = BatchRecord(scattered.sizes, [], in_order, scattered.weights)
-        versions = self._replicas.versions(scattered.active)
-        # What a single replica changes is changed once, as on one device.
-        settings = OptimizerSettings(self._module.trainer.optimizers if len(jobs) > 1 else [])
-        with self._generator.watch(step), self._parametrizations.watch(step, in_order or len(jobs) == 1):
-            results, timers = self._apply(jobs, scattered)
-        self._replicas.check_untouched(versions, step)
-        settings.check_unchanged(step)
-        scattered.record.timers = [[timers[index]] if index in timers else [] for index in range(len(self._devices))]
-        self._bring_back(scattered)
-        return [results[index] for index in scattered.active], scattered
-
-    def expect_new_batch(self) -> None:
-        """Forget the chunks of the last batch, also if the next one is the same object."""
-        self._scattered = None
+        outputs = self._step(step, args, scattered)
+        self._merge(scattered)
+        return outputs, scattered
 
     def backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], scattered: ScatteredBatch) -> None:
-        """Run every replica's backward pass and add its gradients to the module's.
+        """Run the active replicas' backward passes from the gradients of their losses; add up the replicas' gradients.
 
-        Args:
-            losses: The loss of each active replica.
-            gradients: The gradient of the batch's loss with respect to each of them; None where it has none.
-            scattered: What the losses were computed from.
+        A replica whose loss has no gradient runs none.
         """
         jobs = {
             index: partial(torch.autograd.backward, loss, gradient.to(loss.device, loss.dtype))
@@ -230,11 +146,62 @@ class ReplicatedModule:
         if not jobs:
             return
         self._replicas.forget_gradients()
-        _, timers = self._apply(jobs, scattered)
+        self._apply(jobs, scattered)
         self._replicas.reduce_gradients(sorted(jobs))
-        self._attributes.collect_responses(scattered.active, scattered.active_sizes)
-        for index, timer in timers.items():
-            scattered.record.timers[index].append(timer)
+
+    def _update_replicas(self) -> None:
+        """Give the replicas the parameters, buffers and attributes of the module; build them if its parts changed."""
+        # Without inference mode: autograd uses what is written here in the next training step.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._replicas.refresh():
+                self._generator.forget()
+                self._parametrizations = SharedParametrizationCache(self._module)
+                self._batch_norm = BatchNormObserver(self._replicas)
+                self._buffers = BufferMerger(self._replicas)
+                self._metrics = MetricMerger(self._replicas)
+                self._logs = LogReplay(self._replicas, self._metrics)
+                self._attributes = AttributeMirror(self._replicas)
+            self._attributes.push()
+
+    def _step(self, step: str, args: Sequence[Any], scattered: ScatteredBatch) -> list[Any]:
+        """Run the step in the threads of the active replicas."""
+        trainer, active = self._module.trainer, scattered.active
+        jobs = {
+            index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
+            for index in active
+        }
+        in_order = (
+            self._generator.forces_order(step)
+            or self._parametrizations.forces_order(step)
+            or _watches_one_thread(_profiler(trainer))
+        )
+        timers: list[list[Timer]] = [[] for _ in self._devices]
+        scattered.record = BatchRecord(scattered.sizes, timers, in_order, scattered.weights)
+        self._batch_norm.forget()
+        with (
+            # A single replica changes settings once, as one device does.
+            refuse_changed_settings(trainer.optimizers if len(active) > 1 else [], step),
+            self._replicas.refuse_changed_parameters(active, step),
+            self._parametrizations.watch(step, in_order or len(active) == 1),
+            self._generator.watch(step),
+        ):
+            outputs = self._apply(jobs, scattered)
+        return [outputs[index] for index in active]
+
+    def _merge(self, scattered: ScatteredBatch) -> None:
+        """Bring what the step did to the replicas back to the module."""
+        active, sizes = scattered.active, scattered.active_sizes
+        has_means = self._weight_by != "sum" and any(scattered.weights)
+        weights = scattered.weights if has_means else [float(size) for size in sizes]
+        merged = self._batch_norm.merge(active, sizes)
+        self._buffers.merge(active, sizes, merged)
+        self._attributes.pull(active, sizes)
+        self._metrics.merge(active, weights, sizes)
+        self._logs.replay(active, weights, sizes)
+
+    def expect_new_batch(self) -> None:
+        """Forget the chunks of the last batch, also if the next one is the same object."""
+        self._scattered = None
 
     def close(self) -> None:
         """End the worker threads."""
@@ -287,9 +254,7 @@ class ReplicatedModule:
         sizes = self._chunk_sizes(batch_size)
         return merge_single_samples(sizes) if 1 in sizes and self._batch_norm.refuses_single_samples() else sizes
 
-    def _apply(
-        self, jobs: Mapping[int, Callable[[], Any]], scattered: ScatteredBatch
-    ) -> tuple[dict[int, Any], dict[int, Timer]]:
+    def _apply(self, jobs: Mapping[int, Callable[[], Any]], scattered: ScatteredBatch) -> dict[int, Any]:
         def describe(index: int) -> str:
             start = sum(scattered.sizes[:index])
             return (
@@ -299,27 +264,24 @@ class ReplicatedModule:
             )
 
         try:
-            with actions_named_by_replica(self._module.trainer):
-                return self._workers.run(jobs, describe, scattered.record.in_order)
+            with _actions_named_by_replica(_profiler(self._module.trainer)):
+                results, timers = self._workers.run(jobs, describe, scattered.record.in_order)
         except BaseException:
-            # What the step half did to the replicas must not reach the next one.
+            # Half of a step's changes to the replicas must not reach the next step.
             self._scattered = None
             self._replicas.discard()
             raise
+        for index, timer in timers.items():
+            scattered.record.timers[index].append(timer)
+        return results
 
-    def _bring_back(self, scattered: ScatteredBatch) -> None:
-        active, sizes = scattered.active, scattered.active_sizes
-        has_means = self._weight_by != "sum" and any(scattered.weights)
-        means = scattered.weights if has_means else [float(size) for size in sizes]
-        merged = self._batch_norm.merge(active, sizes)
-        self._buffers.merge(active, sizes, merged)
-        self._attributes.collect(active, sizes)
-        self._metrics.fold(active, means, sizes)
-        self._logs.replay(active, sizes, means)
+
+def _profiler(trainer: Trainer) -> Profiler:
+    return trainer.profiler  # type: ignore[attr-defined, no-any-return]  # public, but set outside of the class
 
 
 def transfer(chunk: Any, module: LightningModule, replica: Any, device: torch.device, dataloader_idx: int) -> Any:
-    """Apply the transfer hooks to a chunk; they are the replica's where the module overrides them."""
+    """Move a chunk with the transfer hooks; the replica runs the hooks that the module overrides."""
     hooks = {"transfer_batch_to_device": (device, dataloader_idx), "on_after_batch_transfer": (dataloader_idx,)}
     for hook, args in hooks.items():
         owner = data_hook_owner(module.trainer, hook)
@@ -328,32 +290,24 @@ def transfer(chunk: Any, module: LightningModule, replica: Any, device: torch.de
 
 
 class CombinedLoss:
-    """The weighted sum of the replicas' losses, cut off from their graphs.
+    """The weighted sum of the active replicas' losses, detached from their graphs; not all weights are 0.
 
-    Lightning's own backward pass (precision, accumulation, overrides) ends here; `backward` goes on in the replicas.
-
-    Args:
-        losses: The loss of each active replica.
-        scattered: What they were computed from. Not all of its weights are 0.
-        device: Where the sum is made.
-
-    Attributes:
-        value: The sum.
+    Lightning's own backward pass (precision, accumulation, overrides) ends here; `backward` resumes it in the replicas.
     """
 
     def __init__(self, losses: Sequence[Tensor], scattered: ScatteredBatch, device: torch.device) -> None:
         self._losses = losses
         self._scattered = scattered
         self._leaves = [loss.detach().to(device).requires_grad_(loss.requires_grad) for loss in losses]
-        # A chunk that counts nothing is left out: its loss may be a mean over nothing, and 0 * nan is nan.
         for leaf in self._leaves:
             if leaf.requires_grad:
                 leaf.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
+        # The loss of a chunk of zero weight may be a mean over nothing, and 0 * nan is nan.
         terms = [leaf * weight for leaf, weight in zip(self._leaves, scattered.weights, strict=True) if weight]
         self.value = torch.stack(terms).sum(0)
 
     def backward(self, replicated: ReplicatedModule) -> None:
-        """Take the gradient that the sum has got through the replicas' graphs, and add up what comes out."""
+        """Run the replicas' backward passes from the gradients that the sum has passed to their losses."""
         replicated.backward(self._losses, [leaf.grad for leaf in self._leaves], self._scattered)
 
 

@@ -1,4 +1,4 @@
-"""State that all replicas of a process share: RNG, parametrization caches, optimizer settings."""
+"""State that all replicas of a process share: the CPU's RNG, the cache of parametrizations, optimizer settings."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,40 +15,32 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 
 class SharedGenerator:
-    """Decides whether replicas must run one after another because they draw from the same generator.
+    """Decides whether replicas run one after another because several draw from the CPU's generator.
 
-    At the same time they would draw in an order that changes from run to run, and recomputation for activation
-    checkpointing, which sets the generator back, would give other masks than the forward pass. So a step runs one
-    replica after another the first time; if that has advanced the generator, it stays so, and a warning says it once.
-
-    Args:
-        devices: Device of each replica. Devices other than the CPU have generators of their own.
+    Side by side they would draw in an order that changes from run to run, and activation checkpointing, which rewinds
+    the generator, would recompute with other masks. Each step runs in order the first time, and always after any draw.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._shared = sum(device.type == "cpu" for device in devices) > 1
-        self._drawn = False
+        self._is_shared = sum(device.type == "cpu" for device in devices) > 1
+        self._is_drawn_from = False
         self._watched: set[str] = set()
 
     def forces_order(self, step: str) -> bool:
-        """Tell whether replicas must run one after another.
-
-        Args:
-            step: Name of the step, such as `"training_step"`; each is watched separately.
-        """
-        return self._shared and (self._drawn or step not in self._watched)
+        """Return True if replicas must run this step one after another."""
+        return self._is_shared and (self._is_drawn_from or step not in self._watched)
 
     @contextmanager
     def watch(self, step: str) -> Iterator[None]:
         """Notice whether a step draws random numbers."""
-        if not self._shared or self._drawn:
+        if not self._is_shared or self._is_drawn_from:
             yield
             return
         before = torch.get_rng_state()
         yield
         self._watched.add(step)
         if not torch.equal(before, torch.get_rng_state()):
-            self._drawn = True
+            self._is_drawn_from = True
             warnings.warn(
                 f"`{step}` draws random numbers, for which all replicas on the CPU share one generator. They run one"
                 " after another from now on, so that seeds and activation checkpointing keep their meaning.",
@@ -61,14 +53,10 @@ class SharedGenerator:
 
 
 class SharedParametrizationCache:
-    """Decides whether replicas must run one after another because a step uses `parametrize.cached()`.
+    """Decides whether replicas run one after another because a step uses `parametrize.cached()`.
 
-    The cache knows a tensor by the module that was parametrized first, which is the master's for all replicas. At the
-    same time they would compute with, and pass backward through, the tensors of another replica. So each step of a
-    module with parametrizations runs one replica after another the first time; if that has used the cache, it stays so.
-
-    Args:
-        master: The module whose replicas run.
+    The cache identifies a tensor by the master's module in every replica, so replicas side by side would use each
+    other's tensors. Each step of a parametrized module runs in order the first time, and always if it used the cache.
     """
 
     def __init__(self, master: nn.Module) -> None:
@@ -76,20 +64,12 @@ class SharedParametrizationCache:
         self._used: dict[str, bool] = {}
 
     def forces_order(self, step: str) -> bool:
-        """Return True if replicas must run a step one after another; each step is watched separately."""
+        """Return True if replicas must run this step one after another."""
         return self._may_be_used and self._used.get(step, True)
 
     @contextmanager
     def watch(self, step: str, in_order: bool) -> Iterator[None]:
-        """Notice whether a step uses the cache.
-
-        Args:
-            step: Name of the step.
-            in_order: Whether replicas run one after another.
-
-        Raises:
-            UnsupportedFeatureError: If replicas that ran at the same time have used it.
-        """
+        """Notice whether a step uses the cache; refuse a step that used it while replicas ran side by side."""
         if not self._may_be_used:
             yield
             return
@@ -112,39 +92,25 @@ class SharedParametrizationCache:
         self._used[step] = used or self._used.get(step, False)
 
 
-class OptimizerSettings:
-    """The settings of optimizers before a step, such as learning rates.
-
-    Args:
-        optimizers: The optimizers.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._before = [(optimizer, _read(optimizer)) for optimizer in optimizers]
-
-    def check_unchanged(self, step: str) -> None:
-        """Refuse a step that has changed a setting, or added or removed parameters.
-
-        Args:
-            step: Name of the step.
-
-        Raises:
-            UnsupportedFeatureError: If a setting is not what it was. Changes inside of a list go unnoticed.
-        """
-        for optimizer, before in self._before:
-            after = _read(optimizer)
-            for place in {**before, **after}:
-                if place not in before or place not in after or not _is_same(before[place], after[place]):
-                    index, key = place
-                    raise UnsupportedFeatureError(
-                        f"`param_groups[{index}]['{key}']` of the optimizer {type(optimizer).__name__} was changed"
-                        f" inside `{step}`, which every replica does again. Change it in `on_train_batch_start` or"
-                        " `on_train_batch_end`, or return a scheduler from `configure_optimizers`."
-                    )
+@contextmanager
+def refuse_changed_settings(optimizers: Sequence[Optimizer], step: str) -> Iterator[None]:
+    """Refuse a step that changes settings of optimizers, such as learning rates; changes inside a list go unnoticed."""
+    before = [_settings(optimizer) for optimizer in optimizers]
+    yield
+    for optimizer, old in zip(optimizers, before, strict=True):
+        new = _settings(optimizer)
+        for place in {**old, **new}:
+            if place not in old or place not in new or not _is_same(old[place], new[place]):
+                index, key = place
+                raise UnsupportedFeatureError(
+                    f"`param_groups[{index}]['{key}']` of the optimizer {type(optimizer).__name__} was changed"
+                    f" inside `{step}`, which every replica does again. Change it in `on_train_batch_start` or"
+                    " `on_train_batch_end`, or return a scheduler from `configure_optimizers`."
+                )
 
 
-def _read(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Any, int | None]]:
-    """Return each setting by group and key, with the version of a tensor; of parameters, how many there are."""
+def _settings(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Any, int | None]]:
+    """Return each setting by group and key, with the version of a tensor; for parameters their number."""
     return {
         (index, key): (len(value) if key == "params" else value, value._version if isinstance(value, Tensor) else None)
         for index, group in enumerate(optimizer.param_groups)
@@ -156,5 +122,5 @@ def _is_same(before: tuple[Any, int | None], after: tuple[Any, int | None]) -> b
     (old, old_version), (new, new_version) = before, after
     if old is new:
         return old_version == new_version
-    # Whether arrays are equal is no single answer.
+    # An array has no single truth value.
     return isinstance(old, int | float | str | tuple) and isinstance(new, type(old)) and bool(old == new)

@@ -15,18 +15,9 @@ def one_cycle(optimizer):
     return {"scheduler": lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=12), "interval": "step"}
 
 
-def plateau(optimizer):
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-    return {"scheduler": scheduler, "monitor": "loss_epoch"}
-
-
 def plateau_by_step(optimizer):
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
     return {"scheduler": scheduler, "monitor": "loss_step", "interval": "step", "frequency": 2}
-
-
-def cosine_by_epoch(optimizer):
-    return {"scheduler": lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)}
 
 
 def warm_up(optimizer):
@@ -49,8 +40,7 @@ class Scheduled(Classifier):
         self.rates.append(self.optimizers().param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("schedule", [one_cycle, plateau, plateau_by_step, cosine_by_epoch, warm_up])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("schedule", "accumulate"), [(one_cycle, 1), (plateau_by_step, 2), (warm_up, 2)])
 def test_schedules(schedule, accumulate):
     def run(**way):
         return train(seeded(lambda: Scheduled(schedule)), **way, accumulate_grad_batches=accumulate)
@@ -138,10 +128,7 @@ class Hooks(Classifier):
         self.note("before zero_grad")
 
 
-OVERRIDES = [Backward, Step, ZeroGrad, Clipping, Scheduler, Logging, Hooks]
-
-
-@pytest.mark.parametrize("kind", OVERRIDES)
+@pytest.mark.parametrize("kind", [Backward, Step, ZeroGrad, Clipping, Scheduler, Logging, Hooks])
 def test_overrides_run_as_often_and_with_the_same_result(kind):
     class Noting(kind):
         def __init__(self):
@@ -157,16 +144,9 @@ def test_overrides_run_as_often_and_with_the_same_result(kind):
     single, parallel = both_ways(run)
     assert_same_training(parallel, single)
     assert parallel.module.notes == single.module.notes != []
-
-
-@pytest.mark.parametrize("kind", [Backward, ZeroGrad, Clipping, Hooks])
-def test_the_overrides_make_a_difference(kind):
-    class Noting(kind):
-        def note(self, what):
-            pass
-
-    gradients = [train(seeded(build)).gradients.before_step for build in (Noting, Classifier)]
-    assert relative_difference(*gradients) > 1e-2
+    if kind not in (Scheduler, Step, Logging):
+        plain = train(seeded(Classifier)).gradients.before_step
+        assert relative_difference(single.gradients.before_step, plain) > 1e-2
 
 
 @pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.05), ("value", 0.005)])
@@ -213,36 +193,17 @@ def test_an_optimizer_may_move_the_parameters_between_two_closures():
     assert len(single.gradients.after_backward) == 24
 
 
-class AdaHessian(torch.optim.SGD):
-    """Divides by the row sums of the Hessian, which it takes from the graph of the gradients."""
-
-    def step(self, closure):
-        loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters]
-        slopes = torch.autograd.grad(gradients, parameters, [torch.ones_like(p) for p in parameters])
-        with torch.no_grad():
-            for p, gradient, slope in zip(parameters, gradients, slopes, strict=True):
-                p -= 0.1 * gradient / (1 + slope.abs())
-                p.grad = None
-        return loss
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_an_optimizer_that_differentiates_gradients_is_refused_at_the_first_backward_pass():
+def test_a_graph_of_the_gradients_is_refused_at_the_first_backward_pass():
     class SecondOrder(Classifier):
         def backward(self, loss, *args, **kwargs):
             loss.backward(create_graph=True)
 
-    def run(**arguments):
-        module = seeded(lambda: SecondOrder(AdaHessian))
-        return train(module, max_epochs=1, **arguments)
-
-    assert run().trainer.global_step == 4
+    assert train(seeded(SecondOrder), max_epochs=1).trainer.global_step == 4
     with pytest.raises(
         UnsupportedFeatureError, match=r"backward\(create_graph=True\).*AdaHessian, with `strategy=\"auto"
     ):
-        run(strategy=balanced([2, 6]), devices=2)
+        train(seeded(SecondOrder), balanced([2, 6]), 2, max_epochs=1)
 
 
 def slow_down(module):
