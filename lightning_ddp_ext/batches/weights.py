@@ -108,7 +108,7 @@ class GradientWeights:
         """Give the micro-batch no weight in the gradient. Values logged in its step keep theirs."""
         self.in_gradient = 0.0
 
-    def count(self) -> float:
+    def add_batch(self) -> float:
         """Count the micro-batch, once between two synchronisations, however often it is passed backward.
 
         Returns:
@@ -120,7 +120,7 @@ class GradientWeights:
             self._first = self._first or self.in_gradient
         return self.in_gradient / self._first if self._first else 0.0
 
-    def take(self) -> tuple[float, float]:
+    def pop(self) -> tuple[float, float]:
         """Take the weight of the micro-batches counted so far, and start again.
 
         Returns:

@@ -45,9 +45,9 @@ def test_equal_micro_batches_need_no_factor():
     factors = []
     for batch in "abc":
         weights.set_batch(batch)
-        factors.append(weights.count())
+        factors.append(weights.add_batch())
     assert factors == [1.0, 1.0, 1.0]
-    assert weights.take() == (3.0, 1.0)
+    assert weights.pop() == (3.0, 1.0)
 
 
 def test_micro_batches_weigh_by_their_size_against_the_first():
@@ -55,10 +55,10 @@ def test_micro_batches_weigh_by_their_size_against_the_first():
     factors = []
     for size in (4, 2, 8):
         weights.set_batch("batch", size)
-        factors.append(weights.count())
+        factors.append(weights.add_batch())
     assert factors == [1.0, 0.5, 2.0]
-    assert weights.take() == (14.0, 4.0)
-    assert weights.take() == (0.0, 0.0)
+    assert weights.pop() == (14.0, 4.0)
+    assert weights.pop() == (0.0, 0.0)
 
 
 def test_a_micro_batch_that_counts_nothing_leaves_the_others_as_they_are():
@@ -66,18 +66,18 @@ def test_a_micro_batch_that_counts_nothing_leaves_the_others_as_they_are():
     factors = []
     for tokens in (0, 3, 0, 6):
         weights.set_batch(tokens)
-        factors.append(weights.count())
+        factors.append(weights.add_batch())
     assert factors == [0.0, 1.0, 0.0, 2.0]
-    assert weights.take() == (9.0, 3.0)
+    assert weights.pop() == (9.0, 3.0)
 
 
 def test_a_batch_counts_once_between_two_synchronisations():
     weights = GradientWeights(float)
     weights.set_batch(5)
-    weights.count(), weights.count()
-    assert weights.take() == (5.0, 5.0)
-    weights.count()
-    assert weights.take() == (5.0, 5.0)
+    weights.add_batch(), weights.add_batch()
+    assert weights.pop() == (5.0, 5.0)
+    weights.add_batch()
+    assert weights.pop() == (5.0, 5.0)
 
 
 def test_a_skipped_micro_batch_counts_for_logged_values_only():
@@ -86,39 +86,39 @@ def test_a_skipped_micro_batch_counts_for_logged_values_only():
     weights.skip_batch()
     assert (weights.batch_weight, weights.in_gradient) == (5.0, 0.0)
     for _ in range(2):
-        assert weights.count() == 0.0
-        assert weights.take() == (0.0, 0.0)
+        assert weights.add_batch() == 0.0
+        assert weights.pop() == (0.0, 0.0)
     weights.set_batch(3)
     assert weights.in_gradient == 3.0
-    assert weights.count() == 1.0
+    assert weights.add_batch() == 1.0
 
 
 def test_an_unfinished_window_is_forgotten():
     weights = GradientWeights(float)
     weights.set_batch(5)
-    weights.count()
+    weights.add_batch()
     weights.restart()
     weights.set_batch(3)
-    weights.count()
-    assert weights.take() == (3.0, 3.0)
+    weights.add_batch()
+    assert weights.pop() == (3.0, 3.0)
 
 
 def test_a_sum_of_sums_is_not_divided():
     weights = GradientWeights("sum")
     for batch in "ab":
         weights.set_batch(batch)
-        assert weights.count() == 1.0
+        assert weights.add_batch() == 1.0
     assert weights.is_sum
-    assert weights.take() == (2.0, 1.0)
+    assert weights.pop() == (2.0, 1.0)
 
 
 def test_no_batch_counts_nothing():
     weights = GradientWeights("samples")
     weights.set_batch("batch", 2)
-    weights.count()
+    weights.add_batch()
     weights.set_no_batch()
-    assert weights.count() == 0.0
-    assert weights.take() == (2.0, 2.0)
+    assert weights.add_batch() == 0.0
+    assert weights.pop() == (2.0, 2.0)
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
