@@ -18,7 +18,7 @@ from lightning_ddp_ext.ranks.synchronized_step import SynchronizedStep
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a strategy passes to the steps of its rank; `step` is None unless the Trainer is fitting."""
+    """Arguments that a strategy passes to the steps of its rank; `step` is None unless the Trainer is fitting."""
 
     trainer: Trainer
     samples: BatchSamples

@@ -204,7 +204,7 @@ class SynchronizedStep:
 
     def weigh(self, loss: Tensor) -> Tensor | None:
         """Return the loss of the micro-batch, weighted relative to earlier ones; None if it has no weight."""
-        self.reducer.defer_hooks()  # those that the step has added, too, if this backward pass is not synchronised
+        self.reducer.defer_hooks()  # also if this backward pass is not synchronised, for hooks that the step has added
         factor = self._weights.add_batch()
         if not factor:
             return None

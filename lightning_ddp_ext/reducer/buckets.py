@@ -20,7 +20,7 @@ class GradientBucket:
 
     The buffer exists from the first packed gradient until `release`; the gradients of the parameters are views of it
     and keep its memory. Set `payload_numel` while there is no buffer. `index`, `buffer`, `gradients`, `parameters`,
-    `is_last` and `set_buffer` are those of `torch.distributed.GradBucket`, which communication hooks expect.
+    `is_last` and `set_buffer` are methods of `torch.distributed.GradBucket`, which communication hooks expect.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], members: Sequence[int]) -> None:

@@ -169,11 +169,11 @@ class BufferSynchronizer:
     Large changed buffers are compared by fingerprints first, for which the host waits, and sent in pieces if they
     differ.
 
-    A change shows in the version of the tensor. torch's batch normalisation does not increase it: such buffers, and
-    those that change in the same silent way in the first steps, are taken as changed in training mode.
+    A change shows in the version of the tensor. torch's batch normalisation does not increase it: its buffers, and
+    others that change as silently in the first steps, are taken as changed in training mode.
 
     Buffers may change shape, become None or be registered later, if they do so on all ranks in the same step. Buffers
-    that are not dense, and those of `find_ignored`, are left alone.
+    that are not dense, or belong to `find_ignored`, are left alone.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:

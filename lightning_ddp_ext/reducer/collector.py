@@ -240,7 +240,7 @@ class GradientCollector:
     def used(self) -> bytearray:
         """Mark the parameters that have a gradient on this rank."""
         used = bytearray(len(self._parameters))
-        # Late gradients, and those in a bucket that has not been sent, may still be with their parameters.
+        # Late gradients, and gradients in a bucket that has not been sent, may still be with their parameters.
         for bucket in self._layout.buckets:
             for number, parameter, packed in zip(bucket.members, bucket.params, bucket.packed, strict=True):
                 used[number] = packed or parameter.grad is not None

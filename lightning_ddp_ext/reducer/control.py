@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ddp_ext.errors import RanksOutOfStepError
 
-_NUMBERS = 7  # of each rank: those that `ControlMessage.write` lists
+_NUMBERS = 7  # of each rank, listed in `ControlMessage.write`
 _BYTES = 8  # of a number
 
 
@@ -52,7 +52,7 @@ class ExchangedControl:
 
 @dataclass(slots=True)
 class StepControl:
-    """What a rank sends with its gradients besides their weight. A plain loop rarely needs it.
+    """Values that a rank sends with its gradients besides their weight. A plain loop rarely needs them.
 
     A rank sets its values before `GradientReducer.synchronize`, and reads the values of all ranks from `exchanged`
     afterwards. Values stay as they are until they are set again.
@@ -77,7 +77,7 @@ class StepControl:
 
 
 class RankFindings(NamedTuple):
-    """What the reducer has found on one rank; the marks in the last three are equally many on every rank."""
+    """Findings of the reducer on one rank; the last three have one mark for each bucket, parameter and buffer."""
 
     weight: float
     begun: int  # synchronisations so far

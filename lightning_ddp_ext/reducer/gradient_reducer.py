@@ -89,15 +89,15 @@ class GradientReducer:
     prediction therefore costs time, never correctness.
 
     Every rank has to synchronise equally often, with or without a backward pass. The gradient of a parameter that no
-    rank used stays None. Sparse gradients of embedding modules with `sparse=True` stay sparse; those of
+    rank used stays None. Sparse gradients of embedding modules with `sparse=True` stay sparse; gradients of
     `functional.embedding` become dense. Buffers that any rank has changed are made equal too: floating-point buffers
     become the weighted mean, others are copied from the first rank with data. Parameters and buffers that torch's
-    `DistributedDataParallel` was told to ignore are ignored.
+    `DistributedDataParallel` would ignore are ignored.
 
     Args:
         module: The same module on every rank, on its devices. Parameters and buffers become those of the first rank.
         process_group: The ranks; by default all, in a separate group, so that collectives issued by the model cannot
-            mix with those of the gradients.
+            mix with collectives of the reducer.
         bucket_cap_mb: Largest size of a bucket in MiB.
         comm_hook: Function that reduces a bucket instead of an all-reduce, `hook(state, bucket) -> Future[Tensor]`, as
             for torch's `DistributedDataParallel.register_comm_hook`.
@@ -179,7 +179,7 @@ class GradientReducer:
         return bool(unsynchronized) and any(id(parameter) in unsynchronized for parameter in parameters)
 
     def unmanaged_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of these parameters that were not part of the module when the reducer was made."""
+        """Return the parameters that were not part of the module when the reducer was made."""
         return [parameter for parameter in parameters if id(parameter) not in self._known]
 
     def defer_hooks(self) -> None:
@@ -365,7 +365,7 @@ class GradientReducer:
         return self._scale / self._expected_total if self._weight else 0.0
 
     def _complete(self, exchanged: ExchangedControl) -> None:
-        """Add late gradients and those of new parameters, divide by the total weight, and write the result back."""
+        """Add late gradients and gradients of new parameters, divide by the total weight, and write the result back."""
         used, total = exchanged.used, self.control.divisor or exchanged.total_weight
         if not self._layout.buckets:  # nothing has been sent yet, and a hook that rounds should not see large sums
             self._expected_total = 2.0 ** round(math.log2(total))

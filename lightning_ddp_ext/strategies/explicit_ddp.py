@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -44,33 +44,6 @@ from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 from lightning_ddp_ext.resume.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin, widened
-
-
-class ActivationCheckpointingOption:
-    """Applies activation checkpointing to a module while it is trained, and logs once how much memory it saves."""
-
-    def __init__(self, policy: ActivationCheckpointingPolicy | None) -> None:
-        self.policy = policy
-        self._checkpointing = None if policy is None else ActivationCheckpointing(policy)
-        self._is_reported = False
-
-    def start(self, module: nn.Module) -> None:
-        """Apply the policy to a module."""
-        if self._checkpointing is not None:
-            self._checkpointing.apply(module)
-            self._is_reported = False
-
-    def report(self) -> None:
-        """Log the saved memory after the first backward pass."""
-        if self._checkpointing is not None and not self._is_reported:
-            self._is_reported = True
-            rank_zero_info(f"On each rank, {self._checkpointing.report}.")
-
-    def stop(self, module: nn.Module) -> None:
-        """Remove activation checkpointing from a module."""
-        if self._checkpointing is not None:
-            self._checkpointing.remove(module)
-
 
 _THIRTY_MINUTES = timedelta(minutes=30)  # torch's default, as in Lightning
 _ONE_MINUTE = timedelta(minutes=1)
@@ -183,7 +156,11 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
             self.comm_hook = ddp_comm_wrapper(ddp_comm_hook)
         self.comm_state = ddp_comm_state
-        self._activation_checkpointing = ActivationCheckpointingOption(activation_checkpointing)
+        self.activation_checkpointing = activation_checkpointing
+        self._checkpointing = (
+            None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
+        )
+        self._is_saving_reported = False
         self.is_preparing_loader = False  # Lightning, not the user, asks for the arguments of a sampler
         self.steps: RankSteps | None = None  # of this run
         self._step: SynchronizedStep | None = None
@@ -230,7 +207,7 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
             "weight_by": self.weight_by,
             "batch_dim": self.batch_dim,
             "ddp_comm_hook": self.comm_hook,
-            "activation_checkpointing": self._activation_checkpointing.policy,
+            "activation_checkpointing": self.activation_checkpointing,
             "stall_timeout": self._watch.limit,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -292,8 +269,10 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         assert self.model is not None
         check_weighable(self.module, self.weight_by)
         compare_setups({**describe_versions(), **describe_arguments(self.compared_arguments())})
-        self._cleanup.callback(self._activation_checkpointing.stop, self.module)
-        self._activation_checkpointing.start(self.model)
+        if self._checkpointing is not None:
+            self._cleanup.callback(self._checkpointing.remove, self.module)
+            self._checkpointing.apply(self.model)
+            self._is_saving_reported = False
         reducer = GradientReducer(
             self.model,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -355,7 +334,9 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         # `on_after_backward` is called here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
-        self._activation_checkpointing.report()
+        if self._checkpointing is not None and not self._is_saving_reported:
+            self._is_saving_reported = True
+            rank_zero_info(f"On each rank, {self._checkpointing.report}.")
         return closure_loss
 
     @override
