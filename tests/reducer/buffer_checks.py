@@ -33,7 +33,7 @@ def buffers_become_equal_after_every_step() -> tuple[float, float, int]:
 
 @check((EXACT, 0.0))
 def buffers_become_equal_when_no_rank_has_weight() -> tuple[float, float]:
-    """Before and after ranks have learned what to send ahead; in the mean all count the same."""
+    """Before and after buffers are sent ahead; the mean has equal weights."""
     module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
     reducer = GradientReducer(module)
     norm = module[1]
@@ -74,7 +74,7 @@ def integers_come_from_the_first_rank_with_data() -> list[int]:
 
 
 class SilentStatistics(nn.Module):
-    """Someone else's batch normalisation: torch changes its buffers without counting the change."""
+    """Someone else's batch normalisation: torch does not increase the version of its buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def buffers_that_change_silently() -> float:
 
 @check([True, True, False, True])
 def the_state_lists_buffers_that_change_silently() -> list[bool]:
-    """It was noticed in the first steps, and happens again after those in which a resumed reducer would notice it."""
+    """The change happens again after the steps in which a resumed reducer would detect it without the state."""
 
     def run(module: nn.Module, reducer: GradientReducer, steps: range) -> bool:
         for number in steps:
@@ -329,7 +329,12 @@ def parameters_and_buffers_that_torch_ignores_are_ignored() -> list[object]:
     return [*kept, compared, difference]
 
 
-@check(says("ReplicaMismatchError: ranks are not set up alike: buffer `seen` is float32 [2] on rank 0 but float32 [3] on rank 1. Build"))
+@check(
+    says(
+        "ReplicaMismatchError: ranks are not set up alike: buffer `seen` is float32 [2] on rank 0 but float32 [3] on"
+        " rank 1. Build"
+    )
+)
 def buffers_that_differ_in_shape() -> str:
     module = net()
     module.register_buffer("seen", torch.zeros(2))

@@ -117,7 +117,7 @@ def an_error_on_one_rank_is_noticed() -> str:
     }
 )
 def control_values_are_sent_with_the_gradients() -> dict[str, tuple[int, bool]]:
-    """For gradients of several types: messages of the third synchronisation, and whether what was told has arrived."""
+    """For several types: number of messages of the third synchronisation, and whether the values have arrived."""
     found = {}
     weights, logged_keys = [1e-9, 2.0**40 + 1], [2.0**52 - 1, 0.0]
     own = dist.get_rank()
@@ -174,7 +174,7 @@ def ranks_out_of_step() -> str:
 
 @check([2, 0, 0, 0, 5])
 def hooks_of_parameters_see_the_gradient_of_all_ranks() -> list[float]:
-    """Also those added later, in accumulation once; removed ones run no more, and `close` leaves them as they were."""
+    """Hooks added later too, once per accumulation; removed hooks do not run, and `close` restores the others."""
     module = net()
     seen: list[Tensor] = []
     first = module[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
@@ -196,7 +196,7 @@ def hooks_of_parameters_see_the_gradient_of_all_ranks() -> list[float]:
 
 
 def with_hook(hook: Callable[..., object], make_state: Callable[[], object], steps: int = 4) -> float:
-    """Difference to torch's own reducer with the same hook, in one bucket."""
+    """Difference to torch's reducer with the same hook, in one bucket."""
     ours = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
     theirs = DistributedDataParallel(copy.deepcopy(ours))
     reducer = GradientReducer(ours, comm_hook=hook, comm_state=make_state())
@@ -225,7 +225,7 @@ def fp16_compress_hook() -> float:
 
 @check((1e-2, 0.0))
 def bf16_compress_hook() -> tuple[float, float]:
-    """torch's own reducer refuses this hook on the CPU."""
+    """torch's reducer refuses this hook on the CPU."""
     plain = nn.Linear(40, 30)
     compressed = copy.deepcopy(plain)
     for module, hook in ((plain, None), (compressed, default_hooks.bf16_compress_hook)):
@@ -251,7 +251,7 @@ def fp16_compress_hook_with_large_weights() -> float:
 
 @check(FLOAT32)
 def hooks_with_state_see_the_same_units_in_every_step() -> float:
-    """What they keep, such as the residuals of PowerSGD, is added to later gradients."""
+    """State such as the residuals of PowerSGD is added to later gradients."""
     seen = []
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future:

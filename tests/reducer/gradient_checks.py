@@ -13,7 +13,7 @@ from tests.reducer.checking import EXACT, batch, check, combined, gradients, lar
 
 @check(EXACT)
 def a_parameter_whose_bucket_was_sent_early_gets_its_gradient() -> float:
-    """Its bucket leaves without it, as it did before; only one process can tell that `None` is wrong."""
+    """Its bucket is sent without it, as in the step before."""
     alone = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).double()
     together = copy.deepcopy(alone)
     reducer = GradientReducer(together)
@@ -207,7 +207,7 @@ def a_loss_without_weight_may_be_nan() -> bool:
 
 @check([False, True, True] * 3)
 def gradients_of_ranks_without_weight_alone_stay_none() -> list[bool]:
-    """In a bucket, in none yet, and sparse."""
+    """For a parameter with a bucket, one without a bucket, and a sparse one."""
     module = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2), nn.Embedding(3, 2, sparse=True)]).double()
     reducer = GradientReducer(module)
     rank = dist.get_rank()

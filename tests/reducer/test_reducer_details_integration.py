@@ -46,7 +46,7 @@ def test_on_every_rank(results, name):
 
 
 def repeat_synchronisations() -> dict[int, bool]:
-    """For several sizes of a layer: whether one batch has one gradient, bit for bit, whenever it is synchronised."""
+    """For several sizes of a layer: whether the gradient of a batch is bit-identical in each of three steps."""
     dist.init_process_group("gloo")
     found = {}
     for size in (8, 37, 300, 5000):
@@ -74,7 +74,7 @@ _SMALL = 0.01  # MiB, so that a bucket leaves before the backward pass ends
 
 
 class Staged(torch.nn.Module):
-    """Layers of which more are used from step to step, in another order than they were made."""
+    """More layers are used from step to step, in another order than they were made."""
 
     def __init__(self) -> None:
         super().__init__()
