@@ -1,6 +1,6 @@
 """Many small tensors as few large ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,10 @@ def send_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """
     if not tensors or tensors[0].device == device:
         return list(tensors)
-    in_buckets = [tensor.layout == torch.strided and tensor.numel() > 0 for tensor in tensors]
-    sent = [tensor if fits else tensor.to(device) for tensor, fits in zip(tensors, in_buckets, strict=True)]
-    for bucket in _buckets(tensors):
+    dense = _dense(tensors)
+    in_buckets = set(dense)
+    sent = [tensor if number in in_buckets else tensor.to(device) for number, tensor in enumerate(tensors)]
+    for bucket in divide_into_buckets(tensors, dense):
         members = [tensors[position] for position in bucket]
         flat = torch.cat([member.reshape(-1) for member in members]).to(device, non_blocking=True)
         parts = torch.split(flat, [member.numel() for member in members])
@@ -44,7 +45,7 @@ def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: i
         group: The ranks.
         source: The rank that has the values.
     """
-    for bucket in _buckets(tensors):
+    for bucket in divide_into_buckets(tensors, _dense(tensors)):
         members = [tensors[position] for position in bucket]
         flat = flatten(members)
         # As bytes: not every backend has every type.
@@ -74,17 +75,23 @@ def _distinct(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     return target[one], source[one]
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Group the positions of dense tensors by type and device, in order, up to the size of a bucket."""
+def divide_into_buckets(
+    tensors: Sequence[Tensor], members: Iterable[int], cap: int = _BUCKET_BYTES, first_cap: int | None = None
+) -> list[list[int]]:
+    """Divide positions of tensors, in order, by type and device into buckets that end once they reach `cap` bytes."""
     buckets: list[list[int]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for position, tensor in enumerate(tensors):
-        if tensor.layout != torch.strided or not tensor.numel():
-            continue
-        members, size = open_buckets.get((tensor.dtype, tensor.device), ([], _BUCKET_BYTES))
-        if size + tensor.nbytes > _BUCKET_BYTES:
-            members, size = [], 0
-            buckets.append(members)
-        members.append(position)
-        open_buckets[tensor.dtype, tensor.device] = (members, size + tensor.nbytes)
-    return buckets
+    unfinished: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for member in members:
+        tensor = tensors[member]
+        kind = (tensor.dtype, tensor.device)
+        unfinished.setdefault(kind, []).append(member)
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+        if sizes[kind] >= (cap if buckets or first_cap is None else first_cap):
+            buckets.append(unfinished.pop(kind))
+            del sizes[kind]
+    return buckets + list(unfinished.values())
+
+
+def _dense(tensors: Sequence[Tensor]) -> list[int]:
+    return [number for number, one in enumerate(tensors) if one.layout == torch.strided and one.numel()]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.distributed.exchange import gather_integer, list_ranks
 from lightning_ddp_ext.distributed.serialization import broadcast_packed, pack, unpack
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
+from lightning_ddp_ext.reducer.control import StepControl
 
 UnevenInputs = Literal["join", "stop", "error"]
 UNEVEN_INPUTS = ("join", "stop", "error")
@@ -62,53 +63,45 @@ def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> fl
 
 
 class HasNextBatch:
-    """Votes of the ranks on whether there is another step, one at a time: each is cast, and then counted.
+    """Exchange among ranks of whether each has a batch for the next step, one step at a time.
 
-    A vote is a message of its own that is under way while a step is computed, unless something carries it that ranks
-    tell each other in every step anyway.
-
-    Args:
-        group: The ranks, over a backend that has CPU tensors.
-        carried: Whether something is going to carry each vote, see `take`. Where nothing has, ranks send it when they
-            need it, and wait.
-
-    Attributes:
-        own: What this rank has voted last.
+    Without a `control`, the flag of a rank is a separate message, sent while the present step runs. With one, the flag
+    is sent with the gradients, and `receive` takes the flags of all ranks; after a step that synchronises no gradients,
+    `wait` sends the message.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, carried: bool = False) -> None:
-        self.own = False
+    def __init__(self, group: dist.ProcessGroup, control: StepControl | None = None) -> None:
+        self.local = False  # the flag of this rank
         self._group = group
-        self._carried = carried
-        self._sent: tuple[torch.Tensor, Any] | None = None
-        self._counted: list[bool] | None = None
+        self._control = control
+        self._message: tuple[torch.Tensor, Any] | None = None
+        self._flags: list[bool] | None = None
 
-    def cast(self, has_batch: bool) -> None:
-        """Vote on the next step.
+    def send(self, has_batch: bool) -> None:
+        """Set the flag of this rank for the next step."""
+        self.local = has_batch
+        self._flags = self._message = None
+        if self._control is None:
+            self._message = self._start_message()
+        else:
+            self._control.has_next_batch = has_batch
 
-        Args:
-            has_batch: Whether this rank has a batch for it.
-        """
-        self.own = has_batch
-        self._counted = None
-        self._sent = None if self._carried else self._send()
+    def receive(self, flags: Iterable[float]) -> None:
+        """Take the flags of all ranks, which were sent with the gradients."""
+        self._flags = list(map(bool, flags))
 
-    def take(self, has_next_batch: Iterable[float]) -> None:
-        """Take what ranks have told each other: `own` of each."""
-        self._counted = [bool(vote) for vote in has_next_batch]
-
-    def count(self) -> list[bool]:
-        """Return which ranks have a batch."""
-        if self._counted is None:
-            has_next_batch, work = self._sent or self._send()
+    def wait(self) -> list[bool]:
+        """Return the flags of all ranks."""
+        if self._flags is None:
+            flags, work = self._message or self._start_message()
             work.wait()
-            self._counted = has_next_batch.bool().tolist()
-        return self._counted
+            self._flags = flags.bool().tolist()
+        return self._flags
 
-    def _send(self) -> tuple[torch.Tensor, Any]:
-        has_next_batch = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
-        has_next_batch[dist.get_rank(self._group)] = self.own
-        return has_next_batch, dist.all_reduce(has_next_batch, group=self._group, async_op=True)
+    def _start_message(self) -> tuple[torch.Tensor, Any]:
+        flags = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
+        flags[dist.get_rank(self._group)] = self.local
+        return flags, dist.all_reduce(flags, group=self._group, async_op=True)
 
 
 class LockstepLoader:
@@ -205,8 +198,8 @@ class LockstepLoader:
         step = self._skip
         has_batch, batch = _advance(batches)
         samples = self._count()
-        self._has_next_batch.cast(has_batch)
-        while any(present := self._has_next_batch.count()) and step < self._limit:
+        self._has_next_batch.send(has_batch)
+        while any(present := self._has_next_batch.wait()) and step < self._limit:
             if self._uneven_inputs != "join" and not all(present):
                 self._end_early(present, step, samples)
                 return
@@ -216,7 +209,7 @@ class LockstepLoader:
                 samples = self._count()
                 if not has_batch:
                     self._keep(given)
-            self._has_next_batch.cast(has_batch)
+            self._has_next_batch.send(has_batch)
             yield self._make_step(present, given)
             step += 1
 

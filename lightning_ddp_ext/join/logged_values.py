@@ -17,13 +17,11 @@ from lightning_ddp_ext._compat.lightning_logging import (
     is_synchronised,
     latest,
     set_latest,
-    unwatch_logging,
-    watch_logging,
 )
-from lightning_ddp_ext.distributed.exchange import gather_integer, gather_integers, gather_objects
+from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepParticipation
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
+from lightning_ddp_ext.join.lockstep_loader import StepParticipation
+from lightning_ddp_ext.ranks.sample_counts import sums_and_means
 
 _HASH_BITS = 31
 _REDUCING = -1  # noted where a value is reduced outside of a step, by Lightning or by the user
@@ -42,26 +40,12 @@ class LoggedValues:
     Args:
         trainer: The Trainer.
         module: Its module.
-        has_next_batch: What travels with the keys of a training step.
         group: The ranks, over a backend for the module's device and for CPU tensors.
-        samples: Knows how many samples a batch has, by which the mean of an epoch weighs.
-        end_batch: Called after the last hook of a batch.
-        after_epoch: Called at the end of an epoch, when every rank has got there.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        has_next_batch: HasNextBatch,
-        group: dist.ProcessGroup,
-        samples: BatchSamples,
-        end_batch: Callable[[], None],
-        after_epoch: Callable[[], None],
-    ) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup) -> None:
         self._trainer = trainer
         self._module = module
-        self._has_next_batch = has_next_batch
         self._group = group
         self._participation: StepParticipation | None = None
         self._in_step = False
@@ -70,12 +54,6 @@ class LoggedValues:
         self._pending: dict[str, Any] = {}
         self._adopted: set[str] = set()  # of this epoch, and not logged by this rank itself
         self._begins_evaluation = True  # ranks compare keys after the first batch, and when there are any
-        self._after_epoch = after_epoch
-        watch_logging(trainer, self._update, samples.rounded, end_batch, self._end_epoch, self._check_epoch)
-
-    def close(self) -> None:
-        """Stop following what is logged."""
-        unwatch_logging(self._trainer)
 
     def begin(self, participation: StepParticipation) -> None:
         """Begin a step, in which some ranks or all have data."""
@@ -97,8 +75,8 @@ class LoggedValues:
             self._in_step = False
 
     @property
-    def note(self) -> int:
-        """What has to be the same on all active ranks when values are synchronised."""
+    def keys_hash(self) -> int:
+        """Hash of the keys to synchronise, which has to be the same on all active ranks."""
         return _hash(self._pending)
 
     def reduce(self, tensor: Tensor, operation: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
@@ -122,25 +100,18 @@ class LoggedValues:
             self._agree(_REDUCING)
         return reduce(tensor)
 
-    def synchronize(self, weight: float, notes: Sequence[float] | None = None) -> None:
-        """Synchronise what the step has logged so far; on every rank. Votes go along if gradients have taken no notes.
+    def synchronize(self, weight: float, keys_hashes: Sequence[float] | None = None) -> None:
+        """Synchronise the values that the step has logged so far; on every rank.
 
-        Args:
-            weight: What the values of this rank count in a mean. On a shadow step they count nothing.
-            notes: The `note` of every rank, if ranks have exchanged these.
-
-        Raises:
-            LoggedKeysError: If ranks have logged different keys.
+        `weight` is this rank's weight in means; a shadow step has none. `keys_hashes` are those of all ranks, if ranks
+        have exchanged them already. Raises `LoggedKeysError` if ranks have logged different keys.
         """
-        if notes is None and (self._pending or self._trainer.training or self._begins_evaluation):
-            told = gather_integers([self.note, self._has_next_batch.own], self._group)
-            notes = [note for note, _ in told]
-            if self._trainer.training:
-                self._has_next_batch.take([vote for _, vote in told])
+        if keys_hashes is None and (self._pending or self._begins_evaluation):
+            keys_hashes = gather_integer(self.keys_hash, self._group)
         self._begins_evaluation = self._trainer.training
-        if notes is not None:
-            active = range(len(notes)) if self._participation is None else self._participation.active
-            self._compare([notes[rank] for rank in active])
+        if keys_hashes is not None:
+            active = range(len(keys_hashes)) if self._participation is None else self._participation.active
+            self._compare([keys_hashes[rank] for rank in active])
         if not self._pending:
             return
         metrics = list(self._pending.values())
@@ -173,7 +144,8 @@ class LoggedValues:
     def _is_shadow(self) -> bool:
         return self._participation is not None and self._participation.is_shadow
 
-    def _update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
+    def update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
+        """Log a value as `proceed` does, and note its key if it is to be synchronised."""
         if self._is_shadow and metric.is_tensor:
             self._take_part(metric)
             metric.has_reset = False
@@ -237,25 +209,25 @@ class LoggedValues:
             and (is_synchronised(metric, on_step=False) or is_synchronised(metric, on_step=True))
         ]
 
-    def _check_epoch(self) -> None:
+    def check_epoch(self) -> None:
         """See to it that no rank goes on while another waits with a value that a hook has logged there alone."""
         self._agree(_hash(sorted(self._synchronised_keys())))
 
-    def _end_epoch(self) -> None:
-        """See to it that all ranks reduce the same values of an epoch in the same order."""
+    def end_epoch(self) -> bool:
+        """Make all ranks reduce the same values of an epoch in the same order; return True if all have got there."""
         results = current_results(self._trainer)
         if results is None:
-            return
+            return False
         self._begins_evaluation = True
         keys = self._synchronised_keys()
         notes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self._group)
         self._compare([note >> 32 for note in notes])
         self._adopted.difference_update(keys)
-        self._after_epoch()
         if len(set(notes)) > 1:
             ordered = {key: results[key] for key in sorted(results)}
             results.clear()
             results.update(ordered)
+        return True
 
 
 def _hash(keys: Iterable[str]) -> int:

@@ -1,32 +1,33 @@
-"""Steps of all ranks together, of which some may have run out of data."""
+"""Steps of all ranks together, shadow steps on the ranks that have run out of data."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
+from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
 from lightning_ddp_ext._compat.loaders import active_combined_loader, combination_mode
-from lightning_ddp_ext._compat.loops import without_batch_hooks
+from lightning_ddp_ext._compat.loops import leaves_out_backward, without_batch_hooks
 from lightning_ddp_ext._compat.resuming import reload_training_data_after_epoch
 from lightning_ddp_ext._compat.torchmetrics import (
     forget_computed,
     unwatch_synchronization,
     watch_synchronization,
 )
-from lightning_ddp_ext.distributed.exchange import own_group
+from lightning_ddp_ext.distributed.exchange import gather_integers, own_group
 from lightning_ddp_ext.distributed.serialization import header_of, receive_tensors, send_tensors
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
@@ -36,72 +37,61 @@ from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.join.metric_states import synchronize_states
 from lightning_ddp_ext.join.store_mailbox import StoreMailbox
 from lightning_ddp_ext.join.training_state import StepMirror
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples
-from lightning_ddp_ext.ranks.stall_watch import StallWatch
+from lightning_ddp_ext.ranks.rank_steps import RankContext, RankSteps
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 _BACKWARD = "backward"
 
 
-class Lockstep:
-    """Lets the loops of a Trainer make the same steps on every rank, shadow steps where a rank has no data.
+class Lockstep(RankSteps):
+    """The steps of ranks that run out of data at different times: a rank without data makes shadow steps.
 
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        uneven_inputs: What to do when a rank runs out of data.
-        timeout: Time limit of a collective.
-        own: Other process groups in which every rank takes part at any time.
-        watch: Knows what any rank has failed of.
-        rng: Knows the RNG state of this process, if it trains.
-        samples: Knows how many samples a batch has.
-        mirror: Gives the ranks without data what a training step changes, if this process trains.
+    In a shadow step the rank runs no code of the module. It takes part in the synchronisation of gradients with weight
+    0, and receives logged values and other changes of the training state from the first active rank.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        uneven_inputs: UnevenInputs,
-        timeout: timedelta | None,
-        own: Iterable[dist.ProcessGroup],
-        watch: StallWatch,
-        rng: ResumableRng | None,
-        samples: BatchSamples,
-        mirror: StepMirror | None,
-    ) -> None:
-        self.group = own_group(timeout)
+    def __init__(self, context: RankContext, uneven_inputs: UnevenInputs) -> None:
+        super().__init__(context)
+        reducer = None if context.step is None else context.step.reducer
+        self.group = own_group(context.timeout)
         self.participation: StepParticipation | None = None
-        self._trainer = trainer
-        self._module = module
         self._uneven_inputs = uneven_inputs
-        self._rng = rng
-        self._mirror = mirror
-        self._watch = watch
-        self._tail = ActiveRankCollectives([self.group, *own], timeout)
-        self.has_next_batch = HasNextBatch(self.group, carried=True)
-        self._messages = StoreMailbox(self.group, timeout, watch.failure)
-        watch.on_failure(self._messages.wake)
+        self._watch = context.watch
+        own = [self.group] if reducer is None else [self.group, reducer.process_group]
+        self._active_collectives = ActiveRankCollectives(own, context.timeout)
+        self._has_next_batch = HasNextBatch(self.group, None if reducer is None else reducer.control)
+        self._mirror = None if reducer is None else StepMirror(self.trainer, self.module, reducer)
+        self._messages = StoreMailbox(self.group, context.timeout, context.watch.failure)
+        context.watch.on_failure(self._messages.wake)
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
-        self._samples = samples
         self._weight = 0.0  # of a batch in evaluation and in the uneven phase
         self._last_uneven: StepParticipation | None = None
         self._is_among_active = False
-        self._step_stack = ExitStack()
-        self.logged = LoggedValues(
-            trainer, module, self.has_next_batch, self.group, self._samples, self._end_batch, self._messages.forget
-        )
+        self._batch_stack = ExitStack()
         self._loaders: WeakSet[LockstepCombinedLoader] = WeakSet()
+        self.logged = LoggedValues(self.trainer, self.module, self.group)
+        watch_logging(
+            self.trainer,
+            self.logged.update,
+            self.samples.rounded,
+            self._end_batch,
+            self._end_epoch,
+            self.logged.check_epoch,
+        )
         watch_synchronization(synchronize_states)
+        # Lightning would refuse a rank without any samples.
+        self._allowed_no_batch = self.module.allow_zero_length_dataloader_with_multiple_devices
+        self.module.allow_zero_length_dataloader_with_multiple_devices = True
 
+    @override
     def close(self) -> None:
-        """Give loops, logging and process groups back."""
+        self.module.allow_zero_length_dataloader_with_multiple_devices = self._allowed_no_batch
         if self._watch.has_exited:
             self._messages.leave()
-        self._step_stack.close()
-        self._tail.close()
-        self.logged.close()
+        self._batch_stack.close()
+        self._active_collectives.close()
+        unwatch_logging(self.trainer)
         for loader in self._loaders:
             loader.close()
         unwatch_synchronization()
@@ -114,92 +104,85 @@ class Lockstep:
         return self.participation is not None and self.participation.is_shadow
 
     @property
-    def is_uneven(self) -> bool:
-        """Whether any rank has no data in this step."""
-        return self.participation is not None and self.participation.is_uneven
-
-    @property
-    def active_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have data, within a step that some do not take part in."""
-        return (
-            self._tail.group(self.participation.active)
-            if self.participation is not None and self._is_among_active
-            else None
-        )
-
-    @property
-    def gathered_rows(self) -> tuple[int, ...] | None:
-        """Which rows of what is gathered have something, within a step that some ranks do not take part in."""
+    def active_ranks(self) -> tuple[int, ...] | None:
+        """The ranks with data, while the code of an uneven step runs; None elsewhere."""
         return self.participation.active if self.participation is not None and self._is_among_active else None
 
     @property
+    def active_group(self) -> dist.ProcessGroup | None:
+        """The process group of `active_ranks`."""
+        active = self.active_ranks
+        return None if active is None else self._active_collectives.group(active)
+
+    @property
     def _is_source(self) -> bool:
-        """Whether ranks without data learn from this rank what the step does: it is the first that has data."""
+        """Whether this rank sends the effects of an uneven step to the ranks without data: the first active one."""
         participation = self.participation
         return (
             participation is not None
             and participation.is_uneven
-            and participation.active[0] == self._trainer.global_rank
+            and participation.active[0] == self.trainer.global_rank
         )
 
-    def begin_step(self, batch: Any) -> None:
-        """Take up the next batch of a loop; to be called when it is moved to the device."""
-        combined = active_combined_loader(self._trainer)
-        if not isinstance(combined, LockstepCombinedLoader) or not is_hook_of_loop(self._module, "batch_to_device"):
+    @override
+    def begin_batch(self, batch: Any) -> None:
+        super().begin_batch(batch)
+        combined = active_combined_loader(self.trainer)
+        if not isinstance(combined, LockstepCombinedLoader) or not is_hook_of_loop(self.module, "batch_to_device"):
             return
         if batch is None:
             raise UnsupportedFeatureError(
-                f"rank {self._trainer.global_rank}: the loader gave None instead of a batch. Lightning would leave the"
-                " step out on this rank, and the others would wait. Let the loader go on to the next batch instead."
+                f"rank {self.trainer.global_rank}: the loader gave None instead of a batch. Lightning would skip the"
+                " step on this rank, and the others would wait. Let the loader continue with the next batch instead."
             )
         participation = self.participation = combined.participations.popleft()
         self.logged.begin(participation)
-        if participation.is_uneven or not self._trainer.training:
-            self._weight = self._samples.weight(batch)
+        if participation.is_uneven or not self.trainer.training:
+            self._weight = self.samples.weight(batch)
         if not participation.is_uneven:
             return
-        self._tail.prepare(participation.active)
+        self._active_collectives.prepare(participation.active)
         if participation is not self._last_uneven:
             self._last_uneven = participation
             self._metrics = [
-                part for part in self._module.modules() if isinstance(part, Metric) and part.process_group is None
+                part for part in self.module.modules() if isinstance(part, Metric) and part.process_group is None
             ]
             for metric in self._metrics:
                 forget_computed(metric)
-            if self._mirror is not None and self._trainer.training:
+            if self._mirror is not None and self.trainer.training:
                 self._mirror.begin_phase()
-        if not self._trainer.training:
-            # In evaluation hooks count too: they belong to a batch, not to a step of all ranks.
-            self._step_stack.enter_context(
-                without_batch_hooks(self._trainer) if participation.is_shadow else self.among_active()
+        if not self.trainer.training:
+            # In evaluation hooks run among active ranks too: they belong to a batch, not to a step of all ranks.
+            self._batch_stack.enter_context(
+                without_batch_hooks(self.trainer) if participation.is_shadow else self._among_active()
             )
 
-    def train(self, run: Callable[[], STEP_OUTPUT], synchronize: Callable[[], None]) -> STEP_OUTPUT:
-        """Run a training step, or make a shadow step.
-
-        Args:
-            run: Runs the step.
-            synchronize: On a shadow step, synchronises the gradients of a backward pass that the step contains.
-
-        Returns:
-            What the step returns; on a shadow step what it returned last, with a loss of zero.
-        """
+    @override
+    def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         assert self._mirror is not None
+        if self.participation is not None:
+            self.step.active = self.participation.active
         if self.is_shadow:
+            self.step.begin_without_data()
             while (message := self._messages.wait()) == _BACKWARD:
-                synchronize()
+                with self.synchronize():
+                    pass
             self._adopt(json.loads(message))
-            return self._shadow_output()
-        self._output = None
-        if self._is_source:
-            self._mirror.remember()
-        with self.among_active(), self.logged.step():
-            output = run()
-        if self._is_source:
-            self._publish()
-        elif self.is_uneven:
-            self._messages.skip()
-        self._output = recursive_detach(output) if isinstance(output, dict) else None
+            output = self._shadow_output()
+        else:
+            self._output = None
+            if self._is_source:
+                self._mirror.remember()
+            with self._among_active(), self.logged.step():
+                output = super().training_step(batch, run)
+            if self._is_source:
+                self._publish()
+            elif self.participation is not None and self.participation.is_uneven:
+                self._messages.skip()
+            self._output = recursive_detach(output) if isinstance(output, dict) else None
+        if not self.module.automatic_optimization or leaves_out_backward(self.trainer):
+            # Here, and not with the gradient: ranks without data know the logged keys only after the step.
+            self._exchange_logged_keys()
         return output
 
     def _publish(self) -> None:
@@ -214,11 +197,11 @@ class Lockstep:
         header = None if changes is None else header_of(changes)
         self._messages.publish(json.dumps({"logged": self.logged.describe(), "changes": header}))
         if changes is not None:
-            ranks = set(range(self._trainer.world_size)).difference(self.participation.active)
+            ranks = set(range(self.trainer.world_size)).difference(self.participation.active)
             send_tensors(changes, self.group, sorted(ranks))
 
     def _adopt(self, message: Mapping[str, Any]) -> None:
-        """Have what another rank has published."""
+        """Apply the effects of a step that another rank has published."""
         assert self._mirror is not None
         assert self.participation is not None
         if "problem" in message:
@@ -227,35 +210,77 @@ class Lockstep:
         if message["changes"] is not None:
             self._mirror.take(receive_tensors(message["changes"], self.group, self.participation.active[0]))
 
-    def announce_backward(self) -> None:
-        """Tell ranks that make a shadow step of a backward pass within a training step, which they cannot know of."""
-        self._tell(lambda: _BACKWARD)
+    def _shadow_output(self) -> STEP_OUTPUT:
+        """Return the last output of this rank with a loss of zero."""
+        dtype = cast(torch.dtype, self.module.dtype)
+        loss = torch.zeros((), device=self.module.device, dtype=dtype, requires_grad=True)
+        return loss if self._output is None else {**self._output, "loss": loss}
 
-    def evaluate(self, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
-        """Run a step of evaluation, unless this rank has no data."""
+    @override
+    def backward(self, run: Callable[[], None]) -> None:
+        if not self.is_shadow:
+            with self._among_active():
+                run()
+
+    @override
+    @contextmanager
+    def synchronize(self) -> Iterator[None]:
+        control, is_automatic = self.step.reducer.control, self.module.automatic_optimization
+        control.logged_keys = self.logged.keys_hash if is_automatic else 0
+        if not is_automatic and not self.step.is_blocked and not self.is_shadow:
+            self._tell(lambda: _BACKWARD)  # the ranks without data cannot know of it
+        with super().synchronize():
+            yield
+        if self.step.is_blocked:
+            if is_automatic:
+                self._exchange_logged_keys()
+            return
+        assert control.exchanged is not None
+        self._has_next_batch.receive(control.exchanged.has_next_batch)
+        if is_automatic:
+            self.logged.synchronize(self.step.batch_weight, control.exchanged.logged_keys)
+
+    def _exchange_logged_keys(self) -> None:
+        """Synchronise logged values after a step whose gradients are not synchronised; flags are sent along."""
+        sent = gather_integers([self.logged.keys_hash, self._has_next_batch.local], self.group)
+        keys, has_next_batch = zip(*sent, strict=True)
+        self._has_next_batch.receive(has_next_batch)
+        self.logged.synchronize(self.step.batch_weight, keys)
+
+    @override
+    def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         if self.is_shadow:
             return None
         with self.logged.step():
             return run()
 
+    @override
+    def reduce(
+        self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
+    ) -> Tensor:
+        if group is not None or not isinstance(reduce_op, str):
+            return reduce(tensor, group or self.active_group, reduce_op)
+        return self.logged.reduce(tensor, reduce_op, lambda value: reduce(value, self.active_group, reduce_op))
+
     def _end_batch(self) -> None:
-        """End a turn: what follows concerns no batch."""
-        if not self._trainer.training and self.participation is not None:
-            self._step_stack.close()
-            self._tell_shadow_ranks()
+        """End the participation of a batch: the hooks and values that follow belong to no batch."""
+        if not self.trainer.training and self.participation is not None:
+            self._batch_stack.close()
+            if self.is_shadow:
+                self.logged.adopt(json.loads(self._messages.wait()))
+            else:
+                self._tell(lambda: json.dumps(self.logged.describe()))
             self.logged.synchronize(self._weight)
         self.participation = None
         self.logged.end()
-        self._samples.forget()
+        self.samples.forget()
 
-    def _tell_shadow_ranks(self) -> None:
-        """Tell ranks that make a shadow step what has been logged; these wait for it."""
-        if self.is_shadow:
-            self.logged.adopt(json.loads(self._messages.wait()))
-        else:
-            self._tell(lambda: json.dumps(self.logged.describe()))
+    def _end_epoch(self) -> None:
+        if self.logged.end_epoch():
+            self._messages.forget()  # every rank has read them
 
     def _tell(self, describe: Callable[[], str]) -> None:
+        """Send a message from the first active rank of an uneven step to the ranks without data."""
         if self.participation is None or not self.participation.is_uneven:
             return
         if self._is_source:
@@ -264,18 +289,18 @@ class Lockstep:
             self._messages.skip()
 
     @contextmanager
-    def among_active(self) -> Iterator[None]:
-        """Let collectives of a block run among the ranks that have data, if some have not; on one that has."""
+    def _among_active(self) -> Iterator[None]:
+        """Run the collectives of a block on the active ranks only; to be called on an active rank."""
         participation = self.participation
         if participation is None or not participation.is_uneven or self._is_among_active:
             yield
             return
-        group = self._tail.group(participation.active)
+        group = self._active_collectives.group(participation.active)
         self._is_among_active = True
         for metric in self._metrics:
             metric.process_group = group
         try:
-            with self._tail.redirect(participation.active):
+            with self._active_collectives.redirect(participation.active):
                 yield
         finally:
             self._is_among_active = False
@@ -283,25 +308,17 @@ class Lockstep:
                 metric.process_group = None
                 forget_computed(metric)
 
-    def _shadow_output(self) -> STEP_OUTPUT:
-        dtype = cast(torch.dtype, self._module.dtype)
-        loss = torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
-        return loss if self._output is None else {**self._output, "loss": loss}
-
-    def combine(self, given: Any, is_training: bool) -> LockstepCombinedLoader:
-        """Combine the loaders of a loop so that ranks make the same steps."""
-        loader = self._make_loader(given, is_training)
-        self._loaders.add(loader)
-        return loader
-
-    def _make_loader(self, given: Any, is_training: bool) -> LockstepCombinedLoader:
-        mode = "max_size_cycle" if is_training else "sequential"  # as in Lightning
+    def combine_loaders(self, given: Any, rng: ResumableRng | None) -> LockstepCombinedLoader:
+        """Combine the loaders of a loop so that all ranks make the same steps; `rng` is None in evaluation."""
+        mode = "sequential" if rng is None else "max_size_cycle"  # as in Lightning
         if isinstance(given, CombinedLoader):
             given, mode = given.iterables, combination_mode(given)
-        if is_training and self._rng is not None:
-            reload_after_epoch = partial(reload_training_data_after_epoch, self._trainer)
-            return ResumableLockstepLoader(
-                given, mode, self.group, self._uneven_inputs, self.has_next_batch, self._rng, reload_after_epoch
+        if rng is None:  # evaluation includes every sample in any case
+            loader = LockstepCombinedLoader(given, mode, self.group, "join", HasNextBatch(self.group))
+        else:
+            reload_after_epoch = partial(reload_training_data_after_epoch, self.trainer)
+            loader = ResumableLockstepLoader(
+                given, mode, self.group, self._uneven_inputs, self._has_next_batch, rng, reload_after_epoch
             )
-        # Evaluation counts every sample in any case.
-        return LockstepCombinedLoader(given, mode, self.group, "join", HasNextBatch(self.group))
+        self._loaders.add(loader)
+        return loader

@@ -1,4 +1,4 @@
-"""Where a watch over all ranks meets the Trainer: every strategy with a process per device has one."""
+"""The watchdog of a strategy with one process per device, over the ranks of a Trainer."""
 
 import contextlib
 import itertools
@@ -24,23 +24,14 @@ _PHASES = {
     RunningStage.PREDICTING: "prediction",
 }
 
-# Of this process, so the same on every rank: all make the same runs.
+# Number of the run in this process; the same on every rank, since all ranks make the same runs.
 _numbers = itertools.count()
 
 
 class StallWatch:
-    """Ends the run on every rank when one of them fails, is gone, or gives no sign of life; nothing is added to a step.
+    """Ends the run on every rank if one of them fails, exits, or gives no sign of life for `limit`.
 
-    Args:
-        limit: Time without a sign of life after which a rank counts as stalled, a timedelta or seconds; None for never.
-
-    Attributes:
-        limit: The same.
-        has_exited: Whether this rank ends the run with `sys.exit()`, maybe alone.
-
-    Raises:
-        TypeError: If the limit is no time.
-        ValueError: If the limit is not above 0.
+    The watchdog adds nothing to a step. `has_exited` is True if this rank ends the run with `sys.exit()`, maybe alone.
     """
 
     def __init__(self, limit: timedelta | float | None) -> None:
@@ -49,11 +40,7 @@ class StallWatch:
         self._watch: RunWatch | None = None
 
     def start(self, trainer: Trainer) -> None:
-        """Begin to watch, if there is another rank; when the process group has been made.
-
-        Args:
-            trainer: The Trainer of the run.
-        """
+        """Start to watch the other ranks, if any; after the process group has been made."""
         self.stop()
         self.has_exited = False
         number = next(_numbers)
@@ -73,35 +60,27 @@ class StallWatch:
         self._watch.start()
 
     def stop(self) -> None:
-        """End with the run."""
+        """Stop watching, at the end of the run."""
         if self._watch is not None:
             self._watch.stop()
         self._watch = None
 
     def failure(self) -> str | None:
-        """Return what any rank has failed of, or None."""
+        """Return the first failure reported by any rank, or None."""
         return None if self._watch is None else self._watch.failure
 
     def others_come(self) -> bool:
-        """Tell whether this rank may wait for the others: not after a failure, nor when it ends the run by itself."""
+        """Return True if this rank may wait for the others: after no failure, and unless this rank exits alone."""
         return self.failure() is None and not self.has_exited
 
     def on_failure(self, wake: Callable[[], None]) -> None:
-        """Have something called in a thread of this rank, in this run, when any rank has failed.
-
-        Args:
-            wake: Wakes a main thread that waits for a rank without a process group.
-        """
+        """Call `wake` from another thread after any rank has failed, to interrupt a main thread that waits."""
         if self._watch is not None:
             self._watch.wakers.append(wake)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Tell other ranks of an error that leaves a block, or say which rank it comes from.
-
-        Raises:
-            OtherRankError: Where this rank only sees that a connection is gone, or was made to end.
-        """
+        """Report an error in a block to the other ranks; raise `OtherRankError` if another rank is the cause."""
         try:
             yield
         except BaseException as error:
@@ -118,11 +97,7 @@ class StallWatch:
 
 
 def describe_position(trainer: Trainer) -> Mapping[str, Any]:
-    """Return the step and the phase of a run, in words.
-
-    Args:
-        trainer: The Trainer of the run; only attributes are read, from any thread.
-    """
+    """Return the step and the phase of a run, in words; it may be called from any thread."""
     stage = trainer.state.stage
     phase = _PHASES.get(stage, "set-up") if stage is not None else "set-up"
     if stage == RunningStage.TRAINING:

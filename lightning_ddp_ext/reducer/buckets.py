@@ -1,6 +1,6 @@
 """Flat gradient buckets and the assignment of parameters to buckets."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import copy_all_, views_of
+from lightning_ddp_ext.distributed.flat_tensors import divide_into_buckets
 
 # Gradients from this size on are scaled on their way into the buffer, in one pass over memory. Smaller ones are copied
 # in one launch and scaled together.
@@ -15,20 +16,11 @@ LARGE = 16384  # elements
 
 
 class GradientBucket:
-    """Gradients of several parameters of one type and device, next to each other in memory.
+    """Gradients of several parameters of one type and device, contiguous in memory, with an optional payload behind.
 
-    The buffer exists from the first gradient that is packed until `release`; gradients that are views of it keep its
-    memory after that. Behind the gradients there may be room for what travels with them. The methods of
-    `torch.distributed.GradBucket`, which has no constructor, have no docstring: what they return is what communication
-    hooks expect.
-
-    Args:
-        index: Position in the order in which buckets are reduced.
-        parameters: What the bucket holds gradients of.
-        members: Their numbers in the reducer.
-
-    Attributes:
-        payload_numel: Elements behind the gradients until `release`; to be set while there is no buffer.
+    The buffer exists from the first packed gradient until `release`; the gradients of the parameters are views of it
+    and keep its memory. Set `payload_numel` while there is no buffer. `index`, `buffer`, `gradients`, `parameters`,
+    `is_last` and `set_buffer` are methods of `torch.distributed.GradBucket`, which communication hooks expect.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], members: Sequence[int]) -> None:
@@ -76,15 +68,15 @@ class GradientBucket:
         self.buffer().copy_(buffer)
 
     def buffer_with_payload(self) -> Tensor:
-        """Return all that travels: the gradients, and what is behind them."""
+        """Return the tensor that is sent: the gradients and the payload behind them."""
         self.buffer()
         assert self._buffer_with_payload is not None
         return self._buffer_with_payload
 
     def payload(self) -> Tensor:
-        """Return what travels with the gradients."""
-        buffer_with_payload = self.buffer_with_payload()
-        return buffer_with_payload[buffer_with_payload.numel() - self.payload_numel :]
+        """Return the part of the buffer behind the gradients."""
+        buffer = self.buffer_with_payload()
+        return buffer[buffer.numel() - self.payload_numel :]
 
     @property
     def nbytes(self) -> int:
@@ -93,13 +85,12 @@ class GradientBucket:
 
     @torch.no_grad()
     def pack(self, member: int, scale: float) -> None:
-        """Move one large gradient into the buffer, added to what is there; the parameter has none afterwards."""
+        """Move one large gradient into the buffer and add it to the value there; the parameter then has none."""
         position = self.position[member]
         gradient = _take(self.params[position])
         view = self.gradients()[position]
         if not scale:
-            # Nothing may come of a gradient that counts nothing, and 0 * nan is nan.
-            view.zero_()
+            view.zero_()  # a gradient without weight may be nan, and 0 * nan is nan
         elif self.packed[position]:
             view.add_(gradient, alpha=scale)
         else:
@@ -108,7 +99,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def pack_all(self, scale: float) -> None:
-        """Move all gradients that are there into the buffer; those that are missing count as zero."""
+        """Move all gradients into the buffer, and zeros for missing ones."""
         flat, views = self.buffer(), self.gradients()
         targets, gradients = [], []
         for position, parameter in enumerate(self.params):
@@ -127,17 +118,17 @@ class GradientBucket:
             small.mul_(scale) if scale else small.zero_()
 
     def write_back(self, used: Sequence[float]) -> None:
-        """Give the parameters their gradients, views of the buffer; those that no rank has used keep none."""
+        """Set the gradients of the parameters that any rank has used to views of the buffer."""
         for member, parameter, view in zip(self.members, self.params, self.gradients(), strict=True):
             if used[member]:
                 parameter.grad = view
 
-    def renumber(self, index: int) -> None:
-        """Take another position in the order in which buckets are reduced."""
-        self._index = index
+    def renumber(self, index: int, last: bool) -> None:
+        """Set the position of the bucket in the order of sending."""
+        self._index, self.last = index, last
 
     def release(self) -> None:
-        """Let go of the buffer and of what was packed."""
+        """Drop the buffer and forget which gradients were packed."""
         self._buffer_with_payload = self._flat = None
         self.payload_numel = 0
         self._views = []
@@ -156,7 +147,7 @@ class GradientBucket:
 
 
 def _take(parameter: nn.Parameter) -> Tensor:
-    """Take a gradient from a parameter. A sparse one becomes dense, such as that of `functional.embedding`."""
+    """Remove and return the gradient of a parameter, dense even if it was sparse, as of `functional.embedding`."""
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     gradient = gradient.detach() if gradient.requires_grad else gradient
@@ -164,86 +155,65 @@ def _take(parameter: nn.Parameter) -> Tensor:
 
 
 _FIRST_BYTES = 2**20  # the first bucket is small, so that communication starts early; as in torch
-_REVIEW = 100  # synchronisations between two looks at what is still used
+_REVIEW = 100  # synchronisations between two evictions of unused buckets
 
 
 class GradientLayout:
-    """The buckets, which grow with what has been used anywhere; the same on every rank at any time.
+    """The gradient buckets in the order of sending, the same on every rank at any time.
 
-    It starts empty. Parameters that some rank has used and that are in no bucket yet get new ones at the end: in the
-    first step, when a layer is thawed, when a head is used for the first time. Buckets most of which no rank has used
-    for a while are dissolved; what is used of them enters again.
-
-    Args:
-        parameters: All parameters, the same on every rank.
-        excluded: Numbers of those that are never in a bucket.
-        bucket_cap_mb: Largest size of a bucket in MiB.
-        group: The ranks.
-
-    Attributes:
-        buckets: In the order in which they are sent.
-        bucket_of: The bucket of each parameter.
-        unassigned: Numbers of parameters that are in no bucket and may get one.
-        cap: Largest size of a bucket in bytes.
+    The layout starts empty. Parameters used for the first time on any rank (in the first step, after a layer was
+    thawed, with a new head) get new buckets at the end. Buckets that are mostly unused for a while are evicted; their
+    parameters return to `unassigned`. `excluded` parameters never get a bucket.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        excluded: Container[int],
+        excluded: Collection[int],
         bucket_cap_mb: float,
         group: dist.ProcessGroup,
     ) -> None:
         self.buckets: list[GradientBucket] = []
         self.bucket_of: list[GradientBucket | None] = [None] * len(parameters)
         self.unassigned = {member for member in range(len(parameters)) if member not in excluded}
-        self._parameters = parameters
+        self.excluded = excluded
         self.cap = int(bucket_cap_mb * 2**20)
+        self._parameters = parameters
         self._group = group
         self._recently_used = [0.0] * len(parameters)
         self._synchronizations = 0
 
     def grow(self, used: Sequence[float], order: Sequence[int], source: int) -> list[GradientBucket]:
-        """Make buckets for parameters that were used for the first time.
+        """Make and return buckets for parameters used for the first time, in the order of gradients on rank `source`.
 
-        Args:
-            used: Above 0 for what any rank has used; the same on every rank.
-            order: In which this rank's gradients became ready.
-            source: The rank whose order counts.
-
-        Returns:
-            The new buckets.
+        `used` is above 0 for parameters used on any rank; `order` is the order in which gradients came on this rank.
         """
         new = sorted((member for member in self.unassigned if used[member]), reverse=True)
         if not new:
             return []
         begin = len(self.buckets)
-        self._append(self._divide(self._agree_on_order(new, order, source)))
+        ordered = self._agree_on_order(new, order, source)
+        first_cap = None if self.buckets else min(self.cap, _FIRST_BYTES)
+        self._append(divide_into_buckets(self._parameters, ordered, self.cap, first_cap))
         return self.buckets[begin:]
 
     def evict_unused_buckets(self, used: Sequence[float]) -> None:
-        """Dissolve buckets of which too little is used, now and then.
-
-        Args:
-            used: Above 0 for what any rank has used in this synchronisation; the same on every rank.
-        """
+        """Count a synchronisation, and now and then dissolve the buckets of which less than half was used."""
         self._synchronizations += 1
         self._recently_used = list(map(max, self._recently_used, used))
         if self._synchronizations % _REVIEW:
             return
-        idle = [bucket for bucket in self.buckets if 2 * self._used_bytes(bucket) < bucket.nbytes]
+        unused = [bucket for bucket in self.buckets if 2 * self._used_bytes(bucket) < bucket.nbytes]
         self._recently_used = [0.0] * len(self._recently_used)
-        for bucket in idle:
+        for bucket in unused:
             self.unassigned.update(bucket.members)
             for member in bucket.members:
                 self.bucket_of[member] = None
-        self.buckets = [bucket for bucket in self.buckets if bucket not in idle]
-        for index, bucket in enumerate(self.buckets):
-            bucket.renumber(index)
-        self._mark_last()
+        self.buckets = [bucket for bucket in self.buckets if bucket not in unused]
+        self._renumber()
 
     def state(self) -> dict[str, Any]:
-        """Return what is in which bucket, and what else `load` needs; numbers and lists, the same on every rank."""
+        """Return the assignment and the counts as numbers and lists, the same on every rank."""
         return {
             "buckets": [bucket.members for bucket in self.buckets],
             "recently_used": [member for member, used in enumerate(self._recently_used) if used],
@@ -251,7 +221,7 @@ class GradientLayout:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Have the buckets of a layout with the same parameters; while there are none."""
+        """Restore the `state` of a layout with the same parameters; this one must be empty."""
         self._append(state["buckets"])
         for member in state["recently_used"]:
             self._recently_used[member] = 1.0
@@ -264,7 +234,11 @@ class GradientLayout:
             for member in members:
                 self.bucket_of[member] = bucket
             self.unassigned.difference_update(members)
-        self._mark_last()
+        self._renumber()
+
+    def _renumber(self) -> None:
+        for index, bucket in enumerate(self.buckets):
+            bucket.renumber(index, last=bucket is self.buckets[-1])
 
     def _used_bytes(self, bucket: GradientBucket) -> int:
         return sum(
@@ -279,21 +253,3 @@ class GradientLayout:
         positions = torch.tensor([last.get(member, len(order)) for member in new])
         dist.broadcast(positions, group=self._group, group_src=source)
         return [member for _, member in sorted(zip(positions.tolist(), new, strict=True), key=lambda pair: pair[0])]
-
-    def _divide(self, members: Sequence[int]) -> list[list[int]]:
-        """Divide parameters in order into lists of one type and device, each up to the size of a bucket."""
-        divided: list[list[int]] = []
-        unfinished: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for member in members:
-            parameter = self._parameters[member]
-            kind = (parameter.dtype, parameter.device)
-            current = unfinished.setdefault(kind, [])
-            current.append(member)
-            cap = min(self.cap, _FIRST_BYTES) if not self.buckets and not divided else self.cap
-            if sum(self._parameters[other].nbytes for other in current) >= cap:
-                divided.append(unfinished.pop(kind))
-        return divided + list(unfinished.values())
-
-    def _mark_last(self) -> None:
-        for bucket in self.buckets:
-            bucket.last = bucket is self.buckets[-1]

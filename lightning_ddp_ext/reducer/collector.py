@@ -1,4 +1,4 @@
-"""Collection of the gradients of one backward pass and launch of their all-reduce."""
+"""Collection of gradients during backward passes and launch of their all-reduce."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,41 +20,29 @@ _KINDS = 16  # remembered kinds of backward pass; a model with more of them over
 
 
 class BackwardPredictor:
-    """Counts gradients per parameter, and expects the counts of the last backward pass that began in the same way.
+    """Counts gradients per parameter, and expects the counts of the last backward pass of the same kind.
 
-    The parameter that gets the first gradient tells kinds of backward pass apart: those of the two networks of a GAN,
-    or of tasks that alternate, begin at different last layers.
-
-    Attributes:
-        counts: Gradients that each parameter has had in this synchronisation.
-        expected: How many it will have had when it is complete, `NEVER` if nothing is known.
-        order: Parameters in the order of their gradients, with repetitions; filled in by the reducer.
+    The parameter that gets the first gradient identifies the kind: the backward passes of the two networks of a GAN, or
+    of alternating tasks, begin at different last layers. `expected` is the number of gradients of a complete parameter,
+    or `NEVER`; the collector adds to `counts` and `order`.
     """
 
     def __init__(self, parameters: int) -> None:
         self.counts = [0] * parameters
         self.expected = [NEVER] * parameters
-        self.order: list[int] = []
+        self.order: list[int] = []  # parameters without a bucket in the order of their gradients, with repetitions
         self.kind: int | None = None
         self._remembered: dict[int, tuple[list[int], list[int]]] = {}
 
     def begin(self) -> None:
-        """Forget the counts: a synchronisation begins."""
+        """Reset the counts for a new synchronisation."""
         self.counts[:] = [0] * len(self.counts)
         self.expected[:] = [NEVER] * len(self.expected)
         self.order.clear()
         self.kind = None
 
     def recognize(self, first: int, buckets: Sequence[GradientBucket]) -> bool:
-        """Set what is expected of a backward pass, from the first parameter that has got a gradient.
-
-        Args:
-            first: Number of the parameter.
-            buckets: Told how many of their parameters are missing.
-
-        Returns:
-            Whether such a backward pass is known.
-        """
+        """Look up the kind of a backward pass by its first parameter; return True if the kind is known."""
         self.kind = first
         if first not in self._remembered:
             return False
@@ -65,7 +53,7 @@ class BackwardPredictor:
         return True
 
     def learn(self, buckets: Sequence[GradientBucket]) -> None:
-        """Remember this backward pass, for the next one of its kind."""
+        """Remember this backward pass for the next one of its kind."""
         if self.kind is None:
             return
         known = self._remembered.get(self.kind)
@@ -77,75 +65,51 @@ class BackwardPredictor:
         self._remembered[self.kind] = list(self.counts), missing
 
     def state(self) -> list[list[Any]]:
-        """Return what is remembered, as numbers and lists."""
+        """Return the known kinds as numbers and lists."""
         return [[kind, *remembered] for kind, remembered in self._remembered.items()]
 
     def load(self, state: Iterable[Sequence[Any]]) -> None:
-        """Remember what another predictor did, for the same buckets."""
+        """Restore the `state` of a predictor for the same buckets."""
         self._remembered = {kind: (list(counts), list(missing)) for kind, counts, missing in state}
 
     def forget(self) -> None:
-        """Forget every kind: the buckets are others now."""
+        """Forget all kinds, because the buckets have changed."""
         self._remembered.clear()
 
 
 class GradientCollector:
-    """Moves gradients into buckets while backward passes run, and sends each bucket when it is believed complete.
+    """Moves gradients into buckets while backward passes run, and sends each bucket once it is expected complete.
 
-    Buckets leave in the order of the layout on every rank. What a rank believes may be wrong: a gradient that comes
-    after its bucket has left stays with its parameter, and the bucket is marked late. The last bucket may wait for what
-    is going to travel with it.
-
-    Args:
-        parameters: All parameters, the same on every rank.
-        layout: Which gradients travel together.
-        transport: What sends a bucket.
-
-    Attributes:
-        has_begun: Whether gradients have come, or left, that do not belong to a finished synchronisation.
-        control_bucket: The bucket that waits for `send_control_bucket`, if there is one.
-        predictor: What this rank believes.
+    Buckets are sent in the order of the layout on every rank. A prediction may be wrong: a gradient that comes after
+    its bucket was sent stays with the parameter, and the bucket is marked late. The `control_bucket` waits for
+    `send_control_bucket`. `has_begun` is True while there are gradients of an unfinished synchronisation.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: GradientLayout, transport: BucketTransport) -> None:
         self.has_begun = False
+        self.is_active = False
+        self.control_bucket: GradientBucket | None = None
+        self.predictor = BackwardPredictor(len(parameters))
+        self.factor = 0.0  # on gradients that are packed
         self._parameters = parameters
         self._layout = layout
         self._transport = transport
-        self.predictor = BackwardPredictor(len(parameters))
         self._lock = RLock()  # a module that spans several devices has a backward thread for each
-        self._active = False
-        self._factor = 0.0
-        self._next = 0  # first bucket that has not left
-        self.control_bucket: GradientBucket | None = None
+        self._next = 0  # first bucket that has not been sent
         self._late: set[int] = set()
         self._unsynchronized: set[int] = set()
         self._aside: list[Tensor | None] = []
         self._lost: list[bool] = []
-        self._hooks = [self._watch(number, parameter) for number, parameter in enumerate(parameters)]
+        self._hooks = [self._add_hook(number, parameter) for number, parameter in enumerate(parameters)]
         self._hooks_seen = -1  # number of the last hook of this process that was looked for
 
-    @property
-    def is_active(self) -> bool:
-        """Whether gradients are being collected."""
-        return self._active
-
-    @property
-    def order(self) -> Sequence[int]:
-        """Parameters that are in no bucket yet, in the order of their gradients."""
-        return self.predictor.order
-
-    def waiting(self) -> set[int]:
-        """Return the identities of parameters whose gradient came since it was last synchronised."""
-        own = (self._parameters[number] for number in self._unsynchronized)
-        return {id(parameter) for parameter in own if parameter.grad is not None}
+    def unsynchronized(self) -> set[int]:
+        """Return the `id` of each parameter with a gradient that is newer than its last synchronisation."""
+        parameters = (self._parameters[number] for number in self._unsynchronized)
+        return {id(parameter) for parameter in parameters if parameter.grad is not None}
 
     def defer_hooks(self) -> bool:
-        """Let the hooks of other code that wait for a gradient run in `run_hooks`, with the gradient of all ranks.
-
-        Returns:
-            Whether any code has added hooks since the last time.
-        """
+        """Defer the hooks of other code on gradients until `run_hooks`; return True if any hook is new."""
         if self._hooks_seen == RemovableHandle.next_id:
             return False
         self._hooks_seen = RemovableHandle.next_id
@@ -157,12 +121,7 @@ class GradientCollector:
         return True
 
     def run_hooks(self, used: Sequence[float], context: AbstractContextManager[None]) -> None:
-        """Run the hooks of other code; on every rank alike, as they may change parameters.
-
-        Args:
-            used: Which parameters have a gradient on any rank.
-            context: Entered if there are any.
-        """
+        """Run the deferred hooks of used parameters, if any, in the context; on every rank, as they may step."""
         due = [
             (parameter, hook.hook)
             for parameter, is_used in zip(reversed(self._parameters), reversed(used), strict=True)
@@ -174,38 +133,25 @@ class GradientCollector:
                 for parameter, hook in due:
                     hook(parameter)
 
-    def begin(self, factor: float, control_bucket: GradientBucket | None = None) -> None:
-        """Begin to collect.
-
-        Args:
-            factor: What gradients are multiplied by before they are added up over ranks.
-            control_bucket: The bucket that leaves with `send_control_bucket`, if there is one.
-        """
+    def begin(self, factor: float, control_bucket: GradientBucket | None) -> None:
+        """Start to collect gradients, and to multiply them by the factor."""
         self.control_bucket = control_bucket
-        self._factor = factor
+        self.factor = factor
         self.predictor.begin()
         self._next = 0
         self._late.clear()
-        self._active = True
-
-    def rescale(self, factor: float) -> None:
-        """Multiply the gradients of buckets that have not left by another factor, see `begin`."""
-        self._factor = factor
+        self.is_active = True
 
     def set_aside(self) -> None:
-        """Take away the gradients that are there: on this rank they count nothing. See `restore`."""
-        waiting = self.waiting()
-        self._lost = [id(parameter) in waiting for parameter in self._parameters]
+        """Take the present gradients away from the parameters, because this rank has no weight."""
+        unsynchronized = self.unsynchronized()
+        self._lost = [id(parameter) in unsynchronized for parameter in self._parameters]
         self._aside = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
 
     def restore(self, group: dist.ProcessGroup) -> None:
-        """Give back what `set_aside` took away, where it had been synchronised on every rank; all ranks have done so.
-
-        Args:
-            group: The ranks.
-        """
+        """Undo `set_aside` for gradients that all ranks had synchronised; all ranks have set theirs aside."""
         lost = torch.tensor(self._lost, dtype=torch.uint8)
         dist.all_reduce(lost, dist.ReduceOp.MAX, group)
         for parameter, gradient, is_lost in zip(self._parameters, self._aside, lost.tolist(), strict=True):
@@ -213,35 +159,24 @@ class GradientCollector:
 
     @contextmanager
     def disregard(self) -> Iterator[None]:
-        """Take no notice of the gradients of a block, which will not stay."""
+        """Ignore the gradients of a block, which the caller discards."""
         unsynchronized = set(self._unsynchronized)
         yield
         self._unsynchronized = unsynchronized
 
-    def drop(self, excluded: Iterable[int]) -> None:
-        """Forget the gradients that are in no bucket: on this rank they count nothing.
-
-        Args:
-            excluded: Those that are never in one.
-        """
-        for number in (*self._layout.unassigned, *excluded):
+    def drop_unbucketed(self) -> None:
+        """Delete the gradients of parameters without a bucket, because this rank has no weight."""
+        for number in (*self._layout.unassigned, *self._layout.excluded):
             self._parameters[number].grad = None
 
     def end(self) -> None:
-        """Send the buckets that have not left, but for the carrier."""
-        self._active = False
+        """Send the remaining buckets except the control bucket."""
+        self.is_active = False
         self.has_begun = True
         self.send([bucket for bucket in self._layout.buckets[self._next :] if bucket is not self.control_bucket])
 
     def send_control_bucket(self, payload: Tensor) -> Tensor:
-        """Send the last bucket.
-
-        Args:
-            payload: What travels behind its gradients.
-
-        Returns:
-            The sum of that over the ranks, when all buckets have arrived.
-        """
+        """Send the control bucket with the payload, wait for all buckets, and return the summed payload."""
         control_bucket = self.control_bucket
         assert control_bucket is not None
         control_bucket.payload().copy_(payload)
@@ -250,8 +185,8 @@ class GradientCollector:
         return control_bucket.payload()
 
     def abandon(self) -> None:
-        """Forget what was collected: the forward or backward pass has failed."""
-        self._active = False
+        """Discard the collected gradients after an error in the forward or backward pass."""
+        self.is_active = False
         come = [number for number, count in enumerate(self.predictor.counts) if count]
         self.has_begun |= bool(come)
         self._unsynchronized.update(come)
@@ -264,25 +199,25 @@ class GradientCollector:
         self._aside = []
 
     def finish(self) -> None:
-        """Take the synchronisation for finished."""
+        """End the synchronisation and release the buckets."""
         for bucket in self._layout.buckets:
             bucket.release()
         self._aside = []
-        self.control_bucket = None  # it may have been dissolved
+        self.control_bucket = None  # it may have been evicted
         self.has_begun = False
 
-    def synchronized(self) -> None:
-        """Take every gradient for synchronised."""
+    def mark_synchronized(self) -> None:
+        """Record that every gradient is synchronised."""
         self._unsynchronized.clear()
 
     def learn(self, layout_has_changed: bool) -> None:
-        """Learn from these backward passes for the next ones of their kind."""
+        """Let the predictor learn from these backward passes."""
         if layout_has_changed:
             self.predictor.forget()
         self.predictor.learn(self._layout.buckets)
 
     def close(self) -> None:
-        """Stop watching the parameters."""
+        """Remove the hooks from the parameters and restore deferred ones."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters:
@@ -290,39 +225,35 @@ class GradientCollector:
             hooks.update({number: hook.hook for number, hook in hooks.items() if isinstance(hook, _DeferredHook)})
 
     def send(self, buckets: Sequence[GradientBucket]) -> None:
-        """Send buckets, with the gradients that are there."""
+        """Pack and send buckets."""
         for bucket in buckets:
             self.has_begun = True
-            bucket.pack_all(self._factor)
+            bucket.pack_all(self.factor)
             bucket.launched = True
             self._next += 1
             self._transport.send(bucket)
 
     def late_buckets(self) -> bytearray:
-        """Mark the buckets that had left when a gradient came on this rank."""
+        """Mark the buckets that had been sent when a gradient came on this rank."""
         return bytearray(not self._late.isdisjoint(bucket.members) for bucket in self._layout.buckets)
 
-    def used(self, excluded: Iterable[int]) -> bytearray:
-        """Mark the parameters that have a gradient on this rank.
-
-        Args:
-            excluded: Those that are never in a bucket.
-        """
+    def used(self) -> bytearray:
+        """Mark the parameters that have a gradient on this rank."""
         used = bytearray(len(self._parameters))
-        # Of late gradients, and of those of a bucket that has not left, some are with their parameters.
+        # Late gradients, and gradients in a bucket that has not been sent, may still be with their parameters.
         for bucket in self._layout.buckets:
             for number, parameter, packed in zip(bucket.members, bucket.params, bucket.packed, strict=True):
                 used[number] = packed or parameter.grad is not None
-        for number in (*self._layout.unassigned, *excluded):
+        for number in (*self._layout.unassigned, *self._layout.excluded):
             used[number] = self._parameters[number].grad is not None
         return used
 
-    def _watch(self, number: int, parameter: nn.Parameter) -> Any:
-        """Follow a parameter's gradients, even if it is frozen: a hook can only begin while it is not."""
+    def _add_hook(self, number: int, parameter: nn.Parameter) -> Any:
+        """Follow the gradients of a parameter, even if it is frozen: torch accepts a hook only while it is not."""
         predictor, layout, large = self.predictor, self._layout, parameter.numel() >= LARGE
 
         def gradient_is_there(parameter: Tensor) -> None:
-            if not self._active:
+            if not self.is_active:
                 self._unsynchronized.add(number)
                 return
             with self._lock:
@@ -336,7 +267,7 @@ class GradientCollector:
                     self._late.add(number)
                 elif predictor.counts[number] == predictor.expected[number]:
                     if large:
-                        bucket.pack(number, self._factor)
+                        bucket.pack(number, self.factor)
                     bucket.missing -= 1
                     if not bucket.missing:
                         self._send_complete()
@@ -349,22 +280,18 @@ class GradientCollector:
         return hook
 
     def _send_complete(self) -> None:
-        """Send the buckets that are believed complete, up to the first that is not."""
-        waiting = self._layout.buckets[self._next :]
+        """Send the next buckets up to the first that is expected to get more gradients."""
+        rest = self._layout.buckets[self._next :]
         self.send(
-            list(itertools.takewhile(lambda bucket: not bucket.missing and bucket is not self.control_bucket, waiting))
+            list(itertools.takewhile(lambda bucket: not bucket.missing and bucket is not self.control_bucket, rest))
         )
 
 
 class _DeferredHook:
-    """Takes the place of a hook, which thus can still be removed by its handle, and runs nothing.
-
-    Args:
-        hook: What runs when the gradient has been synchronised.
-    """
+    """Replaces a hook, which can still be removed by its handle, and does nothing."""
 
     def __init__(self, hook: Callable[[Tensor], None]) -> None:
         self.hook = hook
 
     def __call__(self, parameter: Tensor) -> None:
-        """Leave the gradient of this rank alone."""
+        pass

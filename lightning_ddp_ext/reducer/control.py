@@ -1,8 +1,9 @@
-"""What ranks tell each other at the end of a synchronisation: one small message, or a part of a larger one."""
+"""Values that ranks exchange in every synchronisation, and the message that carries them."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,59 +11,33 @@ from torch import Tensor
 
 from lightning_ddp_ext.errors import RanksOutOfStepError
 
-NOTES = 2
-_NUMBERS = 5 + NOTES  # of each rank
+_NUMBERS = 7  # of each rank, listed in `ControlMessage.write`
 _BYTES = 8  # of a number
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
-    """What one rank has found. The last three are equally long on every rank.
-
-    Attributes:
-        weight: What its gradient counts.
-        stop: Above 0 if it asks to stop.
-        begun: How many synchronisations it has begun.
-        position: Where in the training it is.
-        notes: What it tells the others, at most `NOTES` numbers.
-        structure: A number for its buffers, of up to 53 bits.
-        late: 1 for each bucket with late gradients.
-        used: 1 for each parameter that has a gradient.
-        changed: 1 for each buffer that has changed.
-    """
-
-    weight: float
-    stop: int
-    begun: int
-    position: int
-    notes: Sequence[float]
-    structure: int
-    late: bytearray
-    used: bytearray
-    changed: bytearray
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What all ranks together found; the same on every rank.
+class ExchangedControl:
+    """The control values of all ranks in one synchronisation, the same on every rank.
 
     Attributes:
         weights: Weight of each rank.
-        notes: What each rank tells the others.
-        stop: The largest number with which a rank asks to stop, 0 if none does.
-        late: For each bucket, above 0 if on any rank gradients came after it had left.
+        stop: The largest `StepControl.stop` of any rank.
+        has_next_batch: `StepControl.has_next_batch` of each rank.
+        logged_keys: `StepControl.logged_keys` of each rank.
+        structures: For each rank, a number that identifies the names, types and shapes of its buffers.
+        late: For each bucket, above 0 if a gradient came after the bucket had been sent on any rank.
         used: For each parameter, above 0 if it has a gradient on any rank.
         changed: For each buffer, above 0 if it has changed on any rank.
-        structures: The number for its buffers that each rank gives.
     """
 
     weights: Sequence[float]
-    notes: Sequence[Sequence[float]]
-    stop: float
+    stop: int
+    has_next_batch: Sequence[bool]
+    logged_keys: Sequence[float]
+    structures: Sequence[float]
     late: Sequence[float]
     used: Sequence[float]
     changed: Sequence[float]
-    structures: Sequence[float]
 
     @property
     def total_weight(self) -> float:
@@ -71,77 +46,107 @@ class SyncReport:
 
     @property
     def source(self) -> int:
-        """The first rank that had data."""
+        """The first rank with a weight above 0."""
         return next(rank for rank, weight in enumerate(self.weights) if weight > 0)
 
 
-class SyncControl:
-    """Writes reports as tensors that are added up over the ranks, and reads the sums.
+@dataclass(slots=True)
+class StepControl:
+    """Values that a rank sends with its gradients besides their weight. A plain loop rarely needs them.
 
-    Numbers have places of each rank's own. Where the tensor has fewer bits, they travel as their bytes, which are whole
-    numbers up to 255: a type that holds these exactly, such as bfloat16, can take them along.
+    A rank sets its values before `GradientReducer.synchronize`, and reads the values of all ranks from `exchanged`
+    afterwards. Values stay as they are until they are set again.
 
-    Args:
-        group: The ranks.
+    Attributes:
+        scale: Factor on the gradient of this rank; None for its weight.
+        divisor: Divisor of the sum over the ranks, the same on all ranks; None for the sum of their weights.
+        position: Position in the training, such as the number of the batch. Different positions are an error.
+        stop: Above 0 to ask all ranks to stop. The largest number of any rank is exchanged, so it may encode a reason.
+        has_next_batch: Whether this rank has a batch for the next step.
+        logged_keys: Hash of the keys that this rank has logged in the step, a whole number below 2 ** 53.
+        exchanged: The values of all ranks in the last synchronisation; None before the first.
+    """
+
+    scale: float | None = None
+    divisor: float | None = None
+    position: int = 0
+    stop: int = 0
+    has_next_batch: bool = False
+    logged_keys: int = 0
+    exchanged: ExchangedControl | None = None
+
+
+class RankFindings(NamedTuple):
+    """Findings of the reducer on one rank; the last three have one mark for each bucket, parameter and buffer."""
+
+    weight: float
+    begun: int  # synchronisations so far
+    structure: int  # of its buffers, up to 53 bits
+    late: bytearray
+    used: bytearray
+    changed: bytearray
+
+
+class ControlMessage:
+    """Writes the values of one rank to a tensor that ranks add up, and reads the sum.
+
+    Each rank has a range of the tensor to itself, so that a sum holds the numbers of all ranks. In types of fewer than
+    64 bits, a number is sent as its bytes: whole numbers up to 255, which bfloat16 and larger types represent exactly.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
 
-    def length(self, flags: int, dtype: torch.dtype) -> int:
-        """Return how many elements of a type a report has, with so many marks of late buckets and the like."""
-        return _NUMBERS * (1 if dtype == torch.float64 else _BYTES) * self._world_size + flags
+    def length(self, marks: int, dtype: torch.dtype) -> int:
+        """Return the number of elements of a message in a type, with so many marks of buckets, parameters, buffers."""
+        return _NUMBERS * (1 if dtype == torch.float64 else _BYTES) * self._world_size + marks
 
     @staticmethod
-    def can_travel_as(dtype: torch.dtype) -> bool:
-        """Tell whether a type of numbers holds a report exactly."""
+    def fits(dtype: torch.dtype) -> bool:
+        """Return True if a type of numbers represents a message exactly."""
         return dtype.is_floating_point and torch.finfo(dtype).eps <= 2**-7  # 8 bits
 
-    def write(self, report: RankReport, dtype: torch.dtype) -> Tensor:
-        """Return the report of this rank in a floating-point type, to be added to those of the others."""
-        flags = report.late + report.used + report.changed
-        notes = [*report.notes, *[0] * (NOTES - len(report.notes))]
-        numbers = [report.weight, report.stop, report.begun, report.position, report.structure, *notes]
-        own = torch.tensor(numbers, dtype=torch.float64)
+    def write(self, found: RankFindings, control: StepControl, dtype: torch.dtype) -> Tensor:
+        """Return the message of this rank."""
+        marks = found.late + found.used + found.changed
+        own = torch.tensor(
+            [
+                *(found.weight, found.begun, found.structure),
+                *(control.position, control.stop, control.has_next_batch, control.logged_keys),
+            ],
+            dtype=torch.float64,
+        )
         own = own if dtype == torch.float64 else own.view(torch.uint8)
-        written = torch.zeros(self.length(len(flags), dtype), dtype=dtype)
-        written[self._rank * own.numel() : (self._rank + 1) * own.numel()] = own
-        if flags:
-            written[-len(flags) :] = torch.frombuffer(flags, dtype=torch.uint8)
-        return written
+        message = torch.zeros(self.length(len(marks), dtype), dtype=dtype)
+        message[self._rank * own.numel() : (self._rank + 1) * own.numel()] = own
+        if marks:
+            message[-len(marks) :] = torch.frombuffer(marks, dtype=torch.uint8)
+        return message
 
-    def read(self, sums: Tensor, own: RankReport) -> SyncReport:
-        """Read what the reports of all ranks add up to.
-
-        Args:
-            sums: The sum, on the CPU.
-            own: The report of this rank.
-
-        Raises:
-            RanksOutOfStepError: If ranks are at different positions, or have begun different synchronisations.
-        """
+    def read(self, sums: Tensor, found: RankFindings, control: StepControl) -> ExchangedControl:
+        """Read the sum of all messages, a CPU tensor; raise `RanksOutOfStepError` if ranks are at different steps."""
         of_ranks = self.length(0, sums.dtype)
-        found = sums[:of_ranks]
-        found = found if found.dtype == torch.float64 else found.to(torch.uint8).view(torch.float64)
-        numbers = found.reshape(self._world_size, _NUMBERS).tolist()
-        weights, stops, begun, positions, structures, *_ = zip(*numbers, strict=True)
+        sent = sums[:of_ranks]
+        sent = sent if sent.dtype == torch.float64 else sent.to(torch.uint8).view(torch.float64)
+        columns = zip(*sent.reshape(self._world_size, _NUMBERS).tolist(), strict=True)
+        weights, begun, structures, positions, stops, has_next_batch, logged_keys = columns
         if len(set(begun)) > 1:
             raise RanksOutOfStepError(
-                f"rank {self._rank} makes its synchronisation {own.begun} of gradients, others theirs of number"
-                f" {_others(begun, own.begun)}. An error in a block of `synchronize` has to be raised on every rank, or"
-                " end the run."
+                f"rank {self._rank} makes its synchronisation {found.begun} of gradients, others theirs of number"
+                f" {_others(begun, found.begun)}. An error in a block of `synchronize` has to be raised on every rank,"
+                " or end the run."
             )
         if len(set(positions)) > 1:
             raise RanksOutOfStepError(
-                f"rank {self._rank} synchronises gradients at position {own.position}, others at"
-                f" {_others(positions, own.position)}. Run equally many batches, and in each of them equally many"
+                f"rank {self._rank} synchronises gradients at position {control.position}, others at"
+                f" {_others(positions, control.position)}. Run equally many batches, and in each of them equally many"
                 " synchronised backward passes, on every rank."
             )
-        flags = iter(sums[of_ranks:].tolist())
-        lates, uses, changes = (list(itertools.islice(flags, len(part))) for part in (own.late, own.used, own.changed))
-        notes = [of_rank[-NOTES:] for of_rank in numbers]
-        return SyncReport(weights, notes, max(stops), lates, uses, changes, structures)
+        marks = iter(sums[of_ranks:].tolist())
+        late, used, changed = (list(itertools.islice(marks, len(part))) for part in found[-3:])
+        flags = list(map(bool, has_next_batch))
+        return ExchangedControl(weights, int(max(stops)), flags, logged_keys, structures, late, used, changed)
 
 
 def _others(numbers: Sequence[float], own: int) -> str:

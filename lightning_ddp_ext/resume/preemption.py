@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext._compat.loops import preemption_path, replace_signal_handling
+from lightning_ddp_ext.reducer.control import StepControl
 
 _SEEDS_WORKERS = "PL_SEED_WORKERS"  # what `seed_everything(workers=True)` leaves for Lightning
 
@@ -75,27 +76,18 @@ class PreemptionHandler:
 
     Args:
         trainer: The Trainer, while it fits and before it registers its signal handlers.
+        control: Carries the request of this rank, `STOP` or `REQUEUE`, to all ranks.
 
     Attributes:
-        request: What this rank has been told: 0, `STOP` or `REQUEUE`.
         requeue_signal: The signal after which a job is requeued.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.request = 0
+    def __init__(self, trainer: Trainer, control: StepControl) -> None:
         self._trainer = trainer
-        self._agreed = 0
+        self._control = control
         self.requeue_signal = _requeue_signal(trainer)
         self._postponed: list[Callable[[], Any]] = []
         replace_signal_handling(trainer, self._register)
-
-    def agree(self, request: int) -> None:
-        """Leave after this batch; to be called on every rank in the same step.
-
-        Args:
-            request: The largest of the ranks' requests.
-        """
-        self._agreed = max(self._agreed, request)
 
     def stop_if_agreed(self) -> None:
         """Save and leave, if that has been agreed; to be called between two batches.
@@ -103,9 +95,10 @@ class PreemptionHandler:
         Raises:
             SIGTERMException: To end the process.
         """
-        if not self._agreed:
+        request = 0 if self._control.exchanged is None else self._control.exchanged.stop
+        if not request:
             return
-        signum = signal.SIGTERM if self._agreed == STOP else self.requeue_signal
+        signum = signal.SIGTERM if request == STOP else self.requeue_signal
         trainer = self._trainer
         _let_children_end(trainer)
         path = preemption_path(trainer)
@@ -115,7 +108,7 @@ class PreemptionHandler:
             f"{signum.name} was received: all ranks leave after step {trainer.global_step}, exit code {code}. Saved"
             f' {path}; fitting with `ckpt_path="hpc"` and this `default_root_dir` goes on from there.'
         )
-        if self._agreed == REQUEUE:
+        if request == REQUEUE:
             self._requeue()
         raise SIGTERMException(code)
 
@@ -140,7 +133,7 @@ class PreemptionHandler:
         previous = signal.getsignal(signum)
 
         def receive(received: int, frame: Any) -> None:
-            self.request = max(self.request, request)
+            self._control.stop = max(self._control.stop, request)
             if callable(previous):
                 if request == STOP:
                     previous(received, frame)

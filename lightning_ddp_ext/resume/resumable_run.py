@@ -1,4 +1,4 @@
-"""A training run that can be left between two batches, and resumed there as if nothing had happened."""
+"""A training run that can be interrupted between two batches and resumed exactly."""
 
 from dataclasses import asdict
 from typing import Any
@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loaders import training_loader
 from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
 from lightning_ddp_ext._compat.resuming import (
@@ -25,44 +24,31 @@ from lightning_ddp_ext._compat.resuming import (
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_different
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.preemption import PreemptionHandler
-from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 
 
 class ResumableRun:
-    """Saves and loads what differs between ranks, of which Lightning saves nothing, or that of rank 0.
+    """Saves and restores the state that differs between ranks, of which Lightning saves nothing or rank 0's only.
 
-    These are the RNG state of Python, NumPy, torch and the loaders, now and when the batches were fetched that are
-    under way, and what the reducer has learned, on which it depends how sums are rounded.
-    The values that were logged last, of rank 0, are saved too: callbacks and schedulers may look at them.
-    How many batches have been used is part of the state of the training loop's loader, which is the same on all ranks.
-
-    Args:
-        trainer: The Trainer, while it fits.
-        reducer: What synchronises the gradients.
-        resumed: What `save` has added to the checkpoint that is resumed; None for nothing.
-
-    Attributes:
-        preemption: Lets all ranks leave together.
-        rng: Knows the RNG state of this rank.
-        seed: Of random numbers that all ranks share, the same after resuming.
-        has_equal_weights: Whether all batches weigh the same, because a rank could not count its samples.
+    This state consists of the RNG state of Python, NumPy, torch and the loaders, now and at each batch fetched ahead;
+    the state of the reducer, which determines how sums are rounded; and the last logged values of rank 0, which
+    callbacks and schedulers may read. The number of used batches is part of the state of the training loader.
+    `seed` is for random numbers that all ranks share, and the same after resuming.
     """
 
     def __init__(self, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None) -> None:
-        self.preemption = PreemptionHandler(trainer)
+        self.preemption = PreemptionHandler(trainer, reducer.control)
         self.rng = ResumableRng(trainer.strategy.root_device)
         self._trainer = trainer
         self._reducer = reducer
         self._group = reducer.process_group
         self._resumed = resumed
         self.seed: int = broadcast_object(torch.initial_seed(), self._group, 0) if resumed is None else resumed["seed"]
-        self.has_equal_weights = False
-        self._progress = Progress(None, is_last_batch=False)  # when that was saved
+        self.resumed_equal_weights: bool = resumed is not None and resumed.get("has_equal_weights", False)
+        self._progress = Progress(None, is_last_batch=False)  # at the interruption
         if resumed is not None:
-            self.has_equal_weights = resumed.get("has_equal_weights", False)
             of_ranks = resumed["of_ranks"]
             own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
             self._progress = Progress(**resumed["progress"])
@@ -71,8 +57,11 @@ class ResumableRun:
         resume_training_data(trainer, lambda: self._ends_epoch, self._begin)
         before_each_batch(trainer, self._between_batches)
 
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the records of all ranks to a checkpoint. Two collectives, or four if ranks have learned other things."""
+    def save(self, checkpoint: dict[str, Any], has_equal_weights: bool) -> None:
+        """Add the state of all ranks to a checkpoint; two collectives, or four if ranks have different reducer states.
+
+        `has_equal_weights` is restored as `resumed_equal_weights`.
+        """
         if "optimizer_states" not in checkpoint:
             return  # weights only
         progress = find_progress(self._trainer)
@@ -88,7 +77,7 @@ class ResumableRun:
         checkpoint[RANKS] = {
             "rng": torch.stack(gathered),
             "seed": self.seed,
-            "has_equal_weights": self.has_equal_weights,
+            "has_equal_weights": has_equal_weights,
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": reducer,
             "of_ranks": gather_different(of_rank, self._group),
@@ -96,15 +85,10 @@ class ResumableRun:
         }
 
     def close(self) -> None:
-        """Give loops and signals back."""
+        """Restore Lightning's loops and signal handling."""
         not_before_each_batch(self._trainer)
         restore_training_data(self._trainer)
         restore_signal_handling(self._trainer)
-
-    def combine(self, given: Any) -> CombinedLoader:
-        """Combine the loaders of the training loop so that they resume."""
-        may_look_ahead = not takes_dataloader_iter(self._trainer.lightning_module, "training_step")
-        return make_resumable(given, self.rng, self._trainer.world_size, may_look_ahead)
 
     def _load(self, records: Tensor, of_loaders: list[Any]) -> None:
         own, _ = self.rng.record(None).pack()
@@ -132,7 +116,7 @@ class ResumableRun:
 
     @property
     def _ends_epoch(self) -> bool:
-        """Whether the run resumes when the batches of an epoch are over; loaders that resume by themselves do that."""
+        """Whether the run resumes at the end of an epoch, which loaders that resume by themselves handle."""
         return self._progress.ends_epoch and not self.rng.is_bypassed
 
     def _between_batches(self) -> bool:

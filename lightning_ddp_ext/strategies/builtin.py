@@ -16,17 +16,7 @@ _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD
 
 
 class _ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
-    """What the strategies below have in common, to stand before Lightning's in their bases.
-
-    Args:
-        connection: How the ranks find each other.
-        options: Other arguments of Lightning's strategy.
-
-    Raises:
-        BackendError: If this torch has no such backend.
-        NetworkInterfaceError: If this host has no such interface.
-        ValueError: If the `init_method` has no known form.
-    """
+    """Mixin that creates the process group by a `Connection` before Lightning, which keeps the group it finds."""
 
     def __init__(self, connection: Connection, **options: Any) -> None:
         connection.check_arguments()
@@ -40,7 +30,6 @@ class _ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
         super()._configure_launcher()
 
     def _connect(self) -> None:
-        """Make the process group, which Lightning then finds and leaves as it is."""
         self._strategy.set_world_ranks()
         self._connection.open(self._strategy)
 
@@ -51,7 +40,7 @@ class _ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
 
 
 class ConnectedDDPStrategy(_ConnectedStrategy, DDPStrategy):
-    """Lightning's `DDPStrategy` over a chosen network, a `Connection`; it takes the other arguments too."""
+    """Lightning's `DDPStrategy` over a chosen network."""
 
     @override
     def setup_distributed(self) -> None:
@@ -60,7 +49,7 @@ class ConnectedDDPStrategy(_ConnectedStrategy, DDPStrategy):
 
 
 class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
-    """Lightning's `FSDPStrategy` over a chosen network, a `Connection`; it takes the other arguments too."""
+    """Lightning's `FSDPStrategy` over a chosen network."""
 
     @override
     def _configure_launcher(self) -> None:
@@ -72,7 +61,7 @@ class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        assert self.accelerator is not None  # as in Lightning's own
+        assert self.accelerator is not None  # as in Lightning's class
         self.accelerator.setup_device(self.root_device)
         self._connect()
         super().setup_environment()
@@ -86,28 +75,12 @@ def ddp_strategy(
     start_method: str = "popen",
     **options: Any,
 ) -> ConnectedDDPStrategy:
-    """Construct Lightning's `DDPStrategy` over a chosen network.
-
-    Args:
-        process_group_backend: `"gloo"`, `"nccl"`, or None for what suits the devices.
-        timeout: How long ranks wait for each other, and the time limit of one collective; a timedelta, or a number of
-            seconds.
-        init_method: Another rendezvous endpoint than the main address: `"tcp://host:port"` or `"file:///path"`.
-        network_interface: Name of an interface, `"loopback"`, `"auto"`, or None to leave it to the backend.
-        start_method: How this process starts the others of its node.
-        options: Other arguments of `DDPStrategy`.
-
-    Returns:
-        The strategy.
-
-    Raises:
-        BackendError: If this torch has no such backend.
-        NetworkInterfaceError: If this host has no such interface.
-        TypeError: If an argument is of the wrong type.
-        ValueError: If the `init_method` has no known form, or another argument is out of range.
-    """
+    """Construct Lightning's `DDPStrategy` over a chosen network; see `ExplicitDDPStrategy` for the arguments."""
     check_start_method(start_method)
-    connection = _connection(process_group_backend, timeout, init_method, network_interface)
+    timeout = as_timeout("timeout", timeout)
+    connection = Connection(
+        backend=process_group_backend, timeout=timeout, init_method=init_method, network_interface=network_interface
+    )
     return ConnectedDDPStrategy(connection, start_method=start_method, **options)
 
 
@@ -118,26 +91,19 @@ def fsdp_strategy(
     network_interface: str | None = None,
     **options: Any,
 ) -> ConnectedFSDPStrategy:
-    """Construct Lightning's `FSDPStrategy` over a chosen network; see `ddp_strategy`, also for what it raises."""
+    """Construct Lightning's `FSDPStrategy` over a chosen network."""
     sharding, states = options.get("sharding_strategy", "FULL_SHARD"), options.get("state_dict_type", "full")
-    if not isinstance(sharding, Enum):  # torch's own will do as well
+    if not isinstance(sharding, Enum):  # torch's enumeration is accepted too
         name = sharding.upper() if isinstance(sharding, str) else sharding
         check_choice("sharding_strategy", name, _SHARDING_STRATEGIES, "Leave it out to shard everything.")
     check_choice("state_dict_type", states, ("full", "sharded"), 'Use "full" for one file.')
-    return ConnectedFSDPStrategy(_connection(process_group_backend, timeout, init_method, network_interface), **options)
+    timeout = as_timeout("timeout", timeout)
+    connection = Connection(
+        backend=process_group_backend, timeout=timeout, init_method=init_method, network_interface=network_interface
+    )
+    return ConnectedFSDPStrategy(connection, **options)
 
 
 def single_device_strategy() -> str:
-    """Return what makes the Trainer choose its strategy for one device, wherever that is."""
+    """Return the name by which the Trainer chooses its strategy for one device."""
     return "auto"
-
-
-def _connection(
-    backend: str | None, timeout: timedelta | float, init_method: str | None, network_interface: str | None
-) -> Connection:
-    return Connection(
-        backend=backend,
-        timeout=as_timeout("timeout", timeout),
-        init_method=init_method,
-        network_interface=network_interface,
-    )

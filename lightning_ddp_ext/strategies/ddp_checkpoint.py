@@ -1,4 +1,4 @@
-"""Distributed training that is right under activation checkpointing, several losses and graphs that change."""
+"""Exact distributed training under activation checkpointing, with several losses, or with changing graphs."""
 
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -8,7 +8,7 @@ class DDPCheckpointStrategy(ExplicitDDPStrategy):
 
     torch's `DistributedDataParallel` assumes that each parameter gets its gradient once per backward pass. Activation
     checkpointing (also called gradient checkpointing), several losses, alternating tasks and layers that are frozen or
-    thawed break that, with an error or silently. Here they are the ordinary case, and there is no flag to set.
+    thawed violate that, with an error or silently. Here they are supported without any flag.
 
     Registered as `"ddp_checkpoint"`. The arguments are those of `ExplicitDDPStrategy`.
 

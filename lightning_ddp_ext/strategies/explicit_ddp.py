@@ -1,4 +1,4 @@
-"""One process per device; gradients are synchronised explicitly, after any backward pass."""
+"""Base of the strategies with one process per device: explicit gradient synchronisation after any backward pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,12 +17,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import surround_launch
+from lightning_ddp_ext._compat.lightning import surround_launch, takes_dataloader_iter
 from lightning_ddp_ext._compat.loaders import keep_batch_samplers, replace_loaders, restore_loaders, restore_preparation
 from lightning_ddp_ext._compat.loops import restore_signal_handling
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_integer, refuse_unknown
@@ -31,96 +31,68 @@ from lightning_ddp_ext.batches.weights import WeightBy, check_weight_by
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, check_objects, choose_start_method
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.rank_reports import describe_versions
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, WeightedLogging, combine_counted
+from lightning_ddp_ext.ranks.rank_steps import RankContext, RankSteps, WeightedSteps
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, combine_counted
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
+from lightning_ddp_ext.ranks.synchronized_step import SynchronizedStep, check_weighable
 from lightning_ddp_ext.reducer.comm_hooks import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint_files import AtomicSaveMixin
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
+from lightning_ddp_ext.resume.resumable_loader import make_resumable
+from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 from lightning_ddp_ext.resume.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin, widened
-from lightning_ddp_ext.strategies.synchronized_step import SynchronizedStep, check_weighable
 
-
-class ActivationCheckpointingOption:
-    """Lets a module recompute activations while it is trained, and says once what that saves.
-
-    Args:
-        policy: See `ActivationCheckpointing`; None to keep all activations.
-    """
-
-    def __init__(self, policy: ActivationCheckpointingPolicy | None) -> None:
-        self.policy = policy
-        self._checkpointing = None if policy is None else ActivationCheckpointing(policy)
-        self._is_reported = False
-
-    def start(self, module: nn.Module) -> None:
-        """Let the parts of a module that the policy names recompute."""
-        if self._checkpointing is not None:
-            self._checkpointing.apply(module)
-            self._is_reported = False
-
-    def report(self) -> None:
-        """Say what is saved, after the first backward pass."""
-        if self._checkpointing is not None and not self._is_reported:
-            self._is_reported = True
-            rank_zero_info(f"On each rank, {self._checkpointing.report}.")
-
-    def stop(self, module: nn.Module) -> None:
-        """Leave a module as it was."""
-        if self._checkpointing is not None:
-            self._checkpointing.remove(module)
-
-
-_THIRTY_MINUTES = timedelta(minutes=30)  # torch's own default, as in Lightning
+_THIRTY_MINUTES = timedelta(minutes=30)  # torch's default, as in Lightning
 _ONE_MINUTE = timedelta(minutes=1)
 
 
 class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDPStrategy):
-    """The base of the strategies with one process per device: gradients that are right after any backward pass.
+    """The base of the strategies with one process per device: exact gradients after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
-    `on_after_backward`, so that clipping, logged norms and callbacks see those of the whole batch, whose parts may
-    differ in size from rank to rank and from micro-batch to micro-batch. A rank whose `training_step` returns None has
-    no weight in the step; if all return None, there is no new gradient, as on one device.
+    `on_after_backward`, so that clipping, logged norms and callbacks see the gradient of the whole batch, whose parts
+    may differ in size from rank to rank and from micro-batch to micro-batch. A rank whose `training_step` returns None
+    has no weight in the step; if all return None, there is no new gradient, as on one device.
 
     Args:
         accelerator: See `lightning.pytorch.strategies.DDPStrategy`, also for the arguments up to `start_method`.
         parallel_devices: The devices of this node.
-        cluster_environment: What has started the processes, or starts them.
-        checkpoint_io: How checkpoints are written.
+        cluster_environment: The environment that has started the processes, or starts them.
+        checkpoint_io: The plugin that writes checkpoints.
         precision_plugin: The precision.
         ddp_comm_state: First argument of `ddp_comm_hook`.
         ddp_comm_hook: A communication hook of `torch.distributed.algorithms.ddp_comm_hooks`, on any device.
         ddp_comm_wrapper: A function that wraps `ddp_comm_hook`.
         model_averaging_period: Steps between two averages of the model, for a `PostLocalSGDState`.
-        process_group_backend: `"gloo"`, `"nccl"` and so on; by default what suits the devices.
+        process_group_backend: `"gloo"`, `"nccl"` and so on; by default the one that suits the devices.
         timeout: How long ranks wait for each other at the start, and the time limit of one collective; a timedelta or
             seconds.
         start_method: How this process starts the others of its node: `"popen"`, `"spawn"`, `"fork"` or
             `"forkserver"`. By default `"fork"` in interactive sessions, such as notebooks, and `"popen"` elsewhere.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
-        weight_by: What a rank's batch counts in the gradient. `"samples"` is exact for losses that are means over
-            samples; `"sum"` for losses that are sums; `"equal"` counts every batch once, as torch does; a callable maps
-            a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window are weighed in
-            the same way, so that a short last window is exact too.
-        batch_dim: Dimension of a batch's tensors that counts samples, where the loader does not draw them: iterables
-            that are no `DataLoader`, `batch_size=None`, or a class that iterates in its own way.
+        weight_by: Weight of a rank's batch in the gradient. `"samples"` is exact for losses that are means over
+            samples; `"sum"` for losses that are sums; `"equal"` gives every batch the same weight, as torch does; a
+            callable maps a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window
+            are weighted in the same way, so that a short last window is exact too.
+        batch_dim: Dimension of samples in a batch's tensors, for loaders that do not draw samples themselves: iterables
+            other than a `DataLoader`, `batch_size=None`, or a class with its own iterator.
         init_method: Another rendezvous endpoint than the main address: `"tcp://host:port"` or `"file:///path"`.
-        network_interface: Name of an interface that every host has; `"auto"` for the one that leads to the other hosts;
-            `"loopback"` for one host; None to leave the choice to the backend.
+        network_interface: Name of an interface that every node has; `"auto"` for the one that leads to the other nodes;
+            `"loopback"` for one node; None to leave the choice to the backend.
         activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
-            string, several of these, or a predicate. See `ActivationCheckpointing`; what it saves is said once.
-        stall_timeout: How long a rank may give no sign of life before all ranks say where they are and end; None for
-            ever. A rank that is only slow does give signs of life; what bounds the wait for it is `timeout`.
+            string, several of these, or a predicate. See `ActivationCheckpointing`; the saved memory is logged once.
+        stall_timeout: Time without a sign of life from a rank after which all ranks report their positions and end;
+            None for no limit. A slow rank does give signs of life; `timeout` limits the wait for it.
 
     Raises:
         TypeError: If an argument is unknown or of the wrong type, or one of `DistributedDataParallel` that is not
             needed here.
         ValueError: If an argument is out of range.
         BackendError: If this torch has no such backend.
-        NetworkInterfaceError: If this host has no such interface.
+        NetworkInterfaceError: If this node has no such interface.
     """
 
     def __init__(
@@ -180,11 +152,17 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
         self.batch_dim = batch_dim
-        self._comm_hook = ddp_comm_hook
+        self.comm_hook = ddp_comm_hook
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
-            self._comm_hook = ddp_comm_wrapper(ddp_comm_hook)
-        self._comm_state = ddp_comm_state
-        self._activation_checkpointing = ActivationCheckpointingOption(activation_checkpointing)
+            self.comm_hook = ddp_comm_wrapper(ddp_comm_hook)
+        self.comm_state = ddp_comm_state
+        self.activation_checkpointing = activation_checkpointing
+        self._checkpointing = (
+            None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
+        )
+        self._is_saving_reported = False
+        self.is_preparing_loader = False  # Lightning, not the user, asks for the arguments of a sampler
+        self.steps: RankSteps | None = None  # of this run
         self._step: SynchronizedStep | None = None
         self._run: ResumableRun | None = None
         self._random: SharedRandomNumbers | None = None
@@ -193,12 +171,10 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         # the module has no trainer.
         self._cleanup = ExitStack()
         self._samples = BatchSamples(batch_dim)
-        self._logging: WeightedLogging | None = None
-        self._prepares_loader = False
 
     @property
     def reducer(self) -> GradientReducer | None:
-        """What synchronises the gradients; None unless the Trainer is fitting."""
+        """The reducer that synchronises the gradients; None unless the Trainer is fitting."""
         return None if self._step is None else self._step.reducer
 
     @property
@@ -207,15 +183,43 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         return 0.0 if self._step is None else self._step.gradient_weight
 
     def count_samples(self, batch: Any) -> float | None:
-        """Return the number of samples of the batch that a loop is at.
-
-        Args:
-            batch: The batch; its tensors decide only if the loader has not drawn its samples.
-
-        Returns:
-            The number of samples, the mean over loaders if several contribute to the batch; None if it is not known.
-        """
+        """Return the number of samples of the current batch, the mean over several loaders; None if it is unknown."""
         return self._samples.count(batch)
+
+    def make_steps(self, context: RankContext) -> RankSteps:
+        """Create the steps of this rank, once per run, when the gradient reducer exists."""
+        return WeightedSteps(context)
+
+    def combine_loaders(self, given: Any, rng: ResumableRng | None) -> CombinedLoader:
+        """Combine the loaders of a loop; `rng` is for the training loop, which can be resumed, and None elsewhere."""
+        if rng is None:
+            return combine_counted(given, is_training=False)
+        may_look_ahead = not takes_dataloader_iter(self.module, "training_step")
+        return make_resumable(given, rng, self.world_size, may_look_ahead)
+
+    def compared_arguments(self) -> dict[str, object]:
+        """Return the arguments that must be the same on every rank."""
+        trainer = self.module.trainer
+        return {
+            "strategy": type(self),
+            "process_group_backend": self.process_group_backend,
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "weight_by": self.weight_by,
+            "batch_dim": self.batch_dim,
+            "ddp_comm_hook": self.comm_hook,
+            "activation_checkpointing": self.activation_checkpointing,
+            "stall_timeout": self._watch.limit,
+            "precision": trainer.precision,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+        }
+
+    @property
+    def module(self) -> LightningModule:
+        """The LightningModule, once the Trainer has connected it."""
+        module = self.lightning_module
+        assert module is not None
+        return module
 
     @override
     def _configure_launcher(self) -> None:
@@ -228,8 +232,8 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self._resumed = None
         self.set_world_ranks()
         self._connection.open(self)
-        super().setup_distributed()  # finds a process group, and leaves it at that
-        self._watch.start(self._module.trainer)
+        super().setup_distributed()  # it keeps the process group that it finds
+        self._watch.start(self.module.trainer)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -238,107 +242,102 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self._cleanup.callback(restore_signal_handling, trainer)
         keep_batch_samplers(trainer, self._preparing_loader)
         self._cleanup.callback(restore_preparation, trainer)
-        replace_loaders(trainer, self._combine)
+        replace_loaders(trainer, self._combine_loaders)
         self._cleanup.callback(restore_loaders, trainer)
-        self._watch_logging(trainer)
-        super().setup(trainer)
+        super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
+        if self.steps is None:
+            self._make_steps()
 
-    def _combine(self, given: Any, is_training: bool) -> CombinedLoader:
-        """Combine the loaders of a loop that trains or evaluates."""
-        if self._run is not None and is_training:
-            return self._run.combine(given)
-        return combine_counted(given, is_training)
+    def _make_steps(self) -> None:
+        self.steps = self.make_steps(
+            RankContext(self.module.trainer, self._samples, self._watch, self._timeout, self._step)
+        )
 
-    def _watch_logging(self, trainer: Trainer) -> None:
-        self._logging = WeightedLogging(trainer, self._samples)
+    def _combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
+        return self.combine_loaders(given, self._run.rng if is_training and self._run is not None else None)
 
     @contextmanager
     def _preparing_loader(self) -> Iterator[None]:
-        """Lightning, not the user, asks for arguments of a sampler within this block."""
-        self._prepares_loader = True
+        self.is_preparing_loader = True
         try:
             yield
         finally:
-            self._prepares_loader = False
+            self.is_preparing_loader = False
 
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        check_weighable(self._module, self.weight_by)
-        compare_setups({**describe_versions(), **describe_arguments(self._arguments())})
-        self._cleanup.callback(self._activation_checkpointing.stop, self._module)
-        self._activation_checkpointing.start(self.model)
+        check_weighable(self.module, self.weight_by)
+        compare_setups({**describe_versions(), **describe_arguments(self.compared_arguments())})
+        if self._checkpointing is not None:
+            self._cleanup.callback(self._checkpointing.remove, self.module)
+            self._checkpointing.apply(self.model)
+            self._is_saving_reported = False
         reducer = GradientReducer(
             self.model,
             bucket_cap_mb=self.bucket_cap_mb,
-            comm_hook=self._comm_hook,
-            comm_state=self._comm_state,
+            comm_hook=self.comm_hook,
+            comm_state=self.comm_state,
             timeout=self._timeout,
         )
-        trainer = self._module.trainer
+        trainer = self.module.trainer
         self._run = ResumableRun(trainer, reducer, self._resumed)
-        self._step = SynchronizedStep(trainer, self._module, reducer, self.weight_by, self._samples, self._run)
+        self._step = SynchronizedStep(
+            trainer, self.module, reducer, self.weight_by, self._samples, self._run.resumed_equal_weights
+        )
         if self.world_size > 1:
             numbers = self._random = SharedRandomNumbers(self._run.seed, self.root_device)
-            # Hooks on parameters may draw as optimizers do. Other numbers than theirs: positions become negative.
+            # Hooks on parameters may draw as optimizers do. Negative positions give them other numbers.
             reducer.hook_context = lambda position: numbers.shared(-1 - position)
+        # Before `configure_optimizers`, which may ask for the number of steps and so load the data.
+        self._make_steps()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self._step is not None
-        self._step.begin(next(iter((*args, *kwargs.values()))))
-        with nullcontext() if self._logging is None else self._logging.step(self._step.batch_weight):
-            output = super().training_step(*args, **kwargs)
-        return self._step.skip() if output is None and self._module.automatic_optimization else output
+        assert self.steps is not None
+        batch = next(iter((*args, *kwargs.values())))
+        return self.steps.training_step(batch, partial(super().training_step, *args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluating(*args, *kwargs.values()):
-            return super().validation_step(*args, **kwargs)
+        assert self.steps is not None
+        batch = next(iter((*args, *kwargs.values())))
+        return self.steps.evaluation_step(batch, partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._evaluating(*args, *kwargs.values()):
-            return super().test_step(*args, **kwargs)
-
-    def _evaluating(self, batch: Any, *_: Any) -> AbstractContextManager[None]:
-        """Weigh what a step of evaluation logs by the samples of its batch."""
-        return nullcontext() if self._logging is None else self._logging.step(self._samples.weight(batch))
+        assert self.steps is not None
+        batch = next(iter((*args, *kwargs.values())))
+        return self.steps.evaluation_step(batch, partial(super().test_step, *args, **kwargs))
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._take_batch(batch)
+        if self.steps is not None:
+            self.steps.begin_batch(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    def _take_batch(self, batch: Any) -> None:
-        self._samples.take(self._module.trainer, self._module)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.steps is not None
         assert self._step is not None
         weighed = self._step.weigh(closure_loss)
         closure_loss = closure_loss if weighed is None else weighed
         self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
+        run = partial(self.precision_plugin.backward, closure_loss, self.module, optimizer, *args, **kwargs)
         if weighed is None:
             with self._step.discard():
-                self._run_backward(closure_loss, optimizer, *args, **kwargs)
-        with self._synchronize():
+                self.steps.backward(run)
+        with self.steps.synchronize():
             if weighed is not None:
-                self._run_backward(closure_loss, optimizer, *args, **kwargs)
-        # `on_after_backward` fires here and sees the gradient of the whole batch.
-        closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
+                self.steps.backward(run)
+        # `on_after_backward` is called here and sees the gradient of the whole batch.
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
-        self._activation_checkpointing.report()
+        if self._checkpointing is not None and not self._is_saving_reported:
+            self._is_saving_reported = True
+            rank_zero_info(f"On each rank, {self._checkpointing.report}.")
         return closure_loss
-
-    def _run_backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
-        self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-
-    def _synchronize(self) -> AbstractContextManager[None]:
-        """Synchronise the gradients of a backward pass, unless that is put off."""
-        assert self._step is not None
-        return self._step.synchronize()
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -355,14 +354,14 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         step, numbers = self._step, self._random
         assert step is not None
         if numbers is None:
-            return super().optimizer_step(optimizer, partial(step.watch, closure, optimizer), model, **kwargs)
+            return super().optimizer_step(optimizer, partial(step.run_closure, closure, optimizer), model, **kwargs)
 
         def run_closure() -> Any:
             with numbers.own():
-                return step.watch(closure, optimizer)
+                return step.run_closure(closure, optimizer)
 
-        # What an optimizer draws, such as the noise of Langevin dynamics, has to be the same on all ranks.
-        with numbers.shared(self._module.trainer.global_step):
+        # Random numbers of an optimizer, such as the noise of Langevin dynamics, have to be the same on all ranks.
+        with numbers.shared(self.module.trainer.global_step):
             return super().optimizer_step(optimizer, run_closure, model, **kwargs)
 
     @override
@@ -377,10 +376,9 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
         tensor = widened(tensor, reduce_op)
-        mean = None
-        if self._logging is not None and reduce_op == "mean":
-            mean = self._logging.average(tensor, partial(super().reduce, group=group, reduce_op="sum"))
-        return super().reduce(tensor, group, reduce_op) if mean is None else mean
+        if self.steps is None:
+            return super().reduce(tensor, group, reduce_op)
+        return self.steps.reduce(tensor, group, reduce_op, super().reduce)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -391,9 +389,9 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        # Otherwise nobody can be asked any more; what callbacks save then has no RNG state of the ranks.
-        if self._run is not None and self._watch.others_come():
-            self._run.save(checkpoint)
+        # After a failure the other ranks do not answer; a checkpoint that callbacks save then lacks their RNG state.
+        if self._run is not None and self._step is not None and self._watch.others_come():
+            self._run.save(checkpoint, self._step.has_equal_weights)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -404,37 +402,11 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
 
     @override
     def teardown(self) -> None:
-        with ExitStack() as stack:  # the last first, and the others too if one fails
+        with ExitStack() as stack:  # in reverse order, and the others too if one fails
             stack.callback(self._watch.stop)
             stack.callback(super().teardown)
             stack.callback(self._cleanup.close)
-            if self._logging is not None:
-                stack.callback(self._logging.close)
-            if self._run is not None:
-                stack.callback(self._run.close)
-            if self._step is not None:
-                stack.callback(self._step.close)
-            self._step = self._run = self._random = self._resumed = self._logging = None
-
-    def _arguments(self) -> dict[str, object]:
-        """What has to be the same on every rank."""
-        trainer = self._module.trainer
-        return {
-            "strategy": type(self),
-            "process_group_backend": self.process_group_backend,
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "weight_by": self.weight_by,
-            "batch_dim": self.batch_dim,
-            "ddp_comm_hook": self._comm_hook,
-            "activation_checkpointing": self._activation_checkpointing.policy,
-            "stall_timeout": self._watch.limit,
-            "precision": trainer.precision,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "gradient_clip_val": trainer.gradient_clip_val,
-        }
-
-    @property
-    def _module(self) -> LightningModule:
-        module = self.lightning_module
-        assert module is not None
-        return module
+            for part in (self._run, self._step, self.steps):
+                if part is not None:
+                    stack.callback(part.close)
+            self.steps = self._step = self._run = self._random = self._resumed = None

@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
+from lightning_ddp_ext.reducer.control import ExchangedControl, StepControl
 from lightning_ddp_ext.resume.preemption import REQUEUE, PreemptionHandler
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra `slurm`")
@@ -117,11 +118,12 @@ def test_the_signal_of_submitit_saves_a_checkpoint_before_submitit_requeues_the_
     )  # fmt: skip
     monkeypatch.setattr(trainer, "save_checkpoint", lambda *args, **kwargs: task.append("saved"))
     monkeypatch.setattr(trainer.strategy, "barrier", lambda name: task.append("waited for"))
-    preemption = PreemptionHandler(trainer)
+    control = StepControl()
+    preemption = PreemptionHandler(trainer, control)
     trainer._signal_connector.register_signal_handlers()
     os.kill(os.getpid(), signal.SIGUSR2)
-    assert (preemption.request, task) == (REQUEUE, [])
-    preemption.agree(preemption.request)
+    assert (control.stop, task) == (REQUEUE, [])
+    control.exchanged = ExchangedControl([1.0], control.stop, *[()] * 6)
     with pytest.raises(SystemExit):
         preemption.stop_if_agreed()
     assert task == ["saved", "requeued", "waited for"]

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from lightning_ddp_ext.distributed import flat_tensors as flat_messages
-from lightning_ddp_ext.distributed.flat_tensors import send_all
+from lightning_ddp_ext.distributed.flat_tensors import divide_into_buckets, send_all
 
 META = torch.device("meta")
 
@@ -21,9 +20,8 @@ def test_order_shapes_and_types_survive_the_journey():
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(1, [[0], [1], [2]]), (8, [[0, 1], [2]]), (100, [[0, 1, 2]])])
-def test_buckets_are_filled_in_order_up_to_their_size(monkeypatch, limit, expected):
-    monkeypatch.setattr(flat_messages, "_BUCKET_BYTES", limit)
-    assert flat_messages._buckets([torch.ones(1)] * 3) == expected
+def test_buckets_are_filled_in_order_up_to_their_size(limit, expected):
+    assert divide_into_buckets([torch.ones(1)] * 3, range(3), limit) == expected
 
 
 def test_sparse_tensors_travel_alone():

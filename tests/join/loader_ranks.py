@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader
+from lightning_ddp_ext.reducer.control import StepControl
 
 
 class Stream:
@@ -56,7 +57,7 @@ def iterate(cases: Sequence[tuple[Sequence[int], bool, dict[str, Any]]]) -> list
     found = []
     for lengths, sized, options in cases:
         stream = Stream(rank, options.pop("true_length", lengths)[rank])
-        has_next_batch = HasNextBatch(dist.group.WORLD, carried=options.pop("flags_carried", False))
+        has_next_batch = HasNextBatch(dist.group.WORLD, StepControl() if options.pop("flags_carried", False) else None)
         loader = LockstepLoader(
             stream, list(lengths) if sized else None, dist.group.WORLD, **options, has_next_batch=has_next_batch
         )
@@ -73,7 +74,7 @@ def _make_steps(loader: LockstepLoader, has_next_batch: HasNextBatch) -> Iterato
     for number, (batch, participation) in enumerate(loader):
         if number % 2:
             told = torch.zeros(dist.get_world_size())
-            told[dist.get_rank()] = has_next_batch.own
+            told[dist.get_rank()] = has_next_batch.local
             dist.all_reduce(told)
-            has_next_batch.take(told.tolist())
+            has_next_batch.receive(told.tolist())
         yield batch, participation.active, participation.is_shadow, participation.is_uneven

@@ -1,15 +1,165 @@
 """The reducer on real processes, against one process with the batches of all ranks."""
 
-import pytest
-from measuring.scenarios import MODES, SCENARIOS
+from collections.abc import Callable
+from contextlib import contextmanager
 
-from tests.reducer import reducer_ranks as ranks
+import pytest
+import torch
+import torch.distributed as dist
+from measuring.scenarios import MODES, SCENARIOS, Model, Optimizers, play
+from torch import Tensor
+
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.support.processes import run_processes
+
+
+class Reduced:
+    """A scenario's driver with our reducer: one synchronisation per backward pass."""
+
+    def __init__(self, model: Model, equal_weights: bool = False) -> None:
+        self.model = model
+        self.forward = model
+        self.reducer = GradientReducer(model, bucket_cap_mb=0.0005)
+        self.weight = 1.0
+        self.blocked = False
+        self.equal_weights = equal_weights
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        if self.blocked:
+            loss.backward(retain_graph=retain_graph)
+            return
+        with self.reducer.synchronize(1.0 if self.equal_weights else self.weight):
+            loss.backward(retain_graph=retain_graph)
+
+    @contextmanager
+    def no_sync(self):
+        self.blocked = True
+        yield
+        self.blocked = False
+
+
+def weigh(run: Reduced, samples: int) -> None:
+    run.weight = samples
+
+
+def uneven(rank: int) -> int:
+    return 4 + 2 * rank
+
+
+def play_matrix(connect: Callable[[Model], Reduced] = Reduced) -> dict[tuple[str, str, str], object]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return {
+        (scenario.name, mode, optimizer): play(scenario, mode, optimizer, connect, uneven, weigh)
+        for scenario in SCENARIOS
+        for mode in MODES
+        for optimizer in Optimizers
+    }
+
+
+def play_matrix_with_equal_weights() -> dict[tuple[str, str, str], object]:
+    return play_matrix(lambda model: Reduced(model, equal_weights=True))
+
+
+class Fuzzed(torch.nn.Module):
+    """Parameters of many sizes, of which any subset is used, each several times, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(1,), (3, 5), (40, 500), (7,), (2, 2, 2), (150, 150), (11,), (4,)]
+        self.weights = torch.nn.ParameterList(torch.randn(size, dtype=torch.float64) for size in sizes)
+
+    def forward(self, generator: torch.Generator) -> Tensor:
+        loss = torch.zeros((), dtype=torch.float64)
+        for _ in range(int(torch.randint(1, 12, (), generator=generator))):
+            weight = self.weights[int(torch.randint(len(self.weights), (), generator=generator))]
+            factor = torch.randn((), generator=generator, dtype=torch.float64)
+            loss = loss + ((weight * factor).sin().mean() if weight.requires_grad else 0.0)
+        return loss
+
+
+def fuzz(seed: int, steps: int) -> tuple[float, float, int]:
+    """Random graphs per rank; returns gradient error, rank difference and the number of synchronisations."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    together = Fuzzed()
+    alone = Fuzzed()
+    reducer = GradientReducer(together, bucket_cap_mb=0.05)
+    alone.load_state_dict(together.state_dict())
+    shared = torch.Generator().manual_seed(seed)
+    error = difference = 0.0
+    synchronizations = 0
+    for step in range(steps):
+        for model in (alone, together):
+            model.zero_grad(set_to_none=seed % 2 == 0)
+        _freeze_some(shared, alone, together)
+        for backward in range(int(torch.randint(1, 4, (), generator=shared))):
+            weights = torch.randint(0, 4, (world_size,), generator=shared).double()
+            micro_batches = int(torch.randint(1, 3, (), generator=shared))
+            seeds = [
+                [hash((seed, step, backward, other, part)) for part in range(micro_batches)]
+                for other in range(world_size)
+            ]
+            total = float(weights.sum())
+            for other in range(world_size):
+                for part_seed in seeds[other]:
+                    loss = alone(torch.Generator().manual_seed(part_seed))
+                    if loss.requires_grad and weights[other] and total:
+                        (loss * weights[other] / total).backward()
+            losses = [together(torch.Generator().manual_seed(part_seed)) for part_seed in seeds[rank]]
+            if not weights[rank]:
+                losses = []
+            for loss in losses[:-1]:
+                if loss.requires_grad:
+                    loss.backward()
+            with reducer.synchronize(float(weights[rank])):
+                if losses and losses[-1].requires_grad:
+                    losses[-1].backward()
+            synchronizations += 1
+            if not total:
+                # Nobody had data: nobody has gradients.
+                alone.zero_grad()
+                together.zero_grad()
+            error = max(error, _gradient_error(alone, together))
+            difference = max(difference, _gradient_difference(together))
+    return error, difference, synchronizations
+
+
+def _freeze_some(shared: torch.Generator, *models: torch.nn.Module) -> None:
+    if torch.rand((), generator=shared) < 0.2:
+        index = int(torch.randint(8, (), generator=shared))
+        for model in models:
+            parameter = model.weights[index]
+            parameter.requires_grad_(not parameter.requires_grad)
+            parameter.grad = None
+
+
+def _gradient_error(alone: torch.nn.Module, together: torch.nn.Module) -> float:
+    largest = 0.0
+    for one, other in zip(alone.parameters(), together.parameters(), strict=True):
+        if (one.grad is None) != (other.grad is None):
+            return float("inf")
+        if one.grad is not None:
+            largest = max(largest, float((one.grad - other.grad).abs().max() / (1e-9 + one.grad.abs().max())))
+    return largest
+
+
+def _gradient_difference(model: torch.nn.Module) -> float:
+    zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    flat = torch.cat([gradient.flatten() for gradient in zeros])
+    first = flat.clone()
+    dist.broadcast(first, 0)
+    largest = (flat - first).abs().amax()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_scenario_gives_the_gradient_of_one_process_and_identical_ranks(world_size, capsys):
-    verdicts = run_processes(ranks.play_matrix, world_size, timeout=120)
+    verdicts = run_processes(play_matrix, world_size, timeout=120)
     cells = {(name, mode) for name, mode, _ in verdicts[0]}
     failed = {cell: verdict for by_cell in verdicts for cell, verdict in by_cell.items() if not verdict.passed}
     with capsys.disabled():
@@ -23,24 +173,21 @@ def test_every_scenario_gives_the_gradient_of_one_process_and_identical_ranks(wo
 
 def test_equal_weights_fail_every_scenario():
     """The negative control: the batches of the scenarios differ in size."""
-    verdicts = run_processes(ranks.play_matrix_with_equal_weights, 2, timeout=120)
+    verdicts = run_processes(play_matrix_with_equal_weights, 2, timeout=120)
+    assert len(verdicts[0]) == len(SCENARIOS) * len(MODES) * len(Optimizers)
     assert not any(verdict.passed for verdict in verdicts[0].values())
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_random_graphs(seed):
-    _fuzz(seed, steps=40)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(2, 34))
-def test_more_random_graphs(seed):
-    _fuzz(seed, steps=100)
-
-
-def _fuzz(seed, steps):
-    results = run_processes(ranks.fuzz, 2 + seed % 2, seed, steps, timeout=120)
-    for error, difference, synchronizations in results:
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [
+        (0, 40),
+        pytest.param(1, 40, marks=pytest.mark.slow),
+        *[pytest.param(seed, 100, marks=pytest.mark.exhaustive) for seed in range(2, 34)],
+    ],
+)
+def test_random_graphs(seed, steps):
+    for error, difference, synchronizations in run_processes(fuzz, 2 + seed % 2, seed, steps, timeout=120):
         assert error < 1e-9
         assert difference == 0.0
         assert synchronizations > steps

@@ -26,11 +26,11 @@ def test_a_feature_works_and_leaves_ranks_identical(found, name):
 
 
 def test_the_mean_over_an_odd_number_of_samples_is_right():
-    """Lightning takes the mean of the ranks' numbers of samples, and would cut that of 1 and 2 off."""
+    """Lightning takes the mean of the ranks' numbers of samples, and would truncate the mean of 1 and 2."""
     assert run_processes(ranks.log_ones, 2, timeout=60) == [{"training": 1.0, "validation": 1.0}] * 2
 
 
-def test_a_batch_that_counts_nothing_on_any_rank_is_left_out_under_a_gradient_scaler():
+def test_a_batch_without_weight_on_all_ranks_is_skipped_under_a_gradient_scaler():
     """torch's scaler stops at an optimizer without any gradient."""
     with_it, without = (run_processes(ranks.fit_scaled, 2, sizes, timeout=100) for sizes in ([3, 1, 4], [3, 4]))
     assert with_it[0] == with_it[1] == without[0] == without[1]
@@ -42,7 +42,7 @@ def test_recomputed_layers_change_nothing(found):
 
 
 @pytest.mark.parametrize(("name", "message"), MISMATCHES.items())
-def test_ranks_that_are_set_up_differently_are_told_before_the_first_step(found, name, message):
+def test_different_setups_of_ranks_are_refused_before_the_first_step(found, name, message):
     for by_name in found:
         assert "ReplicaMismatchError: ranks are not set up alike" in by_name[name][1]
         assert message in by_name[name][1]

@@ -98,7 +98,7 @@ def test_ranks_are_bit_identical(outcomes, name):
     assert outcomes[0][name].digest == outcomes[1][name].digest != ""
 
 
-def test_a_backward_pass_around_the_strategy_is_refused(outcomes):
+def test_a_backward_pass_that_bypasses_the_strategy_is_refused(outcomes):
     for rank, found in enumerate(outcomes):
         for name in ("raw backward", "raw backward, torch's step", "raw backward in a closure"):
             assert f"UnsynchronizedGradientsError: rank {rank}: `Adam` is about to step" in found[name].error
@@ -120,12 +120,12 @@ def test_an_optimizer_that_would_step_with_the_gradient_of_one_rank_is_refused(o
         assert "UnsupportedFeatureError: parameter `network.0.weight` is changed inside of the backward pass" in error
 
 
-def test_a_weight_that_cannot_be_is_refused(outcomes):
+def test_a_negative_weight_is_refused(outcomes):
     for found in outcomes:
         assert "ValueError: `weight_by` returned -1.0" in found["ambiguous batches"].error
 
 
-def test_ranks_with_different_numbers_of_backward_passes_are_told(outcomes):
+def test_ranks_with_different_numbers_of_backward_passes_are_refused(outcomes):
     for rank, found in enumerate(outcomes):
         assert f"RanksOutOfStepError: rank {rank} synchronises gradients at position" in found["uneven passes"].error
 

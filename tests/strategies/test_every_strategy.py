@@ -1,4 +1,4 @@
-"""Habits of Lightning's users that every strategy has to bear."""
+"""Common uses of Lightning that every strategy supports."""
 
 import pytest
 from lightning.pytorch import Trainer

@@ -1,4 +1,4 @@
-"""What `ddp_checkpoint` and its base say before any process starts."""
+"""Errors and features of `ddp_checkpoint` and its base that need no other process."""
 
 from datetime import timedelta
 
@@ -13,34 +13,25 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from tests.parity import quiet_trainer
 
-
-@pytest.mark.parametrize(
-    "name", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"]
-)
-def test_an_argument_that_torch_needs_can_be_deleted(name):
-    with pytest.raises(TypeError, match=f"`{name}` is not needed: .* Delete the argument."):
-        DDPCheckpointStrategy(**{name: True})
-
-
-def test_an_unknown_argument_is_refused():
-    with pytest.raises(
-        TypeError, match=r"`bucket_cap` is not an argument of this strategy\. Did you mean `bucket_cap_mb`"
-    ):
-        DDPCheckpointStrategy(bucket_cap=1)
+UNUSED = ["find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"]
+REFUSED = [
+    *[({name: True}, TypeError, f"`{name}` is not needed: .* Delete the argument.") for name in UNUSED],
+    ({"bucket_cap": 1}, TypeError, r"`bucket_cap` is not an argument of this strategy\. Did you mean `bucket_cap_mb`"),
+    *[({"bucket_cap_mb": size}, ValueError, "`bucket_cap_mb` must be above 0 MiB") for size in (0, -1, float("nan"))],
+    ({"weight_by": "tokens"}, ValueError, "`weight_by` must be one of"),
+    ({"stall_timeout": timedelta()}, ValueError, "`stall_timeout` must be above 0 seconds"),
+    ({"stall_timeout": timedelta(seconds=-1)}, ValueError, "`stall_timeout` must be above 0 seconds"),
+    ({"stall_timeout": "soon"}, TypeError, "`stall_timeout` must be a timedelta or a number of seconds, got 'soon'"),
+]
 
 
-@pytest.mark.parametrize("size", [0, -1, float("nan")])
-def test_a_bucket_has_a_size(size):
-    with pytest.raises(ValueError, match="`bucket_cap_mb` must be above 0 MiB"):
-        DDPCheckpointStrategy(bucket_cap_mb=size)
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED)
+def test_wrong_arguments_are_refused_with_a_remedy(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DDPCheckpointStrategy(**arguments)
 
 
-def test_weights_are_checked():
-    with pytest.raises(ValueError, match="`weight_by` must be one of"):
-        DDPCheckpointStrategy(weight_by="tokens")
-
-
-def test_a_step_that_fetches_its_batch_cannot_have_it_weighed():
+def test_a_callable_weight_needs_a_step_that_takes_a_batch():
     class Fetching(BoringModel):
         def training_step(self, dataloader_iter):
             raise AssertionError("must not run")
@@ -50,8 +41,8 @@ def test_a_step_that_fetches_its_batch_cannot_have_it_weighed():
         quiet_trainer(strategy, 1).fit(Fetching())
 
 
-def test_the_watch_ends_with_the_run_even_if_something_else_fails_at_its_end(monkeypatch):
-    """Otherwise it would end the process of a program that has caught the error and goes on."""
+def test_the_watchdog_stops_even_if_the_end_of_the_run_fails(monkeypatch):
+    """Otherwise it would end the process of a program that has caught the error and continues."""
 
     class Failing(TorchCheckpointIO):
         def teardown(self):
@@ -67,7 +58,7 @@ def test_the_watch_ends_with_the_run_even_if_something_else_fails_at_its_end(mon
     assert stops.count(strategy._watch) >= 2  # before the run, and after it
 
 
-def test_a_batch_that_counts_nothing_leaves_gradients_of_batches_before():
+def test_a_batch_without_weight_leaves_earlier_gradients_unchanged():
     class Manual(BoringModel):
         automatic_optimization = False
 
@@ -94,17 +85,6 @@ def test_the_registered_name_makes_the_strategy():
     trainer = Trainer(strategy="ddp_checkpoint", accelerator="cpu", devices=2, logger=False)
     assert type(trainer.strategy) is DDPCheckpointStrategy
     assert "ddp_checkpoint" in StrategyRegistry
-
-
-@pytest.mark.parametrize("limit", [timedelta(), timedelta(seconds=-1)])
-def test_a_stall_limit_is_above_0(limit):
-    with pytest.raises(ValueError, match="`stall_timeout` must be above 0 seconds"):
-        DDPCheckpointStrategy(stall_timeout=limit)
-
-
-def test_a_stall_limit_is_a_time():
-    with pytest.raises(TypeError, match="`stall_timeout` must be a timedelta or a number of seconds, got 'soon'"):
-        DDPCheckpointStrategy(stall_timeout="soon")
 
 
 def test_arguments_keep_lightnings_names():

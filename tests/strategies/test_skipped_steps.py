@@ -34,7 +34,7 @@ def test_ranks_stay_bit_identical(found, name):
 
 
 @pytest.mark.parametrize("name", ranks.STRATEGIES)
-def test_it_is_said_once_on_each_rank(found, name):
+def test_each_rank_warns_once(found, name):
     for rank, of_rank in enumerate(found[name]):
         ((message,)) = of_rank["one rank"][1]
         assert message.startswith(f"`training_step` returned None on rank {rank}, whose samples have no weight")

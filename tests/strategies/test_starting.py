@@ -1,4 +1,4 @@
-"""How runs start their processes, and errors where processes are started: they are those of Lightning."""
+"""How runs start their processes, and errors at that time, which are the same as with Lightning."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What checks of the reducer share."""
+"""Tools of the checks of the reducer, which ranks run one after another in one launch."""
 
 from collections.abc import Callable
 
@@ -8,12 +8,41 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
+EXACT = 1e-12
+FLOAT32 = 1e-6
+FLOAT16 = 1e-3
+
+Judge = Callable[[object, int], bool]
 CHECKS: dict[str, Callable[[], object]] = {}
+EXPECTED: dict[str, object] = {}
 
 
-def check(function: Callable[[], object]) -> Callable[[], object]:
-    CHECKS[function.__name__] = function
-    return function
+def check(expected: object) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """Register a check with its result on every rank: a value, a largest number, or a `Judge` of result and rank."""
+
+    def register(function: Callable[[], object]) -> Callable[[], object]:
+        assert function.__name__ not in CHECKS
+        CHECKS[function.__name__], EXPECTED[function.__name__] = function, expected
+        return function
+
+    return register
+
+
+def says(message: str, first: int = 0) -> Judge:
+    """Judge that a result contains a message, with the numbers of this rank and of the other one of two."""
+    return lambda found, rank: message.format(rank=rank, own=first + rank, other=first + 1 - rank) in str(found)
+
+
+def agrees(found: object, expected: object, rank: int) -> bool:
+    if callable(expected):
+        return expected(found, rank)
+    if isinstance(expected, tuple):
+        return isinstance(found, tuple) and all(
+            agrees(one, other, rank) for one, other in zip(found, expected, strict=True)
+        )
+    if isinstance(expected, float):
+        return isinstance(found, float) and found <= expected
+    return found == expected
 
 
 def batch(rank: int, rows: int = 4, width: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:

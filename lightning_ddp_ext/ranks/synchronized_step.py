@@ -18,22 +18,15 @@ from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.batches.weights import GradientWeights, SkipWarning, WeightBy
 from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.errors import UnsupportedFeatureError, UnsynchronizedGradientsError
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.resume.resumable_run import ResumableRun
 
 
 class StepGuard:
-    """Watches the optimizers of this process, those that Lightning does not know as well.
+    """Checks the gradients before each optimizer step of this process, of optimizers unknown to Lightning too.
 
-    A step with a closure is looked at when the closure has run: it may hold the backward pass. Optimizers that have
-    nothing to do with the training, such as one of a callback with parameters of its own, may do what they like.
-
-    Args:
-        trainer: The Trainer, while it fits.
-        module: Its module.
-        reducer: Synchronises the gradients of the module.
+    With a closure, the check follows the closure, which may contain the backward pass. An optimizer that has nothing to
+    do with the training, such as one of a callback for separate parameters, is not checked.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, reducer: GradientReducer) -> None:
@@ -43,11 +36,7 @@ class StepGuard:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse gradients that have not been synchronised, those of parameters that cannot be among them.
-
-        Raises:
-            UnsynchronizedGradientsError: If the optimizer is about to step with such gradients.
-        """
+        """Raise `UnsynchronizedGradientsError` if the optimizer would step with gradients of this rank alone."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         about = f"rank {self._trainer.global_rank}: `{type(optimizer).__name__}` is about to step with"
         if self._reducer.unsynchronized(parameters):
@@ -56,12 +45,10 @@ class StepGuard:
                 " `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one before a step out"
                 " of `toggle_model(sync_grad=False)`."
             )
-        unmanaged_parameters = self._reducer.unmanaged_parameters(parameters)
-        if not unmanaged_parameters or (
-            len(unmanaged_parameters) == len(parameters) and optimizer not in self._trainer.optimizers
-        ):
+        unmanaged = self._reducer.unmanaged_parameters(parameters)
+        if not unmanaged or (len(unmanaged) == len(parameters) and optimizer not in self._trainer.optimizers):
             return
-        for parameter in unmanaged_parameters:
+        for parameter in unmanaged:
             if parameter.requires_grad and parameter.grad is not None:
                 raise UnsynchronizedGradientsError(
                     f"{about} the gradient of {self._name(parameter)}, which was not part of the module when training"
@@ -70,7 +57,7 @@ class StepGuard:
                 )
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop checking."""
         self._hook.remove()
 
     def _name(self, parameter: Tensor) -> str:
@@ -79,40 +66,30 @@ class StepGuard:
         return f"a parameter of shape {list(parameter.shape)}" if name is None else f"`{name}`"
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = len(args) > 1
-        closure = args[1] if given else kwargs.get("closure")
+        is_positional = len(args) > 1
+        closure = args[1] if is_positional else kwargs.get("closure")
         if closure is None:
             self.check(optimizer)
             return None
-        checked = self._checked(closure, optimizer)
-        return ((args[0], checked, *args[2:]), kwargs) if given else (args, {**kwargs, "closure": checked})
 
-    def _checked(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        def run() -> Any:
+        def run_and_check() -> Any:
             loss = closure()
             self.check(optimizer)
             return loss
 
-        return run
+        if is_positional:
+            return (args[0], run_and_check, *args[2:]), kwargs
+        return args, {**kwargs, "closure": run_and_check}
 
 
 _PASSES = 1000  # more than there are synchronised backward passes in a batch
 
 
 class SynchronizedStep:
-    """Knows what this rank's gradient counts, and synchronises it at the right time.
+    """Weighs the gradient of this rank, and synchronises it at the right time.
 
-    Args:
-        trainer: The Trainer, while it fits.
-        module: Its module.
-        reducer: Synchronises the gradients of the module.
-        weight_by: What a batch counts.
-        samples: Knows how many samples a batch has.
-        run: Lets all ranks leave together, and saves whether their batches have equal weights.
-
-    Attributes:
-        active: The ranks that have a batch in this step.
-        has_next_batch: What is carried by the gradients, if there is such a thing.
+    `active` are the ranks that have a batch in this step; `has_equal_weights` is True once all batches weigh the same
+    because a rank could not count its samples.
     """
 
     def __init__(
@@ -122,27 +99,26 @@ class SynchronizedStep:
         reducer: GradientReducer,
         weight_by: WeightBy,
         samples: BatchSamples,
-        run: ResumableRun,
+        has_equal_weights: bool = False,
     ) -> None:
         self.reducer = reducer
+        self.active: Sequence[int] = range(trainer.world_size)
+        self.has_equal_weights = has_equal_weights
+        self.is_blocked = False  # synchronisation is postponed, as in an accumulation window
         self._trainer = trainer
         self._module = module
         self._weights = GradientWeights(weight_by)
         self._samples = samples
         self._is_by_samples = weight_by == "samples" and not takes_dataloader_iter(module, "training_step")
-        self._run = run
-        self._counted: set[int] = set()  # the ranks that have counted the samples of a batch
+        self._counted: set[int] = set()  # ranks that have counted the samples of a batch
         self._last_samples = 1.0
         self._has_warned = False
         self._guard = StepGuard(trainer, module, reducer)
         self._skip_warning = SkipWarning()
-        self._blocked = False
         self._synchronized = False
         self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
-        self.active: Sequence[int] = range(trainer.world_size)
-        self.has_next_batch: HasNextBatch | None = None
-        if self._is_by_samples and run.has_equal_weights:
+        if self._is_by_samples and has_equal_weights:
             rank_zero_warn(
                 "The checkpoint was saved by a run in which all batches had the same weight, since a rank could not"
                 " count its samples. This run continues with equal weights. Pass a callable `weight_by`, which returns"
@@ -150,30 +126,23 @@ class SynchronizedStep:
             )
 
     def begin(self, batch: Any) -> None:
-        """Weigh a micro-batch.
-
-        Args:
-            batch: What `training_step` is about to be called with.
-        """
+        """Weigh a micro-batch before `training_step` is called with it."""
         self._begin()
         self._weights.set_batch(batch, self._count(batch) if self._is_by_samples else 1.0)
         if leaves_out_backward(self._trainer):
             self._weights.add_batch()
 
     def begin_without_data(self) -> None:
-        """Have no micro-batch, while other ranks have one."""
+        """Begin a step in which other ranks have a micro-batch and this rank has none."""
         self._begin()
         if self._is_by_samples:
             self._agree(is_counted=True)
         self._weights.set_no_batch()
 
     def skip(self) -> Tensor:
-        """Give the micro-batch no weight, because `training_step` has returned None.
+        """Give the micro-batch no weight, because `training_step` has returned None; return a loss of zero instead.
 
-        Lightning refuses None on several ranks, and would leave the backward pass out, for which the others wait.
-
-        Returns:
-            A loss of zero that depends on no parameter, instead of None.
+        Lightning rejects None on several ranks, and would skip the backward pass, for which the other ranks wait.
         """
         self._weights.skip_batch()
         self._skip_warning.show(f"rank {self._trainer.global_rank}")
@@ -181,24 +150,13 @@ class SynchronizedStep:
         return torch.zeros((), device=self._module.device, dtype=dtype, requires_grad=True)
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether synchronisation is put off."""
-        return self._blocked
-
-    @property
-    def notes(self) -> Sequence[float] | None:
-        """The `note` of each rank in the last synchronisation, if this backward pass was synchronised."""
-        report = self.reducer.report
-        return None if self._blocked or report is None else [note for note, _ in report.notes]
-
-    @property
     def batch_weight(self) -> float:
-        """What the values that the micro-batch logs count."""
+        """Weight of the values that the micro-batch logs."""
         return self._weights.batch_weight
 
     @property
     def gradient_weight(self) -> float:
-        """What the gradient of the micro-batch counts."""
+        """Weight of the gradient of the micro-batch."""
         return self._weights.in_gradient
 
     def _count(self, batch: Any) -> float:
@@ -214,17 +172,17 @@ class SynchronizedStep:
         return samples
 
     def _agree(self, is_counted: bool) -> bool:
-        """Return True if all batches weigh the same: a rank could not count the samples of its first one.
+        """Return True if all batches weigh the same: a rank could not count the samples of its first batch.
 
         All ranks agree in each step in which a rank has its first batch, which may be long after the first step.
         """
-        if not self._run.has_equal_weights and not self._counted.issuperset(self.active):
+        if not self.has_equal_weights and not self._counted.issuperset(self.active):
             counted = gather_integer(is_counted, self.reducer.process_group)
             self._counted.update(self.active)
-            self._run.has_equal_weights = not all(counted)
-            if self._run.has_equal_weights and counted.index(0) == self._trainer.global_rank:
+            self.has_equal_weights = not all(counted)
+            if self.has_equal_weights and counted.index(0) == self._trainer.global_rank:
                 self._warn("All batches weigh the same.")
-        return self._run.has_equal_weights
+        return self.has_equal_weights
 
     def _warn(self, consequence: str) -> None:
         if not self._has_warned:
@@ -245,55 +203,42 @@ class SynchronizedStep:
         self._passes = 0
 
     def weigh(self, loss: Tensor) -> Tensor | None:
-        """Weigh the loss of the micro-batch against those before it.
-
-        Returns:
-            The loss to pass backward; None if the micro-batch counts nothing.
-        """
-        self.reducer.defer_hooks()  # those that the step has added, too, if this backward pass is not synchronised
+        """Return the loss of the micro-batch, weighted relative to earlier ones; None if it has no weight."""
+        self.reducer.defer_hooks()  # also if this backward pass is not synchronised, for hooks that the step has added
         factor = self._weights.add_batch()
         if not factor:
             return None
         if not self._module.automatic_optimization:
-            # Gradients may hold the sum over ranks from a pass before; they are averaged, so that it stays what it is.
+            # Gradients may hold the sum over ranks of an earlier pass. It is averaged again, so it must stay unchanged.
             factor = float(len(self.active)) if self._weights.is_sum else 1.0
         return loss if factor == 1.0 else loss * factor
 
     @contextmanager
-    def synchronize(self, note: int = 0) -> Generator[None, None, None]:
-        """Synchronise the gradients of a backward pass, unless an accumulation window goes on.
-
-        Args:
-            note: A number that the other ranks are told.
-        """
-        if self._blocked:
+    def synchronize(self) -> Generator[None, None, None]:
+        """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
+        if self.is_blocked:
             yield
             return
         weight, scale = self._weights.pop()
-        divisor = None
+        control = self.reducer.control
         if self._module.automatic_optimization:
-            scale *= self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
-            divisor = 1.0 if self._weights.is_sum else None
+            control.scale = scale * self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
+            control.divisor = 1.0 if self._weights.is_sum else None
         else:
             weight = min(weight, 1.0) if self._weights.is_sum else weight
-            scale = weight  # the user has made a mean of what has been accumulated
-        position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
+            control.scale, control.divisor = None, None  # the user has averaged the accumulated losses
+        control.position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         self._passes += 1
-        notes = (note, self.has_next_batch is not None and self.has_next_batch.own)
-        with self.reducer.synchronize(weight, scale, self._run.preemption.request, position, notes, divisor):
+        with self.reducer.synchronize(weight):
             yield
-        assert self.reducer.report is not None
-        if self.has_next_batch is not None:
-            self.has_next_batch.take([vote for _, vote in self.reducer.report.notes])
         self._synchronized = True
         self._last_weight = weight
-        self._run.preemption.agree(self.reducer.stop_agreed)
 
     @contextmanager
     def discard(self) -> Generator[None, None, None]:
-        """Forget the gradients of a micro-batch that counts nothing: its loss may be a mean over nothing, thus nan.
+        """Discard the gradients of a micro-batch without weight: its loss may be a mean over nothing, thus nan.
 
-        Its backward pass has to run nevertheless, since it may communicate.
+        The backward pass has to run nevertheless, since it may communicate.
         """
         kept = [(parameter, parameter.grad) for parameter in self._module.parameters()]
         for parameter, _ in kept:
@@ -305,44 +250,40 @@ class SynchronizedStep:
 
     @contextmanager
     def block(self) -> Generator[None, None, None]:
-        """Put synchronisation off."""
-        blocked, self._blocked = self._blocked, True
+        """Postpone synchronisation in a block."""
+        blocked, self.is_blocked = self.is_blocked, True
         try:
             yield
         finally:
-            self._blocked = blocked
+            self.is_blocked = blocked
 
-    def watch(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
-        """Run an optimizer's closure, and see to it that gradients and buffers have been synchronised.
+    def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        """Run an optimizer's closure, and ensure that gradients and buffers are synchronised; return the loss.
 
-        Returns:
-            The loss; for L-BFGS the mean over the ranks, since it decides from the loss how often to evaluate and how
-            far to go. None if a gradient scaler would find no gradient because no batch counts: Lightning's precision
-            plugins then leave the step out.
-
-        Raises:
-            UnsynchronizedGradientsError: If gradients of the optimizer's parameters have not, see `StepGuard`.
+        For L-BFGS, the loss is the mean over the ranks, since it determines the number of evaluations and the step
+        size. It is None if a gradient scaler would find no gradient because no batch has weight: Lightning's precision
+        plugins then skip the step.
         """
         self._synchronized = False
         loss = closure()
         if self._module.automatic_optimization and not self._synchronized:
-            # Lightning leaves out the backward pass where it renews statistics for averaged weights.
+            # Lightning skips the backward pass when it updates statistics for averaged weights.
             with self.synchronize():
                 pass
-        self._guard.check(optimizer)  # not every optimizer of Lightning is one of torch, whose steps are all seen
+        self._guard.check(optimizer)  # the hook of the guard misses optimizers that are not torch's
         if loss is None or self._leaves_scaler_nothing(optimizer):
             return None
         return self._mean(loss) if isinstance(optimizer, LBFGS) else loss
 
     def _leaves_scaler_nothing(self, optimizer: Optimizer) -> bool:
-        precision, report = self._trainer.precision_plugin, self.reducer.report
+        precision, exchanged = self._trainer.precision_plugin, self.reducer.control.exchanged
         has_scaler = isinstance(precision, MixedPrecision) and precision.scaler is not None
-        if not has_scaler or report is None or report.total_weight or not self._module.automatic_optimization:
+        if not has_scaler or exchanged is None or exchanged.total_weight or not self._module.automatic_optimization:
             return False
         return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
 
     def _mean(self, loss: Tensor) -> Tensor:
-        """Return the mean of the last loss over the ranks, by weight."""
+        """Return the weighted mean of the last loss over the ranks."""
         weight = torch.tensor(self._last_weight, dtype=torch.float64, device=loss.device)
         weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(weight)
         total = self._trainer.strategy.reduce(torch.stack([weighted, weight]), reduce_op="sum")
@@ -350,17 +291,13 @@ class SynchronizedStep:
         return total[0] / total[1]
 
     def close(self) -> None:
-        """Stop watching the module and optimizers."""
+        """Remove the hooks from the module and from optimizers."""
         self._guard.close()
         self.reducer.close()
 
 
 def check_weighable(module: LightningModule, weight_by: WeightBy) -> None:
-    """Check that there are batches to weigh.
-
-    Raises:
-        UnsupportedFeatureError: If a callable is to weigh batches that the training step fetches itself.
-    """
+    """Refuse a callable `weight_by` if the training step fetches its batches itself."""
     if callable(weight_by) and takes_dataloader_iter(module, "training_step"):
         raise UnsupportedFeatureError(
             "`training_step(self, dataloader_iter)` fetches batches itself, so that a callable `weight_by` has none"

@@ -1,16 +1,18 @@
-"""Checks of what becomes of the values of buffers."""
+"""Checks of buffers: their values, and buffers that appear, disappear or change shape."""
 
 import copy
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_ext.consistency.training_state import name_training_state
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from tests.reducer.reducer_checks.checking import batch, check, net, spread, step
+from tests.reducer.checking import EXACT, batch, check, net, says, spread, step
 
 
-@check
+@check((EXACT, 0.0, 3))
 def buffers_become_equal_after_every_step() -> tuple[float, float, int]:
     alone = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
     together = copy.deepcopy(alone)
@@ -29,9 +31,9 @@ def buffers_become_equal_after_every_step() -> tuple[float, float, int]:
     return error, difference, int(together[1].num_batches_tracked)
 
 
-@check
-def buffers_become_equal_where_no_rank_counts() -> tuple[float, float]:
-    """Before and after ranks have learned what to send ahead; in the mean all count the same."""
+@check((EXACT, 0.0))
+def buffers_become_equal_when_no_rank_has_weight() -> tuple[float, float]:
+    """Before and after buffers are sent ahead; the mean has equal weights."""
     module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double()
     reducer = GradientReducer(module)
     norm = module[1]
@@ -48,8 +50,8 @@ def buffers_become_equal_where_no_rank_counts() -> tuple[float, float]:
     return error, difference
 
 
-@check
-def whole_numbers_come_from_the_first_rank_with_data() -> list[int]:
+@check([1, 3, 5, 6, -1, 0, 0, 0])
+def integers_come_from_the_first_rank_with_data() -> list[int]:
     module = net()
     module.register_buffer("steps", torch.tensor(0))
     module.register_buffer("mask", torch.tensor([True, False]))
@@ -72,7 +74,7 @@ def whole_numbers_come_from_the_first_rank_with_data() -> list[int]:
 
 
 class SilentStatistics(nn.Module):
-    """Someone else's batch normalisation: torch changes its buffers without counting the change."""
+    """Someone else's batch normalisation: torch does not increase the version of its buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class SilentStatistics(nn.Module):
         return nn.functional.batch_norm(x, self.mean, self.var, self.weight, training=self.training)
 
 
-@check
+@check(0.0)
 def buffers_that_change_silently() -> float:
     module = SilentStatistics()
     reducer = GradientReducer(module)
@@ -94,9 +96,9 @@ def buffers_that_change_silently() -> float:
     return spread(module.mean) + spread(module.var)
 
 
-@check
-def a_state_tells_which_buffers_change_silently() -> list[bool]:
-    """It was noticed in the first steps, and happens again after those in which a resumed reducer would notice it."""
+@check([True, True, False, True])
+def the_state_lists_buffers_that_change_silently() -> list[bool]:
+    """The change happens again after the steps in which a resumed reducer would detect it without the state."""
 
     def run(module: nn.Module, reducer: GradientReducer, steps: range) -> bool:
         for number in steps:
@@ -118,7 +120,7 @@ def a_state_tells_which_buffers_change_silently() -> list[bool]:
     return [*found, run(module, reducer, range(4, 9))]
 
 
-@check
+@check([])
 def buffers_without_changes_cost_nothing() -> list[int]:
     module = net()
     module.register_buffer("table", torch.randn(10))
@@ -128,7 +130,7 @@ def buffers_without_changes_cost_nothing() -> list[int]:
     return list(reducer._buffers._expected)
 
 
-@check
+@check(0.0)
 def parameters_and_buffers_start_as_the_first_ranks() -> float:
     torch.manual_seed(dist.get_rank())
     module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).half())
@@ -137,7 +139,7 @@ def parameters_and_buffers_start_as_the_first_ranks() -> float:
     return max(spread(tensor.double()) for tensor in module.state_dict().values())
 
 
-@check
+@check([])
 def buffers_of_many_kinds() -> list[str]:
     module = net()
     kinds = [
@@ -168,8 +170,8 @@ def buffers_of_many_kinds() -> list[str]:
     return [name for name, buffer in module.named_buffers() if buffer.numel() and spread(buffer.to(torch.complex128))]
 
 
-@check
-def values_that_all_ranks_have_stay_what_they_are() -> bool:
+@check(True)
+def values_equal_on_all_ranks_are_unchanged() -> bool:
     module = net()
     module.register_buffer("table", torch.rand(1000) / 3)
     reducer = GradientReducer(module)
@@ -182,8 +184,8 @@ def values_that_all_ranks_have_stay_what_they_are() -> bool:
     return True
 
 
-@check
-def large_buffers_travel_only_if_they_differ() -> tuple[float, float, int]:
+@check((0.0, 0.0, 0))
+def large_buffers_are_sent_only_if_they_differ() -> tuple[float, float, int]:
     module = net()
     module.register_buffer("queue", torch.zeros(2**19, 5))
     reducer = GradientReducer(module)
@@ -205,3 +207,141 @@ def large_buffers_travel_only_if_they_differ() -> tuple[float, float, int]:
     finally:
         dist.all_reduce = all_reduce
     return float((module.queue[4:] - 0.75).abs().max()), spread(module.queue), int(largest > 2**20 or max(sent) > 2**20)
+
+
+@check(0.0)
+def buffers_that_change_their_shape_on_all_ranks() -> float:
+    module = net()
+    module.register_buffer("seen", torch.zeros(2))
+    module.register_buffer("count", torch.tensor(0))
+    reducer = GradientReducer(module)
+    difference = 0.0
+    for number in range(5):
+        module.count += 1
+        module.seen = torch.full((2 + number // 2,), float(dist.get_rank()))
+        step(reducer, module)
+        difference = max(
+            difference, spread(module.seen), spread(module.count), abs(float(module.seen.sum()) - len(module.seen) / 2)
+        )
+    return difference
+
+
+@check([0.5, 0.5, -1.0, 0.5, -1.0, 0.5, 0.5, 0.5, 0.5, 0.5])
+def a_buffer_that_becomes_none_and_a_tensor_again() -> list[float]:
+    module = net()
+    module.register_buffer("seen", torch.zeros(2))
+    module.register_buffer("last", torch.zeros(2))
+    reducer = GradientReducer(module)
+    found = []
+    for number in range(5):
+        module.seen = None if number in (1, 2) else torch.full((2,), float(dist.get_rank()))
+        module.last.fill_(dist.get_rank())
+        step(reducer, module)
+        found += [-1.0 if module.seen is None else float(module.seen[0]), float(module.last[0])]
+    return found
+
+
+@check(0.0)
+def buffers_that_are_registered_late() -> float:
+    module = net()
+    reducer = GradientReducer(module)
+    step(reducer, module)
+    module.register_buffer("late", torch.zeros(2))
+    for number in range(3):
+        if number == 1:
+            module.append(nn.BatchNorm1d(2, affine=False).double())
+            module.append(nn.BatchNorm1d(2, affine=False).double())
+        module.late += 1 + dist.get_rank()
+        module(batch(10 + dist.get_rank()))
+        step(reducer, module)
+    del module.late
+    step(reducer, module)
+    return max(spread(buffer) for buffer in module.buffers())
+
+
+@check(0.0)
+def a_buffer_replaced_several_times_between_two_steps() -> float:
+    module = net()
+    module.register_buffer("codes", torch.zeros(2))
+    reducer = GradientReducer(module)
+    difference = 0.0
+    for _ in range(6):
+        for _ in range(4):
+            module.codes = module.codes + dist.get_rank()
+        step(reducer, module)
+        difference = max(difference, spread(module.codes))
+    return difference
+
+
+@check((0.0, 0))
+def buffers_that_share_memory_among_elements() -> tuple[float, list[int]]:
+    module = net()
+    rank = float(dist.get_rank())
+    module.register_buffer("wide", torch.full((1, 3), rank).expand(4, 3))
+    reducer = GradientReducer(module)
+    difference = spread(module.wide)
+    for _ in range(3):
+        module.wide[0] += rank
+        step(reducer, module)
+        difference = max(difference, spread(module.wide))
+    return difference + abs(float(module.wide[3, 2]) - 1.5), module.wide.stride()[0]
+
+
+@check(0.0)
+def a_buffer_that_is_not_dense() -> float:
+    module = net()
+    module.register_buffer("edges", torch.eye(3).to_sparse())
+    reducer = GradientReducer(module)
+    for _ in range(2):
+        step(reducer, module)
+    return spread(module.edges.to_dense())
+
+
+@check([*[True] * 6, [], 0.0])
+def parameters_and_buffers_that_torch_ignores_are_ignored() -> list[object]:
+    rank = dist.get_rank()
+    module = net()
+    module[2].register_buffer("queue", torch.full((2 + rank,), float(rank)))
+    module.register_buffer("own", torch.tensor(float(rank)))
+    module.register_buffer("common", torch.tensor(float(rank)))
+    module[0].bias.data.fill_(rank)
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, ["own"])
+    ignore(module[2], [".queue"])
+    ignore(module[0], {"bias"})
+    reducer = GradientReducer(module)
+    kept = [module.own.item() == rank, len(module[2].queue) == 2 + rank, bool((module[0].bias == rank).all())]
+    for _ in range(2):
+        module.zero_grad()
+        module.own += rank
+        module[2].queue += rank
+        module.common += rank
+        step(reducer, module)
+    own, difference = module[0].bias.grad.clone(), spread(module[0].weight.grad) + spread(module.common)
+    module.zero_grad()
+    module[0](batch(rank)).pow(2).mean().backward()
+    kept += [
+        module.own.item() == 3 * rank,
+        bool((module[2].queue == 3 * rank).all()),
+        torch.equal(module[0].bias.grad, own),
+    ]
+    compared = [name for name in name_training_state(module) if "0.bias" in name or "own" in name or "queue" in name]
+    return [*kept, compared, difference]
+
+
+@check(
+    says(
+        "ReplicaMismatchError: ranks are not set up alike: buffer `seen` is float32 [2] on rank 0 but float32 [3] on"
+        " rank 1. Build"
+    )
+)
+def buffers_that_differ_in_shape() -> str:
+    module = net()
+    module.register_buffer("seen", torch.zeros(2))
+    module.register_buffer("count", torch.tensor(0))
+    reducer = GradientReducer(module)
+    for number in range(3):
+        module.count += 1
+        module.seen = torch.ones(2 + number * dist.get_rank())
+        step(reducer, module)
+    return "nothing was raised"

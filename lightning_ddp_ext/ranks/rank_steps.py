@@ -1,0 +1,113 @@
+"""The protocol between a strategy with one process per device and the steps of its rank."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, WeightedLogging
+from lightning_ddp_ext.ranks.stall_watch import StallWatch
+from lightning_ddp_ext.ranks.synchronized_step import SynchronizedStep
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Arguments that a strategy passes to the steps of its rank; `step` is None unless the Trainer is fitting."""
+
+    trainer: Trainer
+    samples: BatchSamples
+    watch: StallWatch
+    timeout: timedelta | None
+    step: SynchronizedStep | None
+
+
+class RankSteps:
+    """The steps of one rank; torch's `JoinHook` is the model.
+
+    `ExplicitDDPStrategy` creates one per run and calls these methods, in the order in which they stand here for each
+    batch. This class serves ranks that all have a batch in every step; `Lockstep` overrides the methods for ranks that
+    run out of data. A subclass never calls the strategy.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self.trainer = context.trainer
+        self.module = context.trainer.lightning_module
+        self.samples = context.samples
+        self._step = context.step
+
+    @property
+    def step(self) -> SynchronizedStep:
+        """The weighing and synchronisation of this rank's gradient, while the Trainer is fitting."""
+        assert self._step is not None
+        return self._step
+
+    def begin_batch(self, batch: Any) -> None:
+        """Begin with the next batch of a loop, before it is moved to the device."""
+        self.samples.take(self.trainer, self.module)
+
+    def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        """Return the output of `training_step`, which `run` calls."""
+        self.step.begin(batch)
+        output = run()
+        return self.step.skip() if output is None and self.module.automatic_optimization else output
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run a backward pass."""
+        run()
+
+    def synchronize(self) -> AbstractContextManager[None]:
+        """Return the context of a backward pass whose gradients are synchronised, unless that is postponed."""
+        return self.step.synchronize()
+
+    def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        """Return the output of `validation_step` or `test_step`, which `run` calls."""
+        return run()
+
+    def reduce(
+        self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
+    ) -> Tensor:
+        """Reduce a value over ranks, such as a logged one; `reduce` is Lightning's implementation."""
+        return reduce(tensor, group, reduce_op)
+
+    def close(self) -> None:
+        """End the run."""
+
+
+class WeightedSteps(RankSteps):
+    """Steps in which the mean over ranks of a logged value has the weights of the batches."""
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self._logging = WeightedLogging(self.trainer, self.samples)
+
+    @override
+    def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        def run_weighted() -> STEP_OUTPUT:
+            with self._logging.step(self.step.batch_weight):
+                return run()
+
+        return super().training_step(batch, run_weighted)
+
+    @override
+    def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        with self._logging.step(self.samples.weight(batch)):
+            return run()
+
+    @override
+    def reduce(
+        self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
+    ) -> Tensor:
+        mean = None
+        if reduce_op == "mean":
+            mean = self._logging.average(tensor, lambda values: reduce(values, group, "sum"))
+        return reduce(tensor, group, reduce_op) if mean is None else mean
+
+    @override
+    def close(self) -> None:
+        self._logging.close()

@@ -1,0 +1,326 @@
+"""Checks of the exchange between ranks: control values, errors and communication hooks."""
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_ext.errors import RanksOutOfStepError, ReplicaMismatchError
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from tests.reducer.checking import (
+    EXACT,
+    FLOAT16,
+    FLOAT32,
+    batch,
+    check,
+    combined,
+    gradients,
+    largest_error,
+    net,
+    says,
+    spread,
+)
+
+
+@check(EXACT)
+def training_continues_after_a_failed_forward_pass() -> float:
+    alone = net()
+    together = copy.deepcopy(alone)
+    reducer = GradientReducer(together)
+    for fails in (False, True, False):
+        alone.zero_grad()
+        together.zero_grad()
+        alone(combined()).pow(2).mean().backward()
+        try:
+            with reducer.synchronize():
+                loss = together(batch(dist.get_rank())).pow(2).mean()
+                if fails:
+                    raise ArithmeticError
+                loss.backward()
+        except ArithmeticError:
+            continue
+    return largest_error(together, alone)
+
+
+@check(says("['', 'rank {rank}: the last synchronisation failed after its backward pass had begun"))
+def training_cannot_continue_after_a_failed_backward_pass() -> list[str]:
+    module = net()
+    reducer = GradientReducer(module)
+    found = []
+    for number in range(4):
+        module.zero_grad()
+        try:
+            with reducer.synchronize():
+                module(batch(dist.get_rank())).pow(2).mean().backward()
+                if number == 2:
+                    raise ArithmeticError
+        except (ArithmeticError, RanksOutOfStepError) as error:
+            found.append(str(error))
+            assert reducer.unsynchronized(module.parameters()) == (number == 2)
+    return found
+
+
+@check(says("rank {rank} makes its synchronisation {own} of gradients, others theirs of number {other}.", 1))
+def an_error_of_arguments_on_one_rank_is_noticed() -> str:
+    reducer = GradientReducer(net())
+    if dist.get_rank():
+        with contextlib.suppress(ValueError), reducer.synchronize(-1.0):
+            pass
+    try:
+        with reducer.synchronize():
+            pass
+    except RanksOutOfStepError as error:
+        return str(error)
+    return ""
+
+
+@check(says("use of a communication hook is True on rank 0 but False on rank 1"))
+def a_hook_that_only_one_rank_has_is_refused() -> str:
+    try:
+        GradientReducer(net(), comm_hook=None if dist.get_rank() else default_hooks.allreduce_hook)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return ""
+
+
+@check(says("rank {rank} makes its synchronisation {own} of gradients, others theirs of number {other}.", 2))
+def an_error_on_one_rank_is_noticed() -> str:
+    module = net()
+    reducer = GradientReducer(module)
+    error = ""
+    for number in range(4):
+        try:
+            with reducer.synchronize():
+                loss = module(batch(dist.get_rank())).pow(2).mean()
+                if number == 1 and dist.get_rank() == 1:
+                    raise ArithmeticError
+                loss.backward()
+        except ArithmeticError:
+            continue
+        except RanksOutOfStepError as out_of_step:
+            error = str(out_of_step)
+            break
+    return error
+
+
+@check(
+    {
+        **{f"torch.{name}": (1, True) for name in ("float64", "float32", "float16", "bfloat16")},
+        "torch.complex64": (2, True),
+    }
+)
+def control_values_are_sent_with_the_gradients() -> dict[str, tuple[int, bool]]:
+    """For several types: number of messages of the third synchronisation, and whether the values have arrived."""
+    found = {}
+    weights, logged_keys = [1e-9, 2.0**40 + 1], [2.0**52 - 1, 0.0]
+    own = dist.get_rank()
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64):
+        module = nn.Linear(6, 2).to(dtype)
+        reducer = GradientReducer(module)
+        reducer.control.logged_keys, reducer.control.has_next_batch = logged_keys[own], own == 1
+        for number in range(3):
+            counted = mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+            with counted as all_reduce, reducer.synchronize(weights[own]):
+                if own == 0 and number < 2:
+                    loss = module(batch(own, dtype=torch.float64).to(dtype)).abs().sum()
+                    (loss * float("nan")).backward()
+        exchanged = reducer.control.exchanged
+        arrived = list(exchanged.weights) == weights and list(exchanged.logged_keys) == logged_keys
+        arrived = arrived and exchanged.has_next_batch == [False, True]
+        found[str(dtype)] = all_reduce.call_count, arrived
+    return found
+
+
+@check([False, True, False])
+def a_request_to_stop_reaches_all_ranks() -> list[bool]:
+    module = net()
+    reducer = GradientReducer(module)
+    seen = []
+    for stop in (False, True, False):
+        reducer.control.stop = stop and dist.get_rank() == 1
+        with reducer.synchronize():
+            module(batch(dist.get_rank())).sum().backward()
+        seen.append(reducer.control.exchanged.stop)
+    return seen
+
+
+@check([True, False, False])
+def gradients_outside_a_synchronisation_are_reported() -> list[bool]:
+    module = net()
+    reducer = GradientReducer(module)
+    module[0](batch(0)).sum().backward()
+    first = reducer.unsynchronized(module[0].parameters()), reducer.unsynchronized(module[2].parameters())
+    with reducer.synchronize():
+        pass
+    return [*first, reducer.unsynchronized(module.parameters())]
+
+
+@check(says("RanksOutOfStepError: rank {rank} synchronises gradients at position {own}", 3))
+def ranks_out_of_step() -> str:
+    module = net()
+    reducer = GradientReducer(module)
+    reducer.control.position = 3 + dist.get_rank()
+    with reducer.synchronize():
+        module(batch(0)).sum().backward()
+    return "nothing was raised"
+
+
+@check([2, 0, 0, 0, 5])
+def hooks_of_parameters_see_the_gradient_of_all_ranks() -> list[float]:
+    """Hooks added later too, once per accumulation; removed hooks do not run, and `close` restores the others."""
+    module = net()
+    seen: list[Tensor] = []
+    first = module[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    reducer = GradientReducer(module)
+    removed = module[0].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad * 5))
+    module[2].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad[:1, :1].clone()))
+    reducer.defer_hooks()
+    module(batch(dist.get_rank())).pow(2).sum().backward()
+    removed.remove()
+    with reducer.synchronize():
+        module(batch(dist.get_rank() + 5)).pow(2).sum().backward()
+    gradient = module[0].weight.grad
+    found = [float(len(seen)), spread(seen[0]), spread(seen[1]), float((seen[1] - gradient).abs().max())]
+    reducer.close()
+    module(batch(dist.get_rank())).pow(2).sum().backward()
+    first.remove()
+    module(batch(dist.get_rank())).pow(2).sum().backward()
+    return [*found, float(len(seen))]
+
+
+def with_hook(hook: Callable[..., object], make_state: Callable[[], object], steps: int = 4) -> float:
+    """Difference to torch's reducer with the same hook, in one bucket."""
+    ours = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+    theirs = DistributedDataParallel(copy.deepcopy(ours))
+    reducer = GradientReducer(ours, comm_hook=hook, comm_state=make_state())
+    theirs.register_comm_hook(make_state(), hook)
+    error = 0.0
+    for step in range(steps):
+        x = batch(10 * step + dist.get_rank(), width=40, dtype=torch.float32)
+        ours.zero_grad()
+        theirs.zero_grad()
+        with reducer.synchronize():
+            ours(x).pow(2).mean().backward()
+        theirs(x).pow(2).mean().backward()
+        error = max(error, largest_error(ours, theirs))
+    return error
+
+
+@check(FLOAT32)
+def allreduce_hook() -> float:
+    return with_hook(default_hooks.allreduce_hook, lambda: None)
+
+
+@check(FLOAT16)
+def fp16_compress_hook() -> float:
+    return with_hook(default_hooks.fp16_compress_hook, lambda: None)
+
+
+@check((1e-2, 0.0))
+def bf16_compress_hook() -> tuple[float, float]:
+    """torch's reducer refuses this hook on the CPU."""
+    plain = nn.Linear(40, 30)
+    compressed = copy.deepcopy(plain)
+    for module, hook in ((plain, None), (compressed, default_hooks.bf16_compress_hook)):
+        reducer = GradientReducer(module, comm_hook=hook)
+        for _ in range(2):
+            module.zero_grad()
+            with reducer.synchronize():
+                module(batch(dist.get_rank(), width=40, dtype=torch.float32)).pow(2).mean().backward()
+    return largest_error(compressed, plain), max(spread(gradient) for gradient in gradients(compressed))
+
+
+@check(FLOAT16)
+def fp16_compress_hook_with_large_weights() -> float:
+    """Sums of gradients by token would not fit into 16 bits, means do; in the first step as well."""
+    plain = nn.Linear(40, 30)
+    compressed = copy.deepcopy(plain)
+    for module, hook in ((plain, None), (compressed, default_hooks.fp16_compress_hook)):
+        reducer = GradientReducer(module, comm_hook=hook)
+        with reducer.synchronize(weight=1e6):
+            module(batch(dist.get_rank(), width=40, dtype=torch.float32)).pow(2).mean().backward()
+    return largest_error(compressed, plain)
+
+
+@check(FLOAT32)
+def hooks_with_state_see_the_same_units_in_every_step() -> float:
+    """State such as the residuals of PowerSGD is added to later gradients."""
+    seen = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future:
+        seen.append(float(bucket.buffer().sum()))
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    module = nn.Linear(3, 1, bias=False)
+    reducer = GradientReducer(module, comm_hook=hook, comm_state=object())
+    weights = (4.0, 1.0, 16.0, 4.0, 3.0)
+    for weight in weights:
+        module.zero_grad()
+        with reducer.synchronize(weight):
+            module(torch.ones(1, 3)).sum().backward()
+    by_weight = [sight / weight for sight, weight in zip(seen, weights, strict=True)]
+    return max(by_weight) - min(by_weight)
+
+
+@check(0.0)
+def late_collectives_of_hooks_do_not_mix_with_buffers() -> float:
+    """The second collective of this hook begins when the first has ended: on rank 0 at once, on rank 1 later."""
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future:
+        def go_on(done: torch.futures.Future) -> torch.Tensor:
+            time.sleep(0.2 * dist.get_rank())
+            dist.all_reduce(torch.zeros(7), group=group)
+            return done.value()[0] / dist.get_world_size()
+
+        future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future().then(go_on)
+        if dist.get_rank() == 0:
+            future.wait()
+        return future
+
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    group = dist.new_group()
+    reducer = GradientReducer(module, group, comm_hook=hook, comm_state=group)
+    for step in range(3):
+        with reducer.synchronize():
+            module(batch(step + dist.get_rank(), dtype=torch.float32)).pow(2).mean().backward()
+    return max(map(spread, [*gradients(module), module[1].running_mean]))
+
+
+@check(FLOAT32)
+def post_local_sgd_hook() -> float:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return with_hook(
+        post_localSGD_hook.post_localSGD_hook,
+        lambda: post_localSGD_hook.PostLocalSGDState(None, groups[dist.get_rank()], start_localSGD_iter=2),
+    )
+
+
+@check(FLOAT32)
+def power_sgd_hook() -> float:
+    return with_hook(
+        powerSGD_hook.powerSGD_hook,
+        lambda: powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=3),
+    )
+
+
+@check(0.0)
+def several_buckets_with_hooks() -> float:
+    ours = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+    reducer = GradientReducer(
+        ours,
+        bucket_cap_mb=0.005,
+        comm_hook=powerSGD_hook.powerSGD_hook,
+        comm_state=powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2),
+    )
+    for step in range(4):
+        ours.zero_grad()
+        with reducer.synchronize():
+            ours(batch(step + dist.get_rank(), width=40, dtype=torch.float32)).pow(2).mean().backward()
+    return max(spread(gradient) for gradient in gradients(ours))
