@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
@@ -29,16 +28,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 # The base of batch normalisation of every dimension; torch exports only the classes below it.
 BatchNorm = _BatchNorm
 
-# Refers to a storage without keeping its memory, and never equals that of a later storage; exported, not documented.
-WeakStorage = StorageWeakRef
-
 # The base of every layer with running statistics, those of instances among them.
 Normalisation = _NormBase
 
 _VERSION = attrgetter("_version")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -121,20 +116,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def called_attribute(module: nn.Module) -> str:
     """Name the instance attribute that a call of a module runs: `module.compile()` puts another before `forward`."""
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
-
-
-def saved_tensor_hooks() -> _Hooks:
-    """Return the innermost hooks for tensors saved for the backward pass, to call them from hooks that only look on.
-
-    Autograd runs the innermost hooks alone. Torch's own compiler asks the same question for the same reason.
-
-    Raises:
-        RuntimeError: If there are none.
-    """
-    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        raise RuntimeError("no hooks for saved tensors are active; call this inside of `saved_tensors_hooks`.")
-    return hooks
 
 
 CountSamples = Callable[[Any, Any, int | None], int | None]
