@@ -471,7 +471,7 @@ def _find_remedy(
         choices = {"samples": [size / sum(known) for size in known], **choices}
     for name, weights in choices.items():
         if name != weight_by and comparison.difference(weights) <= tolerance:
-            return f'The gradient is that of `weight_by="{name}"`: set it.'
+            return f'The gradient fits `weight_by="{name}"`: set it.'
     if fitted is not None and comparison.difference(fitted) <= tolerance and min(fitted) >= 0:
         if abs(sum(fitted) - 1) <= tolerance:
             return (
@@ -485,7 +485,7 @@ def _find_remedy(
         )
     if fitted is None and not math.isfinite(comparison.difference([1.0] * parts)):
         return (
-            "A gradient is not finite, such as that of a mean over nothing. Set `weight_by` to a function that returns"
+            "A gradient is not finite, as for a mean over nothing. Set `weight_by` to a function that returns"
             " 0 for a batch without anything to count."
         )
     if step.draws:
