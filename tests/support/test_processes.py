@@ -75,6 +75,7 @@ def test_results_come_in_the_order_of_ranks(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out == "[rank 0] line 0\n[rank 1] line 1\n"
 
 
+@pytest.mark.slow
 def test_ranks_of_all_calls_are_forked_from_one_process_which_is_restarted_if_it_dies():
     drawn = [result for _ in range(2) for result in run_processes(draw, 2)]
     assert len({number for number, _ in drawn}) == 4
@@ -146,9 +147,9 @@ def hang(how):
     ("how", "patterns"),
     [
         ("collective", ["in barrier", "in hang", "waiting", "--- rank 1", "in sleep_forever"]),
-        ("c", ["in hang"]),
-        ("return", ["its function returned, but", "in sleep_forever"]),
-        ("stop", ["did not answer"]),
+        pytest.param("c", ["in hang"], marks=pytest.mark.slow),
+        pytest.param("return", ["its function returned, but", "in sleep_forever"], marks=pytest.mark.slow),
+        pytest.param("stop", ["did not answer"], marks=pytest.mark.slow),
     ],
 )
 def test_a_hang_ends_at_the_limit_with_stacks_and_last_lines(how, patterns):
@@ -189,12 +190,15 @@ def test_no_process_is_left(tmp_path, end):
     assert not [pid for pid in read_pids(tmp_path) if is_running(pid)]
 
 
+@pytest.mark.slow
 def test_ranks_that_were_forked_a_moment_ago_are_killed():
-    before = set(psutil.Process(forkserver._forkserver._forkserver_pid).children()) if run_processes(draw, 1) else None
+    run_processes(draw, 1)
+    template = psutil.Process(forkserver._forkserver._forkserver_pid)
+    before = set(template.children())
     for _ in range(10):
         with pytest.raises(RankTimeoutError):
             run_processes(sleep_forever, 3, timeout=0.001)
-    assert set(psutil.Process(forkserver._forkserver._forkserver_pid).children()) <= before
+    assert set(template.children()) <= before
 
 
 def test_ranks_and_the_template_end_when_the_caller_is_killed(tmp_path):
