@@ -218,4 +218,4 @@ if __name__ == "__main__":
         pids = read_pids(tmp_path) + [child.pid for child in psutil.Process(caller.pid).children(recursive=True)]
         assert len(pids) > 4
         caller.kill()
-    wait_until(lambda: not any(is_running(pid) for pid in pids), seconds=5)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), seconds=30)
