@@ -72,7 +72,7 @@ def run_processes(
             for rank in range(world_size):
                 merged = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
                 environment = {name: value for name, value in merged.items() if value is not None}
-                ranks.append(_Rank(Path(folder, f"rank{rank}"), call, environment))
+                ranks.append(_Rank(rank, Path(folder, f"rank{rank}"), call, environment))
                 ranks[-1].start()
             _wait(ranks, started + timeout)
             _collect_stacks(ranks)
@@ -94,10 +94,10 @@ def run_processes(
 class _Rank:
     """The process of a rank and the files that the process writes."""
 
-    def __init__(self, folder: Path, call: bytes, environment: dict[str, str]) -> None:
+    def __init__(self, rank: int, folder: Path, call: bytes, environment: dict[str, str]) -> None:
         folder.mkdir()
         self._folder = folder
-        self.name = f"rank {environment['RANK']}"
+        self.name = f"rank {rank}"
         self.failure = ""
         self.failed_at = time.monotonic()  # until a failure: when the process was last seen alive
         self.is_running = True

@@ -73,6 +73,7 @@ def test_results_come_in_the_order_of_ranks(capsys, monkeypatch, tmp_path):
     results = run_processes(print_and_sum, 2, offset=10, env={"ADDED": "y", "REMOVED": None})
     assert results == [(21, str(tmp_path), [str(rank), "2", "2", "1", "y", None]) for rank in range(2)]
     assert capsys.readouterr().out == "[rank 0] line 0\n[rank 1] line 1\n"
+    assert run_processes(os.getenv, 1, "RANK", env={"RANK": None}) == [None]
 
 
 @pytest.mark.slow
