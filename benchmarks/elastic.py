@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.rank_processes.ports import free_port
+from tests.support.ports import free_port
 
 PROGRAM = Path(__file__).with_name("measuring") / "restarted.py"
 AGENTS = 2

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lightning_ddp_ext.callbacks import ReplicaConsistency
 from lightning_ddp_ext.consistency.fingerprints import fingerprint_all
-from tests.support.rank_processes import run_processes
+from tests.support.processes import run_processes
 
 _MEGABYTES = 100
 _WARM_UP = 5

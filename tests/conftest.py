@@ -3,6 +3,8 @@ import os
 import signal
 import threading
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch: threads cost more than they save on tensors of tests
+
 import pytest
 import torch
 import torch.distributed as dist

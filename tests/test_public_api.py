@@ -1,4 +1,4 @@
-"""The names people import, and which rooms of the package may import which."""
+"""The public names, and the order in which folders of the package import each other."""
 
 import ast
 import subprocess
@@ -53,34 +53,29 @@ def test_importing_registers_the_strategies():
     assert issubclass(lightning_ddp_ext.BalancedDataParallelStrategy, Strategy)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
+@pytest.mark.slow
+def test_the_order_of_imports_does_not_matter():
+    make = 'pl.Trainer(strategy="balanced_dp", accelerator="cpu", devices=2, logger=False).strategy'
+    for imports in (
         "import lightning_ddp_ext, lightning.pytorch as pl",
-        pytest.param("import lightning.pytorch as pl, lightning_ddp_ext", marks=pytest.mark.slow),
-        pytest.param(
-            "import lightning_ddp_ext.strategies, lightning_ddp_ext, lightning.pytorch as pl", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_the_order_of_imports_does_not_matter(program):
-    check = (
-        'print(type(pl.Trainer(strategy="balanced_dp", accelerator="cpu", devices=2, logger=False).strategy).__name__)'
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\n{check}"], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.strip() == "BalancedDataParallelStrategy"
+        "import lightning.pytorch as pl, lightning_ddp_ext",
+        "import lightning_ddp_ext.strategies, lightning_ddp_ext, lightning.pytorch as pl",
+    ):
+        command = [sys.executable, "-c", f"{imports}; print(type({make}).__name__)"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout.strip() == "BalancedDataParallelStrategy", imports
 
 
-def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports_of(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+UPSTREAM = ["lightning", "torch", "torchmetrics"]
+OF_LIGHTNING = ["lightning", "lightning_logging", "loaders", "loops", "resuming"]  # modules of `_compat`
 PLAIN_TORCH = ["activation_checkpointing", "batches", "consistency", "distributed", "reducer"]
 # A folder imports from folders to its right only.
 LAYERS = [
@@ -89,38 +84,21 @@ LAYERS = [
 ]  # fmt: skip
 
 
-def modules():
-    return [(path.relative_to(PACKAGE), list(imports_of(path))) for path in sorted(PACKAGE.rglob("*.py"))]
-
-
-def test_folders_of_plain_torch_never_import_lightning():
-    forbidden = ("lightning", "lightning_ddp_ext._compat.lightning", "lightning_ddp_ext._compat.loops")
-    found = [
-        f"{path} imports {name}"
-        for path, names in modules()
-        for name in names
-        if path.parts[0] in PLAIN_TORCH and (name.split(".")[0] == "lightning" or name.startswith(forbidden[1:]))
-    ]
-    assert not found
-
-
-def test_imports_point_to_lower_layers():
+def test_imports_follow_the_order_of_folders():
+    paths = sorted(PACKAGE.rglob("*.py"))
+    assert len(paths) > 50
     found = []
-    for path, names in modules():
-        for name in names:
-            package, folder = (*name.split("."), "")[:2]
-            if package == "lightning_ddp_ext" and {folder, path.parts[0]} <= {*LAYERS}:
-                found += [f"{path} imports {name}"] if LAYERS.index(folder) < LAYERS.index(path.parts[0]) else []
-    assert not found
-
-
-def test_private_names_of_upstream_are_used_in_compat_only():
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-                ("lightning.", "torch.", "torchmetrics.")
+    for path in paths:
+        tree, place = ast.parse(path.read_text()), path.relative_to(PACKAGE)
+        for name in imports_of(tree):
+            package, folder, module = (*name.split("."), "", "")[:3]
+            is_lightning = package == "lightning" or (folder == "_compat" and module in OF_LIGHTNING)
+            is_upwards = {folder, place.parts[0]} <= {*LAYERS} and (LAYERS.index(folder) < LAYERS.index(place.parts[0]))
+            is_private = package in UPSTREAM and any(part.startswith("_") for part in name.split("."))
+            if (
+                (place.parts[0] in PLAIN_TORCH and is_lightning)
+                or (package == "lightning_ddp_ext" and is_upwards)
+                or (place.parts[0] != "_compat" and is_private)
             ):
-                private = [alias.name for alias in node.names if alias.name.startswith("_")]
-                found += [f"{path} imports {private}"] if private and "_compat" not in path.parts else []
-    assert not found
+                found.append(f"{place} imports {name}")
+    assert found == []

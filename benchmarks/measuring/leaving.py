@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPJoinStrategy
-from tests.support.rank_processes.ports import free_port
+from tests.support.ports import free_port
 
 RANKS = 2
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

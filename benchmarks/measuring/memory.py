@@ -17,7 +17,7 @@ from torch.profiler import profile, record_function
 
 from measuring.peers import OURS, PEERS, RANKS, connect
 from measuring.scenarios import OneProcess
-from tests.support.rank_processes import run_processes
+from tests.support.processes import run_processes
 
 ONE, TWO = "one batch", "two accumulated"
 ALONE = "one process, for comparison"

@@ -1,1 +1,1 @@
-"""Every private name of Lightning, torch and torchmetrics that this package touches."""
+"""The only place for private names of Lightning, torch and torchmetrics; `tests/compat` fails when one moves."""

@@ -1,4 +1,4 @@
-"""Private names of torch behind collectives. Checked on torch 2.11 to 2.14; `tests/compat` fails when one moves."""
+"""Private names of `torch.distributed`. Checked on torch 2.11 to 2.14."""
 
 import functools
 import re
@@ -12,8 +12,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
-# Methods of a process group that work with this process alone, or, as `recv_anysource` does, with any rank that sends.
-# Every other method may need all ranks, also one that a later version of torch adds.
+# Methods of a process group that need no other rank, or any one rank that sends, as `recv_anysource` does. Every other
+# method may need all ranks, including methods that a later version of torch adds.
 _LOCAL_METHODS = frozenset({
     "_add_ephemeral_timeout", "_backend_id", "_enable_collectives_timing", "_end_coalescing", "_get_backend",
     "_get_backend_name", "_get_sequence_number_for_group", "_has_hooks", "_id", "_pybind11_conduit_v1_",
@@ -23,16 +23,13 @@ _LOCAL_METHODS = frozenset({
     "size", "unbox", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook",
 })  # fmt: skip
 
-# Functions of torch that `new_group` (and what is built on it) and `shrink_group` call before anything else.
+# Functions that `new_group`, everything built on it, and `shrink_group` call before anything else.
 _GROUP_MAKERS = ("_new_group_with_tag", "_validate_shrink_inputs")
 
 
 @functools.cache
 def find_collectives() -> tuple[str, ...]:
-    """Return the names of the methods of a process group that may need other ranks, as the installed torch has them.
-
-    All of `torch.distributed` calls these methods, whatever the backend.
-    """
+    """Return the methods of a process group that may need other ranks; all of `torch.distributed` calls these."""
     return tuple(
         name
         for name, method in vars(dist.ProcessGroup).items()
@@ -49,18 +46,15 @@ def replaced_collectives(
     resolve: Callable[[dist.ProcessGroup], dist.ProcessGroup],
     new_group: Callable[[], None],
 ) -> Iterator[None]:
-    """Replace what process groups do, in every thread, at no cost outside of the block.
+    """Replace methods of process groups, in every thread, without a cost outside of the block.
 
-    A dispatch mode would slow every operation down and miss the threads of a backward pass on GPUs; a backend of our
-    own would stand between the user and NCCL all the time. Collectives of compiled code are not seen.
-
-    Args:
-        find: Maps a process group and the name of a method to what stands in for it, called as
-            `stand_in(original, group, *args, **kwargs)`, or to None.
-        resolve: Maps the group of a functional collective to the one that is used.
-        new_group: Called where a process group is about to be made.
+    `find` maps a group and a method name to a replacement, called as `replacement(original, group, *args, **kwargs)`,
+    or to None; `resolve` maps the group of a functional collective to the group to use; `new_group` is called before a
+    group is made. Collectives of compiled code are not replaced.
     """
-    # Torch 2.11 has one function, which returns the name of a group; later versions return the group if they have it.
+    # A dispatch mode would slow down every operation and miss the threads of a backward pass on GPUs. A backend of our
+    # own would stand between the user and NCCL all the time.
+    # In torch 2.11 this returns the name of a group, in later versions the group itself if it is at hand.
     resolver = "_resolve_group" if hasattr(functional_collectives, "_resolve_group") else "_resolve_group_name"
     resolve_group = getattr(functional_collectives, resolver)
     read_object: Callable[..., Any] = c10d._tensor_to_object
@@ -72,7 +66,7 @@ def replaced_collectives(
         return resolve(resolved) if isinstance(resolved, dist.ProcessGroup) else resolved
 
     def read(tensor: Tensor, size: int, *args: Any, **kwargs: Any) -> Any:
-        # A size of zero stands for a rank that has sent nothing; torch would unpickle an empty buffer.
+        # A rank that sends nothing has size 0, for which torch would unpickle an empty buffer.
         return read_object(tensor, size, *args, **kwargs) if size else None
 
     methods = vars(dist.ProcessGroup)
@@ -113,19 +107,19 @@ def _replaced(
 
 
 def cloned_store(group: dist.ProcessGroup) -> dist.Store:
-    """Return the store of a process group over a connection of its own; torch's stubs know of no `clone`."""
+    """Return the store of a process group over a new connection; torch's stubs lack `clone`."""
     store: Any = group.get_group_store()
     cloned: dist.Store = store.clone()
     return cloned
 
 
 def keeps_store_in_file(store: dist.Store) -> bool:
-    """Tell whether a store is a file, below the prefixes; torch has no public way to ask a group's store."""
+    """Return True if a store, without its prefixes, is a file."""
     return isinstance(_underlying(store), dist.FileStore)
 
 
 def port_of_store(store: dist.Store) -> int | None:
-    """Return the port of a store, below the prefixes; None if it is a file."""
+    """Return the port of a store, without its prefixes; None for a file."""
     store = _underlying(store)
     return store.port if isinstance(store, dist.TCPStore) else None
 
@@ -137,21 +131,19 @@ def _underlying(store: dist.Store) -> dist.Store:
 
 
 def abort_groups() -> None:
-    """Abort the collectives of NCCL in every process group; torch's own function is private and forgets the groups.
-
-    gloo takes no notice, see `parallel.messages.connections`.
-    """
+    """Abort the collectives of NCCL in every process group; gloo ignores this, see `distributed.connections`."""
+    # torch's own function is private and forgets the groups.
     for group in list(c10d._world.pg_names):
         group.abort()
 
 
-# What torch says of a connection that is gone or a rank that does not come, beside its own `DistError`. Errors of gloo
-# are plain `RuntimeError`s, which begin with a file of its sources.
+# Messages about a lost connection or a missing rank that torch raises as plain `RuntimeError`. Messages of gloo begin
+# with the path of a source file.
 _LOST = re.compile(
     r"gloo/|Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|ProcessGroup\w* .*(abort|timed? ?out)"
 )
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Tell whether an error comes from communication, which means that another rank is what to look at."""
+    """Return True if an error comes from communication, so that the cause is on another rank."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))

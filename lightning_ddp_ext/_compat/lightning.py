@@ -1,13 +1,4 @@
-"""Private names of Lightning, each with its reason. Checked on lightning 2.6.6; `tests/compat` fails when one moves.
-
-Private hooks that strategies override or read, held by a test:
-
-    _configure_launcher   last call of the Trainer's constructor: the only place where every argument is known and
-                          nothing has started yet
-    _layer_sync           whether `Trainer(sync_batchnorm=True)`
-
-The loops are in `loops`, the data they run on in `loaders`, and what resumes them in `resuming`.
-"""
+"""Private names of Lightning's Trainer, modules and strategies. Checked on lightning 2.6.6."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,17 +20,15 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
-PRIVATE_STRATEGY_NAMES = frozenset({"_configure_launcher", "_layer_sync"})
+_POPEN = "popen"  # start method of `DDPStrategy`, and of strategies without that option
 
-_POPEN = "popen"  # of `DDPStrategy`; strategies without a choice do the same
-
-# Attributes of a `LightningModule` that a replica has values of its own for: its device, the cache of its metrics'
-# names, which is keyed by object id, and the `log` and `log_dict` that record.
+# Attributes of a `LightningModule` that differ between replicas: the device, the cache of metric names, which is keyed
+# by object id, and the `log` and `log_dict` that record.
 REPLICA_ATTRIBUTES = frozenset({"_device", "_metric_attributes", "log", "log_dict"})
 
 
 def adopt_device(module: nn.Module, device: Device) -> None:
-    """Make `LightningModule.device` of a replica the replica's; there is no public setter."""
+    """Set `LightningModule.device` of a replica, which has no public setter."""
     for part in module.modules():
         if isinstance(part, _DeviceDtypeModuleMixin):
             part.__dict__["_device"] = device
@@ -49,23 +38,22 @@ def adopt_device(module: nn.Module, device: Device) -> None:
 
 
 def data_hook_owner(trainer: Trainer, hook: str) -> Any:
-    """Return the object whose override of a batch transfer hook counts: the module or the data module."""
+    """Return the module or the data module, whichever overrides a batch transfer hook."""
     selector = trainer._data_connector._datahook_selector
     return trainer.lightning_module if selector is None else selector.get_instance(hook)
 
 
 def takes_dataloader_iter(module: LightningModule, step: str) -> bool:
-    """Tell whether a step asks for the iterator itself, `training_step(self, dataloader_iter)`."""
-    method = getattr(module, step)  # None switches a step off
+    """Return True if a step takes the iterator itself, as in `training_step(self, dataloader_iter)`."""
+    method = getattr(module, step)  # users may set a step to None
     return method is not None and is_param_in_hook_signature(method, "dataloader_iter", explicit=True)
 
 
 class OneTrainerStrategy(Strategy):
-    """A strategy that says what to do when it is passed to a second Trainer.
+    """A strategy that raises a clear error when it is passed to a second Trainer.
 
-    Lightning refuses that as well, but takes the settings of the first Trainer for the user's and names conflicts that
-    nobody has caused. It reads `_accelerator` before any other setting of a strategy, and only in a Trainer's
-    constructor; everything else reads `accelerator`, which a Trainer sets when it takes the strategy.
+    Lightning's own error mistakes the settings of the first Trainer for the user's. Only a Trainer's constructor reads
+    `_accelerator`, before any other setting; it sets `accelerator` when it takes the strategy.
     """
 
     _given_accelerator: Accelerator | None = None
@@ -96,44 +84,41 @@ class OneTrainerStrategy(Strategy):
 
 
 def takes_batch_idx(module: LightningModule) -> bool:
-    """Return True if the loop passes a batch index to `training_step`, which may name the argument as it likes."""
+    """Return True if the loop passes a batch index to `training_step`, whatever the argument is called."""
     return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
 
 def given_checkpoint_io(strategy: Strategy) -> CheckpointIO | None:
-    """Return what a strategy has been given to write checkpoints; its public attribute never is None."""
+    """Return the `CheckpointIO` given to a strategy, or None; the public attribute is never None."""
     given: CheckpointIO | None = strategy._checkpoint_io
     return given
 
 
 def give_checkpoint_io(strategy: Strategy, checkpoint_io: CheckpointIO) -> None:
-    """Set what `given_checkpoint_io` returns."""
+    """Set the `CheckpointIO` that `given_checkpoint_io` returns."""
     strategy._checkpoint_io = checkpoint_io
 
 
 def is_wrapping(checkpoint_io: object) -> TypeGuard[_WrappingCheckpointIO]:
-    """Tell whether a `CheckpointIO` leaves writing to another one, as `AsyncCheckpointIO` does."""
+    """Return True if a `CheckpointIO` wraps another one, as `AsyncCheckpointIO` does."""
     return isinstance(checkpoint_io, _WrappingCheckpointIO)
 
 
 def in_interactive_session() -> bool:
-    """Return True if the Trainer takes this process for a notebook or an interactive interpreter.
-
-    It then refuses strategies that start processes in another way than by fork.
-    """
+    """Return True if the Trainer detects a notebook or an interactive interpreter, and thus accepts only fork."""
     return bool(accelerator_connector._IS_INTERACTIVE)  # type: ignore[attr-defined]  # imported there from Fabric
 
 
 def repeats_the_command(strategy: Strategy) -> bool:
-    """Tell whether a strategy starts the other processes of its host by repeating the command."""
+    """Return True if a strategy starts the other processes of its node by repeating the command."""
     return str(getattr(strategy, "_start_method", _POPEN)) == _POPEN
 
 
 def keep_weights_for_testing(trainer: Trainer) -> None:
-    """Let `trainer.test` use the weights as they are.
+    """Have `trainer.test` keep the weights of the module.
 
-    Under SLURM, Lightning loads the `hpc_ckpt_*.ckpt` of an earlier start of the job first, unless a checkpoint has
-    been chosen by `trainer.ckpt_path`; None cannot be chosen there.
+    Under SLURM, Lightning first loads `hpc_ckpt_*.ckpt` of an earlier start of the job, unless `trainer.ckpt_path` is
+    set, which cannot be None.
     """
     connector = trainer._checkpoint_connector
     connector._ckpt_path = None
@@ -141,29 +126,24 @@ def keep_weights_for_testing(trainer: Trainer) -> None:
 
 
 def is_hook_of_loop(module: LightningModule, hook: str) -> bool:
-    """Tell whether a strategy's hook is called by a loop rather than by the user."""
+    """Return True if a loop, rather than the user, calls a strategy's hook."""
     return module._current_fx_name == hook
 
 
 def is_planned_end(error: BaseException) -> bool:
-    """Tell whether an exception only ends a run that all ranks end: on SIGTERM, and where Lightning's tuner is done."""
+    """Return True if all ranks end a run with this exception: on SIGTERM, and at the end of Lightning's tuner."""
     return isinstance(error, SIGTERMException | _TunerExitException)
 
 
 def is_exit(error: BaseException) -> bool:
-    """Tell whether an exception is that of `sys.exit()`: no failure, but other ranks may know nothing of it."""
+    """Return True if an exception comes from `sys.exit()`, which other ranks may not have called."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def surround_launch(launcher: Any, surround: Callable[[], AbstractContextManager[None]]) -> None:
-    """Put a context around what a launcher runs on each rank.
+    """Run a launcher's function on each rank within a context, made by the picklable `surround`.
 
-    An error passes it before the Trainer calls `on_exception` of callbacks, which may wait for other ranks. There is no
-    hook of a strategy that comes that early, or that may raise another error instead.
-
-    Args:
-        launcher: Of a strategy.
-        surround: Makes the context; picklable, since it is used in the processes that the launcher starts.
+    No public hook sees an error before `on_exception` of callbacks, which may wait for other ranks, or may replace it.
     """
     launcher.launch = partial(_launch, launcher, surround)
 

@@ -1,4 +1,4 @@
-"""Private names of Lightning behind `self.log`. Checked on lightning 2.6.6; `tests/compat` fails when one moves."""
+"""Private names of Lightning behind `self.log`. Checked on lightning 2.6.6."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def current_results(trainer: Trainer) -> _ResultCollection | None:
-    """Return where `self.log` puts its values now."""
+    """Return the results that `self.log` adds to at the moment."""
     return trainer._results
 
 
@@ -28,16 +28,11 @@ def watch_logging(
     end_epoch: Callable[[], None] = lambda: None,
     reduced: Callable[[], None] = lambda: None,
 ) -> None:
-    """Follow what is logged, in every loop.
+    """Intercept logging in every loop.
 
-    Args:
-        trainer: The Trainer.
-        update: Called instead of each update, with its key, its record and a function that updates it.
-        count: Returns the number of samples of a batch; None leaves it to Lightning, which takes the first size of the
-            first tensor. An explicit `batch_size` wins.
-        end_batch: Called after the last hook of a batch, before its values are passed on.
-        end_epoch: Called when an epoch of training or evaluation ends, before any hook or callback sees its values.
-        reduced: Called when all hooks have run and all values of the epoch have been reduced.
+    `update` replaces each update, and gets the key, the record and the original function. `count` returns the number
+    of samples of a batch, or None for Lightning's own count; an explicit `batch_size` wins. `end_batch` runs after the
+    last hook of a batch, `end_epoch` before any hook sees the values of an epoch, `reduced` after their reduction.
     """
     for results in _result_collections(trainer):
         _watch(results, update)
@@ -87,28 +82,28 @@ def unwatch_logging(trainer: Trainer) -> None:
 
 
 def is_synchronised(metric: _ResultMetric, *, on_step: bool) -> bool:
-    """Tell whether a logged value is reduced over all ranks by itself, when it is logged or at the end of an epoch."""
+    """Return True if Lightning reduces a logged value over all ranks, in the step or at the end of the epoch."""
     sync = metric.meta.sync
     wanted = metric.meta.on_step if on_step else metric.meta.on_epoch
     return bool(metric.is_tensor and wanted and sync.should and not sync.rank_zero_only and sync.group is None)
 
 
 def set_latest(metric: _ResultMetric, value: Tensor) -> None:
-    """Set what a logged value was in the last step."""
+    """Set the value that was logged in the last step."""
     metric._forward_cache = value
     if not metric.meta.on_epoch:
         metric.value = value
 
 
 def latest(metric: _ResultMetric) -> Tensor:
-    """Return what a logged value was in the last step."""
+    """Return the value that was logged in the last step."""
     value = metric._forward_cache
     assert isinstance(value, Tensor)
     return value
 
 
 def describe_logged(key: str, metric: _ResultMetric) -> dict[str, Any]:
-    """Describe a logged value so that another rank can have it too; what is returned can be written as JSON."""
+    """Describe a logged value for another rank, as JSON types."""
     meta = {
         field.name: getattr(metric.meta, field.name)
         for field in dataclasses.fields(_Metadata)
@@ -130,14 +125,7 @@ def describe_logged(key: str, metric: _ResultMetric) -> dict[str, Any]:
 def adopt_logged(
     results: _ResultCollection, described: dict[str, Any], module: LightningModule, sync: Callable[..., Any]
 ) -> None:
-    """Have what another rank has logged, without a value of this rank's own.
-
-    Args:
-        results: Of this rank.
-        described: By `describe_logged` of another rank.
-        module: The module that holds the metric, if a metric was logged.
-        sync: What `self.log` would reduce the value with.
-    """
+    """Add a value that only another rank has logged, from its `describe_logged`; `sync` reduces it."""
     key = described["key"]
     metric = results.get(key)
     if metric is None:
@@ -150,7 +138,7 @@ def adopt_logged(
         metric.value = metric.value.to(getattr(torch, described["dtype"]))
     elif metric.meta.metric_attribute is not None:
         metric.value = module.get_submodule(metric.meta.metric_attribute)
-    metric._computed = None  # only an update forgets it, and who remembers it takes no part in reducing it
+    metric._computed = None  # a rank with a cached value would skip the reduction that other ranks run
     if described["latest"] is not None and (metric._forward_cache is None or described["is_shared"]):
         value, dtype = described["latest"]
         metric._forward_cache = torch.tensor(value, dtype=getattr(torch, dtype), device=module.device)

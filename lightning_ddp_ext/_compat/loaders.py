@@ -1,7 +1,7 @@
-"""Private names of the data that Lightning's loops run on, each with its reason; see `_compat.lightning`.
+"""Private names of Lightning behind the loaders of its loops. Checked on lightning 2.6.6.
 
-Private methods of `CombinedLoader` that are overridden: `_state_dicts` and `_load_state_dicts`, which the training loop
-calls to save and load its position.
+`ddp_join` also overrides `CombinedLoader._state_dicts` and `_load_state_dicts`, with which the training loop saves and
+loads its position.
 """
 
 import copy
@@ -18,28 +18,24 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 
 class _GivenBatchSampler(BatchSampler):
-    """A batch sampler that Lightning makes anew with another sampler, because it is not torch's class itself."""
+    """A batch sampler that Lightning rebuilds with its size of batches, because it is not exactly torch's class."""
 
 
 def keep_batch_samplers(trainer: Trainer, preparing: Callable[[], AbstractContextManager[None]]) -> None:
-    """Let loaders that were given a batch sampler keep the size of their batches and the sampler inside.
+    """Have rebuilt loaders keep the batch size and the sampler of their batch sampler.
 
-    Lightning 2.6.6 makes such a loader anew. If the batch sampler is one of torch's class itself, it puts a sampler in
-    its place, so that a batch is one sample. And it does not look for a sampler in any batch sampler: a user's
-    `DistributedSampler` there is replaced, and what a weighted one would draw is not.
-
-    Args:
-        trainer: The Trainer.
-        preparing: Makes a context that is put around Lightning's own work on a loader.
+    Lightning 2.6.6 replaces a batch sampler of exactly torch's class by a sampler, so that a batch is one sample. It
+    also ignores the sampler inside of a batch sampler, even a `DistributedSampler` or a weighted one. Lightning's own
+    work on a loader runs within the context that `preparing` makes.
     """
     replace_preparation(trainer, _show_samplers, preparing)
 
 
 def _show_samplers(loader: DataLoader[Any]) -> DataLoader[Any]:
     given: Any = loader.batch_sampler
-    if given is None or loader.batch_size is not None:  # which torch makes from the size
+    if given is None or loader.batch_size is not None:  # torch made the batch sampler from the size
         return loader
-    shown = copy.copy(loader)  # torch refuses to set what follows
+    shown = copy.copy(loader)  # attributes are set through `vars`, because torch refuses to set them
     if getattr(given, "sampler", None) is not None:
         vars(shown)["sampler"] = given.sampler
     if type(given) is BatchSampler:
@@ -49,7 +45,7 @@ def _show_samplers(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def is_list_of_batches(trainer: Trainer, batch: Any) -> bool:
-    """Tell whether a batch is a list with one batch of each of several loaders, rather than a list of samples."""
+    """Return True if a batch is a list with one batch of each of several loaders."""
     loop = trainer._active_loop
     combined = None if loop is None else loop._combined_loader
     return (
@@ -62,28 +58,28 @@ def is_list_of_batches(trainer: Trainer, batch: Any) -> bool:
 
 
 def training_loader(trainer: Trainer) -> CombinedLoader | None:
-    """Return the loader of the training loop; `trainer.train_dataloader` is only what it combines."""
+    """Return the combined loader of the training loop; `trainer.train_dataloader` returns its parts."""
     return trainer.fit_loop._combined_loader
 
 
 def has_state(loader: object) -> bool:
-    """Tell whether Lightning saves and loads the state of a loader."""
+    """Return True if Lightning saves and loads the state of a loader."""
     return isinstance(loader, _Stateful)
 
 
 def combination_mode(combined: CombinedLoader) -> str:
-    """Return the mode of a combined loader; there is no public way to read it."""
+    """Return the mode of a combined loader."""
     mode: str = combined._mode
     return mode
 
 
 def is_sampler_wrapper(sampler: object) -> bool:
-    """Tell whether Lightning has wrapped a user's sampler, to deal out what that one draws."""
+    """Return True if Lightning made this sampler around a user's sampler."""
     return isinstance(sampler, DistributedSamplerWrapper | UnrepeatedDistributedSamplerWrapper)
 
 
 def wrapped_sampler(sampler: DistributedSampler[Any]) -> Any:
-    """Return the user's sampler in one that Lightning has wrapped around it."""
+    """Return the user's sampler inside of a sampler that Lightning made."""
     return sampler.dataset._sampler  # type: ignore[attr-defined]
 
 
@@ -92,12 +88,10 @@ def replace_preparation(
     show: Callable[[DataLoader[Any]], DataLoader[Any]],
     preparing: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Replace the loaders that Lightning looks at when it injects samplers; there is no hook before that.
+    """Replace the loaders that Lightning inspects when it injects samplers, for which there is no hook.
 
-    Args:
-        trainer: The Trainer.
-        show: Returns the loader that is looked at; one that gets no sampler stays the user's.
-        preparing: Makes a context that is put around what Lightning does with the loader.
+    `show` returns the loader to inspect, and `preparing` makes the context of Lightning's work on it. If Lightning
+    injects no sampler, the user's loader stays.
     """
     connector = trainer._data_connector
 
@@ -116,14 +110,8 @@ def restore_preparation(trainer: Trainer) -> None:
 
 
 def replace_loaders(trainer: Trainer, replace: Callable[[Any, bool], Any]) -> None:
-    """Replace what the loops that train and evaluate get when they ask for their loaders.
-
-    Lightning makes a `CombinedLoader` of anything that is none, so this is where another one can be given to it.
-
-    Args:
-        trainer: The Trainer.
-        replace: Maps what was asked for, and whether it is for training, to a `CombinedLoader`.
-    """
+    """Replace the loaders of training and evaluation by the `CombinedLoader` of `replace(loaders, is_training)`."""
+    # Lightning builds its own `CombinedLoader` from anything else, so this is the place to pass another one.
     for source, is_training in _loader_sources(trainer):
         original = type(source).dataloader.__get__(source)
 
@@ -146,6 +134,6 @@ def _loader_sources(trainer: Trainer) -> Iterator[tuple[Any, bool]]:
 
 
 def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:
-    """Return the loader of the loop that runs; `trainer.train_dataloader` is only what it combines."""
+    """Return the combined loader of the running loop."""
     loop = trainer._active_loop
     return None if loop is None else loop._combined_loader

@@ -1,7 +1,4 @@
-"""Private names of Lightning's loops, each with its reason; see `_compat.lightning`.
-
-The data they run on is in `loaders`, and what a run that resumes needs in `resuming`.
-"""
+"""Private names of Lightning's loops and signal handling. Checked on lightning 2.6.6."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,23 +8,19 @@ from lightning.pytorch import Trainer
 
 
 def logs_now(trainer: Trainer) -> bool:
-    """Tell whether what is logged in this step is passed on to loggers."""
+    """Return True if loggers get the values of this step."""
     return trainer._logger_connector.should_update_logs
 
 
 def leaves_out_backward(trainer: Trainer) -> bool:
-    """Tell whether the loop runs training steps for their statistics alone, as for averaged weights."""
+    """Return True if training steps run without a backward pass, as for statistics of averaged weights."""
     return bool(trainer.fit_loop._skip_backward)
 
 
 def replace_signal_handling(trainer: Trainer, register: Callable[[], None]) -> None:
-    """Replace what Lightning does about signals: it communicates and saves within signal handlers.
+    """Replace Lightning's signal handlers, which communicate and save; call before they are registered.
 
-    Handlers that were there before are back when the run has ended, as with Lightning's own.
-
-    Args:
-        trainer: The Trainer, before it registers its signal handlers.
-        register: Registers other handlers.
+    The previous handlers are restored at the end of the run, as Lightning does.
     """
     connector = trainer._signal_connector
 
@@ -37,7 +30,7 @@ def replace_signal_handling(trainer: Trainer, register: Callable[[], None]) -> N
         register()
 
     connector.register_signal_handlers = register_handlers  # type: ignore[method-assign]
-    # It asks all ranks before every batch.
+    # Lightning would run a collective before every batch.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
@@ -48,13 +41,9 @@ def restore_signal_handling(trainer: Trainer) -> None:
 
 
 def before_each_batch(trainer: Trainer, action: Callable[[], bool]) -> None:
-    """Call something before each training batch is fetched, when everything about the one before it is done.
+    """Call `action` before each training batch is fetched; if it returns False, no batch is fetched.
 
-    No hook is called there: validation and the end of an epoch come after the hooks of a batch.
-
-    Args:
-        trainer: The Trainer.
-        action: What to call. Where it returns False, no batch is fetched, and what follows a batch comes next.
+    There is no public hook at this point, after validation and after everything else about the previous batch.
     """
     loop = trainer.fit_loop.epoch_loop
     original = type(loop).advance.__get__(loop)
@@ -72,18 +61,18 @@ def not_before_each_batch(trainer: Trainer) -> None:
 
 
 def preemption_path(trainer: Trainer) -> str:
-    """Return where a run that has to leave saves a checkpoint: where Lightning looks for it, `ckpt_path="hpc"`."""
+    """Return the path where Lightning looks for the checkpoint of a preempted run, `ckpt_path="hpc"`."""
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
 def manual_step_progress(trainer: Trainer) -> Any:
-    """Return what counts optimizer steps under manual optimization; `trainer.global_step` reads it."""
+    """Return the counter of optimizer steps under manual optimization, which `trainer.global_step` reads."""
     return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
 
 
 @contextmanager
 def without_batch_hooks(trainer: Trainer) -> Iterator[None]:
-    """Call no hook of a batch in evaluation; the loop that runs goes on nevertheless."""
+    """Call no batch hooks of evaluation in this block."""
     module, owner = trainer.lightning_module, vars(trainer)
     callbacks = owner["callbacks"]
     names = [f"on_{stage}_batch_{end}" for stage in ("validation", "test") for end in ("start", "end")]

@@ -1,4 +1,4 @@
-"""Private names of Lightning that a run needs to resume as if nothing had happened; see `_compat.lightning`."""
+"""Private names of Lightning behind the exact resume of its training loop. Checked on lightning 2.6.6."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,21 +17,16 @@ from lightning_ddp_ext._compat.lightning import is_hook_of_loop
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the training loops had got when a checkpoint was saved.
+    """Position of the training loop when a checkpoint was saved."""
 
-    Attributes:
-        done: What had been done last: `"batch"` is a batch with all that follows it, `"step"` one without a validation
-            that may be due, `"validation"` is that validation, and `"epoch"` an epoch but for the last it does. None is
-            anything else, such as a part of a batch.
-        is_last_batch: Whether the epoch has no other batch.
-    """
-
+    # The last completed unit: a "batch" with everything after it, a "step" without a validation that may be due, that
+    # "validation", or an "epoch" except for its last hooks. None: anything else, such as a part of a batch.
     done: Literal["batch", "step", "validation", "epoch"] | None
     is_last_batch: bool
 
     @property
     def is_after_batch(self) -> bool:
-        """Whether what follows a batch comes next."""
+        """Whether the work after a batch comes next."""
         return self.done in ("step", "validation")
 
     @property
@@ -41,7 +36,7 @@ class Progress:
 
 
 def find_progress(trainer: Trainer) -> Progress:
-    """Tell how far the training loops have got, while a hook saves a checkpoint or ranks leave between two batches."""
+    """Return the position of the training loop, in a hook that saves a checkpoint or between two batches."""
     return Progress(_find_done(trainer), trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
@@ -61,27 +56,23 @@ def _find_done(trainer: Trainer) -> Literal["batch", "step", "validation", "epoc
 
 
 def end_epoch(trainer: Trainer, is_last_batch: bool) -> None:
-    """Do what is left of an epoch whose last hook has saved the checkpoint: `ReduceLROnPlateau` makes its step.
+    """Finish an epoch whose last hook saved the checkpoint; at the real end of an epoch, step `ReduceLROnPlateau`.
 
-    Lightning would leave that out and, with `max_steps`, end the epoch twice.
-
-    Args:
-        trainer: The Trainer, when the state of its loops and the training data have been loaded.
-        is_last_batch: Whether the epoch had gone to its end; otherwise there is no such step.
+    Lightning would skip that step and, with `max_steps`, end the epoch twice. Call after loops and data are loaded.
     """
     loop = trainer.fit_loop
     loop.epoch_loop.val_loop._has_run = False  # in a run before this one
     for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         part._restarting = False
     if is_last_batch:
-        # What the module logs in its own `on_train_epoch_end` comes after callbacks have saved.
+        # Values that the module logs in `on_train_epoch_end` are missing, because callbacks saved before it.
         with _without_strictness(trainer.lr_scheduler_configs):
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
 
 @contextmanager
 def _without_strictness(configs: Sequence[LRSchedulerConfig]) -> Iterator[None]:
-    """Leave out schedulers whose value is not there, with a warning."""
+    """Have schedulers whose monitored value is missing warn instead of raise."""
     given = [config.strict for config in configs]
     for config in configs:
         config.strict = False
@@ -93,13 +84,9 @@ def _without_strictness(configs: Sequence[LRSchedulerConfig]) -> Iterator[None]:
 
 
 def complete_batch(trainer: Trainer, is_last_batch: bool) -> None:
-    """Take the batch after which a checkpoint was saved for done, so that what is due after it comes next.
+    """Mark the batch of the checkpoint as completed, so that the work after it comes next.
 
-    Lightning would leave that out, and go on to count the batches of an epoch in the next.
-
-    Args:
-        trainer: The Trainer, when the state of its loops and the training data have been loaded.
-        is_last_batch: Whether the epoch has no other batch, however many ranks divide it now.
+    Lightning would skip that work, and continue the batch count of an epoch in the next epoch.
     """
     loop = trainer.fit_loop
     loop.epoch_loop.val_loop._has_run = False  # in a run before this one
@@ -112,13 +99,9 @@ def complete_batch(trainer: Trainer, is_last_batch: bool) -> None:
 
 
 def advance(trainer: Trainer, progress: Progress) -> None:
-    """Let the epoch that was resumed go on and end as any other; to be called before its first batch is fetched.
+    """Let the resumed epoch continue and end as any other; call before its first fetch, after `complete_batch`.
 
-    Lightning leaves `ReduceLROnPlateau` out at its end, and goes through the end of the last batch once more.
-
-    Args:
-        trainer: The Trainer, after it has resumed, and after `complete_batch` if what follows a batch comes next.
-        progress: How far the loops had got.
+    Lightning would skip `ReduceLROnPlateau` at its end, and repeat the end of the last batch.
     """
     trainer.fit_loop._restarting = False
     loop = trainer.fit_loop.epoch_loop
@@ -131,21 +114,16 @@ def advance(trainer: Trainer, progress: Progress) -> None:
 
 
 def restore_callback_metrics(trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
-    """Let callbacks and schedulers find the values that were logged before the run was interrupted."""
+    """Give callbacks and schedulers the values that were logged before the interruption."""
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
 def resume_training_data(trainer: Trainer, ends_epoch: Callable[[], bool], after_setup: Callable[[], None]) -> None:
-    """Let training data begin where a checkpoint says, which Lightning gets wrong in three ways.
+    """Start the training data at the position of a checkpoint; `ends_epoch` returns True if that is an epoch's end.
 
-    It keeps the loaders that were set up before the state of loops was loaded, as `estimated_stepping_batches` does. It
-    begins to iterate before samplers know the epoch. And it warns of loaders that are no `_Stateful`, though these
-    resume.
-
-    Args:
-        trainer: The Trainer.
-        ends_epoch: Returns whether the checkpoint is one of the end of an epoch, so that no batches are passed over.
-        after_setup: Called when data have been set up for the first epoch of a run that resumes.
+    Lightning keeps loaders that `estimated_stepping_batches` set up before the loops were loaded, iterates before
+    samplers know the epoch, and warns of loaders without `_Stateful`, although they resume. `after_setup` runs once the
+    data of the resumed epoch is set up.
     """
     loop = trainer.fit_loop
     setup, load, reset = loop.setup_data, loop._load_combined_loader_states, loop.epoch_loop.reset
@@ -183,12 +161,7 @@ def resume_training_data(trainer: Trainer, ends_epoch: Callable[[], bool], after
 
 
 def reload_training_data_after_epoch(trainer: Trainer, before: Callable[[], None]) -> None:
-    """Let the training loop ask for its loaders again when this epoch is over: the next has another length.
-
-    Args:
-        trainer: The Trainer, while it fits.
-        before: Called before that.
-    """
+    """Have the training loop set up its loaders again after this epoch, and call `before` first."""
     loop, epoch = trainer.fit_loop, trainer.current_epoch
     original = loop.setup_data
 

@@ -1,12 +1,4 @@
-"""Private names of torch's `DataLoader`, each with its reason. Checked on torch 2.13.0 and torchdata 0.11.0.
-
-    DataLoader._get_iterator   a class that overrides it may look at batches before the caller does
-    _BaseDataLoaderIter        what `iter(loader)` returns, also of torchdata's loader
-      _collate_fn              what it hands samples to, here or in workers
-      _next_data               returns the next batch as workers have sent it, and memory has been pinned
-
-`tests/compat` fails when one moves.
-"""
+"""Private names of torch's tensors, modules and data loaders. Checked on torch 2.11 to 2.14, and torchdata 0.11.0."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,30 +7,25 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
-# Instance attributes of `nn.Module` that hold the module tree rather than the user's attributes. A replica has its own.
+# Instance attributes of `nn.Module` that hold the module tree. They differ between replicas.
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
 
-# Instance attributes of `nn.Module` that hold the hooks which `register_*_hook` has added.
+# Instance attributes of `nn.Module` that hold the hooks added by `register_*_hook`.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-# The base of batch normalisation of every dimension; torch exports only the classes below it.
+# The base of batch normalisation in every dimension; torch exports only its subclasses.
 BatchNorm = _BatchNorm
 
-# Refers to a storage without keeping its memory, and never equals that of a later storage; exported, not documented.
-WeakStorage = StorageWeakRef
-
-# The base of every layer with running statistics, those of instances among them.
+# The base of every layer with running statistics, including instance normalisation.
 Normalisation = _NormBase
 
 _VERSION = attrgetter("_version")
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -52,54 +39,53 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was used; torch has no public question."""
+    """Return True if a parameter has hooks of `register_hook` or `register_post_accumulate_grad_hook`."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def parametrization_cache() -> object:
-    """Return the cache of `parametrize.cached()`; the end of its outermost use in the process puts a new one there."""
+    """Return the cache of `parametrize.cached()`, which becomes a new object when the outermost block ends."""
     return parametrize._cache
 
 
 def post_accumulate_hooks(parameter: nn.Parameter) -> dict[int, Any]:
-    """Return what `register_post_accumulate_grad_hook` has added, to be changed in place; torch has no public list."""
+    """Return the dictionary of hooks of `register_post_accumulate_grad_hook`, which may be changed in place."""
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
     return hooks
 
 
 def steps_in_backward(parameter: nn.Parameter) -> bool:
-    """Tell whether `torch.distributed.optim._apply_optimizer_in_backward` was used; it leaves this mark."""
+    """Return True if `torch.distributed.optim._apply_optimizer_in_backward` was used on a parameter."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 
 def ignored_by_ddp(module: nn.Module) -> list[str]:
-    """Return what `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` was told for a module.
+    """Return the names passed to `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.
 
-    It is the only way to tell torch's own data parallelism to leave something out, and people's models use it; names
-    are relative to the module, those of the module itself with a leading dot or without.
+    Names are relative to the module; names of the module's own tensors may have a leading dot.
     """
     return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one type in a row, all in one call from Python; a single one is not copied."""
+    """Concatenate the elements of tensors of one dtype in one call; a single tensor is not copied."""
     flat: Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return flat
 
 
 def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """View consecutive parts of a flat tensor in the shapes of others, all in one call from Python."""
+    """Return views of consecutive parts of a flat tensor, in the shapes of `tensors`, in one call."""
     views: Sequence[Tensor] = torch._utils._unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
     return list(views)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a number that every change in place increases; tensors made in inference mode have none."""
+    """Return a number that every change in place increases; -1 for tensors made in inference mode."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def versions_of(values: Sequence[Any]) -> list[int]:
-    """Return `version_of` each tensor, in one call where all of them are ordinary ones; 0 for what is no tensor."""
+    """Return `version_of` each value, 0 for values that are not tensors; fast if all are ordinary tensors."""
     try:
         return [*map(_VERSION, values)]
     except (AttributeError, RuntimeError):
@@ -107,50 +93,37 @@ def versions_of(values: Sequence[Any]) -> list[int]:
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Run a function as it is when compiled code calls it; `torch.compiler.disable` says so too, without types."""
+    """Apply `torch.compiler.disable`, which has no types."""
     disabled: _Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile(module)` wraps, or the module itself; torch has no public way back."""
+    """Return the module that `torch.compile(module)` wraps, or the module itself."""
     inner = module._modules.get("_orig_mod")
     return module if inner is None else inner
 
 
 def called_attribute(module: nn.Module) -> str:
-    """Name the instance attribute that a call of a module runs: `module.compile()` puts another before `forward`."""
+    """Return the instance attribute that a call of the module runs; `module.compile()` adds one."""
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
-
-
-def saved_tensor_hooks() -> _Hooks:
-    """Return the innermost hooks for tensors saved for the backward pass, to call them from hooks that only look on.
-
-    Autograd runs the innermost hooks alone. Torch's own compiler asks the same question for the same reason.
-
-    Raises:
-        RuntimeError: If there are none.
-    """
-    hooks: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        raise RuntimeError("no hooks for saved tensors are active; call this inside of `saved_tensors_hooks`.")
-    return hooks
 
 
 CountSamples = Callable[[Any, Any, int | None], int | None]
 
+# A loader of another class that overrides `__iter__` or `_get_iterator` may handle batches before the caller does.
 _MODULES = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 
 
 class _CountedBatch(NamedTuple):
-    """A batch on its way from a worker; torch pins the memory of both fields of a named tuple."""
+    """A batch with its number of samples; a named tuple, because torch pins the memory of its fields."""
 
     batch: Any
     samples: int | None
 
 
 class _CountingCollate:
-    """Adds the number of samples to the batch that a collate function makes of them; picklable if the function is."""
+    """Adds the number of samples to the batch that a collate function makes; picklable if the function is."""
 
     def __init__(self, collate: Callable[[Any], Any], count: CountSamples, batch_size: int | None) -> None:
         self._collate = collate
@@ -163,7 +136,7 @@ class _CountingCollate:
 
 
 class _CountingIterator:
-    """Mixed into an iterator of torch: takes the number of samples off each batch."""
+    """Mixin for an iterator of torch that removes the number of samples from each batch."""
 
     samples: int | None = None
 
@@ -178,38 +151,33 @@ def _counting_class(kind: type) -> type:
 
 
 def iterate_counting(loader: Any, count: CountSamples) -> Iterator[Any]:
-    """Iterate over a loader so that `samples_of` knows how many samples were drawn for each batch.
+    """Iterate over a loader so that `samples_of` returns the number of samples drawn for each batch.
 
-    The count comes from the place where samples are handed to the collate function, in a worker if there are any, and
-    travels with the batch. It is therefore right in any order, with workers that persist and batches fetched ahead.
-
-    Args:
-        loader: The loader.
-        count: Picklable function that counts samples, from the argument and the result of the collate function and the
-            size of the sampler's batches; None if it cannot.
+    `count` gets the argument and the result of the collate function and the batch size of the sampler, in the worker if
+    there is one. The number travels with the batch, so it is right for prefetched batches and persistent workers.
     """
     given = vars(loader).get("collate_fn") if _has_torchs_iterator(loader) else None
     if given is None:
         return iter(loader)
     batch_size = getattr(loader.batch_sampler, "batch_size", None)
-    loader.collate_fn = _CountingCollate(given, count, batch_size)  # read when an iterator is made, and never again
+    loader.collate_fn = _CountingCollate(given, count, batch_size)  # iterators read it once
     try:
         batches: Any = iter(loader)
     finally:
         loader.collate_fn = given
-    # Workers that persist keep their iterator, which may be from before.
+    # With persistent workers, the iterator may be an earlier one.
     if isinstance(batches._collate_fn, _CountingCollate) and not isinstance(batches, _CountingIterator):
         batches.__class__ = _counting_class(type(batches))  # type: ignore[arg-type]
     return cast(Iterator[Any], batches)
 
 
 def samples_of(batches: Iterator[Any]) -> int | None:
-    """Return how many samples were drawn for the last batch of an iterator; None if that is not known."""
+    """Return the number of samples drawn for the last batch of an iterator, or None."""
     return batches.samples if isinstance(batches, _CountingIterator) else None
 
 
 def _has_torchs_iterator(loader: Any) -> bool:
-    """Return True if a loader collates samples, and torch's own iterator hands batches to the caller."""
+    """Return True if a loader collates samples and uses torch's own iterator."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return False
     return all(getattr(type(loader), name).__module__ in _MODULES for name in ("__iter__", "_get_iterator"))

@@ -1,7 +1,7 @@
-"""Private names of torchmetrics, each with its reason. Checked on torchmetrics 1.9.0; `tests/compat` guards them.
+"""Private names of torchmetrics. Checked on torchmetrics 1.9.0.
 
-`Metric.merge_state` is public, but refuses `full_state_update`, puts the incoming entries of lists first, leaves the
-update count alone and divides by it for means: states have to be read and written one by one.
+States are merged here one by one. The public `Metric.merge_state` refuses `full_state_update`, puts incoming list
+entries first, does not update the update count, and divides by it for means.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +20,17 @@ State = dict[str, Tensor | list[Tensor]]
 
 Gather = Callable[..., list[Tensor]]
 
-_SYNC = Metric._sync_dist  # `sync` keeps what there was before it, and takes no function for more than one tensor
+_SYNC = Metric._sync_dist  # the public `sync` caches the state before it, and takes one function per tensor
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 
 
 def forget_computed(metric: Metric) -> None:
-    """Compute the metric again when its value is asked for next; it may have been that of other ranks."""
+    """Discard the cached value, which may come from other ranks."""
     metric._computed = None
 
 
 def list_states(metric: Metric) -> dict[str, list[Any]]:
-    """Return the entries of states that begin as empty lists, by name; those that are to be concatenated as one."""
+    """Return the entries of list states by name; entries to be concatenated are returned as one tensor."""
     found = {}
     for name, default in metric._defaults.items():
         if isinstance(default, list):
@@ -42,18 +42,14 @@ def list_states(metric: Metric) -> dict[str, list[Any]]:
 
 
 def tensor_states(metric: Metric) -> dict[str, Tensor]:
-    """Return the states that begin as tensors, by name."""
+    """Return the tensor states by name."""
     return {name: getattr(metric, name) for name, default in metric._defaults.items() if isinstance(default, Tensor)}
 
 
 def watch_synchronization(
     around: Callable[[Metric, Callable[[Gather], None], Gather, dist.ProcessGroup | None], None],
 ) -> None:
-    """Have every metric's synchronisation run by a function.
-
-    Args:
-        around: Called with the metric, a function that synchronises it, what that gathers tensors with, and the ranks.
-    """
+    """Replace every metric's synchronisation by `around(metric, synchronize, gather, process_group)`."""
 
     def _sync_dist(
         self: Metric, dist_sync_fn: Gather | None = None, process_group: dist.ProcessGroup | None = None
@@ -70,7 +66,7 @@ def unwatch_synchronization() -> None:
 
 
 def has_mergeable_state(metric: Metric) -> bool:
-    """Tell whether the state over a batch follows from the states over its chunks."""
+    """Return True if the state over a batch follows from the states over its chunks."""
     wraps_metrics = any(isinstance(child, Metric | MetricCollection) for child in metric.children())
     reductions = metric._reductions.values()
     return (
@@ -82,12 +78,12 @@ def has_mergeable_state(metric: Metric) -> bool:
 
 
 def read_state(metric: Metric) -> State:
-    """Return a metric's state tensors, shared with it."""
+    """Return a metric's states, not copied."""
     return {name: getattr(metric, name) for name in metric._defaults}
 
 
 def merge_states(metric: Metric, states: Sequence[State]) -> State:
-    """Merge states in the order given, by each state's own reduction."""
+    """Merge states in the given order, each by its reduction."""
     return {name: _merge_one(metric._reductions[name], [state[name] for state in states]) for name in metric._defaults}
 
 
@@ -96,7 +92,7 @@ def _merge_one(reduction: Any, values: list[Any]) -> Tensor | list[Tensor]:
         return [item for value in values for item in (value if isinstance(value, list) else [value])]
     if reduction is dim_zero_cat:
         return torch.cat(values)
-    # States such as those of `R2Score` begin as one number and have one for each output after the first update.
+    # States of `R2Score` and others start as one number and get one per output in the first update.
     shape = max((value.shape for value in values), key=len)
     stacked = torch.stack([value.expand(shape) if value.ndim == 0 else value for value in values])
     if reduction is dim_zero_sum:
@@ -105,7 +101,7 @@ def _merge_one(reduction: Any, values: list[Any]) -> Tensor | list[Tensor]:
 
 
 def write_state(metric: Metric, state: State, updates: int) -> None:
-    """Replace a metric's state and add to the number of its updates."""
+    """Replace a metric's state and add to its update count."""
     for name, value in state.items():
         setattr(metric, name, value)
     metric._update_count += updates
@@ -113,7 +109,7 @@ def write_state(metric: Metric, state: State, updates: int) -> None:
 
 
 def compute_over(metric: Metric, state: State) -> Any:
-    """Compute a metric over a state that is not its own, as `forward` does for the batch it was given."""
+    """Compute a metric over another state, as `forward` does for its batch."""
     kept, count, synced = read_state(metric), metric._update_count, metric._to_sync
     metric._to_sync = False
     write_state(metric, state, updates=1)
@@ -124,7 +120,7 @@ def compute_over(metric: Metric, state: State) -> Any:
 
 
 def last_forward_value(metric: Metric) -> Any:
-    """Return what the metric's last `forward` returned, None if it was only updated since the last reset."""
+    """Return the result of the metric's last `forward`, or None after updates alone."""
     return metric._forward_cache
 
 
@@ -134,7 +130,7 @@ def set_forward_value(metric: Metric, value: Any) -> None:
 
 
 def move_keeping_dtype(metric: MetricOrCollection, device: torch.device) -> MetricOrCollection:
-    """Move a metric to a device; `to` would also make it take on the current default dtype."""
+    """Move a metric to a device; `to` alone would also change its dtype to the default dtype."""
     metrics = [part for part in metric.modules() if isinstance(part, Metric)]
     dtypes = [part._dtype for part in metrics]
     metric.to(device)
@@ -144,25 +140,20 @@ def move_keeping_dtype(metric: MetricOrCollection, device: torch.device) -> Metr
 
 
 def take_dtype(metric: Metric, source: Metric) -> None:
-    """Round what is given to a metric as another does; Lightning moves those that are logged, which may change it."""
+    """Copy the dtype of another metric; Lightning may change it when it moves logged metrics."""
     for part, other in zip(metric.modules(), source.modules(), strict=True):
         if isinstance(part, Metric) and isinstance(other, Metric):
             part._dtype = other._dtype
 
 
 def forget_compute_groups(collection: MetricCollection) -> None:
-    """Keep a replica's collection from grouping metrics whose states happen to agree on a small chunk."""
+    """Keep a replica's collection from grouping metrics whose states agree on a small chunk by chance."""
     collection._enable_compute_groups = False
     collection._groups_checked = False
 
 
 def restore_compute_groups(collection: MetricCollection, form: bool) -> None:
-    """Make the members of each group share one state again after their states were replaced.
-
-    Args:
-        collection: The master's collection.
-        form: Whether groups may be formed now, from the states after a first update.
-    """
+    """Have the metrics of each group share one state again; `form` allows new groups after a first update."""
     if not collection._enable_compute_groups:
         return
     if form and not collection._groups_checked:
@@ -177,12 +168,9 @@ Recorder = Callable[[str, tuple[Any, ...], dict[str, Any]], Callable[[Any], Any]
 
 
 def record_calls(metric: Metric, recorder: Recorder, depth: list[int]) -> None:
-    """Report the outermost calls of `update`, `forward` and `reset` of a metric, and pass on what each returns.
+    """Report outermost calls of `update`, `forward` and `reset`; `recorder` returns a function of the result.
 
-    Args:
-        metric: The metric; metrics call each other.
-        recorder: Told of a call; returns what is given its result.
-        depth: One number, of calls under way in metrics of the same replica.
+    `depth` holds one number, the depth of calls in metrics of the same replica, because metrics call each other.
     """
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,17 +1,15 @@
-"""Activation checkpointing of the parts of a module that a policy names."""
+"""Activation checkpointing of the modules that a policy matches."""
 
 import inspect
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from lightning_ddp_ext._compat.torch import uncompiled
-from lightning_ddp_ext.activation_checkpointing.memory import ActivationMemory, MemoryMeter
-from lightning_ddp_ext.activation_checkpointing.recomputed_module import Segment
+from lightning_ddp_ext.activation_checkpointing.checkpointed_forward import CheckpointedForward
 from lightning_ddp_ext.errors import ActivationCheckpointingError
 
 _ModuleClass = type[nn.Module] | str
@@ -20,48 +18,26 @@ ActivationCheckpointingPolicy = _ModuleClass | Sequence[_ModuleClass] | Set[_Mod
 _REMEDY = "Use a class such as `nn.TransformerEncoderLayer`, its path as a string, a set of these, or a predicate."
 
 
-@dataclass(frozen=True, slots=True)
-class ActivationCheckpointingReport:
-    """What is recomputed, and what that saves in this process.
-
-    Attributes:
-        segments: Name of the class of each recomputed module, by the name of the module.
-        memory: What was measured in the first forward pass with a backward pass; None before it, and if all segments
-            run inside of code that was compiled as a whole.
-    """
-
-    segments: dict[str, str]
-    memory: ActivationMemory | None
-
-    def __str__(self) -> str:
-        counts = Counter(self.segments.values())
-        classes = ", ".join(f"{count} {name}" for name, count in counts.most_common())
-        made = f"activation checkpointing: {classes} recomputed in the backward pass"
-        if self.memory is None:
-            return f"{made}; memory not measured"
-        saved = f"{_mebibytes(self.memory.saved)} saved" if self.memory.saved >= 0 else "nothing saved"
-        return (
-            f"{made}; {saved}: {_mebibytes(self.memory.kept)} of activations kept for it instead of"
-            f" {_mebibytes(self.memory.without)}"
-        )
-
-
 class ActivationCheckpointing:
-    """Makes modules recompute their forward pass in the backward pass instead of keeping its activations.
+    """Checkpoints activations of the modules that a policy matches: their forward pass runs again in the backward pass.
 
-    Only the outermost modules that a policy names become segments, never the root. Names of modules, keys of state
-    dicts and classes stay what they are; `Segment` tells what a recomputed forward pass sees and does.
+    Only the outermost matching modules are checkpointed, never the root. Module names, state dict keys and classes do
+    not change. Gradients, RNG state and buffers are the same as without activation checkpointing.
 
-    A module compiled by itself is recomputed as the compiled code it is. If code around the segments is compiled, they
-    are part of it, and not measured; except for those that change buffers, which run without compilation.
+    A module that is compiled by itself runs its compiled code again. If code around the modules is compiled, they are
+    part of it, except for modules that change buffers, which run uncompiled.
 
     Args:
-        policy: A class of modules, its path such as `"torch.nn.TransformerEncoderLayer"`, several of these in a list,
-            tuple or set, or a predicate that tells for a module whether to recompute it.
+        policy: A class of modules, the path of a class such as `"torch.nn.TransformerEncoderLayer"`, several of these
+            in a list, tuple or set, or a predicate that returns True for a module to checkpoint.
+
+    Attributes:
+        policy: The policy.
+        modules: Class name of each checkpointed module, by the name of the module.
 
     Raises:
         TypeError: If the policy is none of these.
-        ValueError: If it is empty, or a path cannot be imported.
+        ValueError: If the policy is empty, or a path cannot be imported.
 
     Example:
         >>> import torch
@@ -69,39 +45,37 @@ class ActivationCheckpointing:
         >>> checkpointing = ActivationCheckpointing(nn.TransformerEncoderLayer)
         >>> checkpointing.apply(model)
         >>> model(torch.rand(5, 1, 8)).sum().backward()
-        >>> sorted(checkpointing.report.segments), checkpointing.report.memory.saved > 0
-        (['0', '1', '2'], True)
+        >>> checkpointing.report
+        'activation checkpointing: 3 TransformerEncoderLayer'
     """
 
     def __init__(self, policy: ActivationCheckpointingPolicy) -> None:
         self.policy = policy
+        self.modules: dict[str, str] = {}
         self._matches = _predicate(policy)
-        self._segments: dict[str, str] = {}
-        self._meter: MemoryMeter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # For processes that are started with "spawn": a predicate of a policy cannot be pickled.
+        # For processes that are started with "spawn", because the predicate of a policy cannot be pickled.
         return {"policy": self.policy}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["policy"])  # type: ignore[misc]
 
     @property
-    def report(self) -> ActivationCheckpointingReport:
-        """What is recomputed; with what it saves, once a backward pass has begun."""
-        return ActivationCheckpointingReport(dict(self._segments), None if self._meter is None else self._meter.memory)
+    def report(self) -> str:
+        """Number of checkpointed modules of each class, as text."""
+        counts = Counter(self.modules.values())
+        return f"activation checkpointing: {', '.join(f'{count} {name}' for name, count in counts.most_common())}"
 
     def apply(self, module: nn.Module) -> None:
-        """Let the modules below `module` that the policy names recompute their forward pass.
-
-        A module that recomputes already begins anew, so that every run measures its own first batch.
+        """Checkpoint the matching modules below `module`.
 
         Args:
-            module: The root, which is never recomputed as a whole.
+            module: The root, which is never checkpointed as a whole.
 
         Raises:
-            ActivationCheckpointingError: If the policy names no module.
-            TypeError: If a predicate returns something else than True or False.
+            ActivationCheckpointingError: If the policy matches no module.
+            TypeError: If a predicate returns something other than True or False.
         """
         self.remove(module)
         found = dict(self._find(module, "", {id(module)}))
@@ -110,25 +84,24 @@ class ActivationCheckpointing:
                 f"`activation_checkpointing` names no module below {type(module).__name__}, which is never recomputed"
                 f" as a whole; there are: {_classes_below(module)}. Name one of these classes."
             )
-        self._meter = MemoryMeter(module)
-        self._segments = {name: type(uncompiled(child)).__name__ for name, child in found.items()}
+        self.modules = {name: type(uncompiled(child)).__name__ for name, child in found.items()}
         for child in found.values():
-            Segment(child, self._meter).install()
+            CheckpointedForward(child).install()
 
     def remove(self, module: nn.Module) -> None:
-        """Leave the modules below `module` as they were before `apply`; those of a deep copy as well."""
+        """Restore the modules below `module`, which may be a deep copy of the module given to `apply`."""
         for child in module.modules():
-            segment = Segment.find(child)
-            if segment is not None:
-                segment.remove()
+            checkpointed = CheckpointedForward.find(child)
+            if checkpointed is not None:
+                checkpointed.remove()
 
     def _find(self, module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-        """Find the outermost modules that the policy names, each once."""
+        """Find the outermost modules that the policy matches, each once."""
         for name, child in module.named_children():
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            # What `torch.compile` wraps is recomputed from outside. Containers are never called.
+            # A module without `forward` is a container, which is never called.
             if _has_forward(child) and self._matches(uncompiled(child)):
                 yield prefix + name, child
             else:
@@ -199,7 +172,3 @@ def _classes_below(module: nn.Module) -> str:
 
 def _shown(value: Any) -> str:
     return f"the module {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

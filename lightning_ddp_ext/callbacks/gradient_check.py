@@ -1,4 +1,4 @@
-"""Whether the gradient of the parts of a batch is the gradient of the whole batch."""
+"""Callback that compares the gradient of the parts of a batch with the gradient of the whole batch."""
 
 import copy
 import math
@@ -31,92 +31,24 @@ from lightning_ddp_ext.replicas.replicated_step import transfer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, ExplicitDDPStrategy
 
-_ROWS = 2**20  # elements that are compared at a time, in float64
-
-
-class GradientComparison:
-    """Compares gradients of the parts of a batch with the gradient of the whole batch, for any weights of the parts.
-
-    Kept of each parameter is the triangular factor of a QR decomposition, whose columns are the parts and the whole.
-    It has the norm of every linear combination of the columns, without the cancellation of scalar products.
-
-    Args:
-        parts: Number of parts.
-    """
-
-    def __init__(self, parts: int) -> None:
-        self._factors: dict[str, Tensor] = {}
-        self._parts = parts
-        self._elements = 0
-
-    def add(self, name: str, parts: Sequence[Tensor], whole: Tensor) -> None:
-        """Add the gradients of one parameter.
-
-        Args:
-            name: Name of the parameter.
-            parts: Its gradient from each part, flat and real.
-            whole: Its gradient from the whole batch, likewise.
-        """
-        factor = torch.empty(0, self._parts + 1, dtype=torch.float64)
-        for rows in zip(*(torch.split(column, _ROWS) for column in (*parts, whole)), strict=True):
-            columns = torch.stack([row.detach().cpu().double() for row in rows], dim=1)
-            factor = _triangle([factor, columns])
-        self._factors[name] = factor
-        self._elements += whole.numel()
-
-    def difference(self, weights: Sequence[float]) -> float:
-        """Return the norm of the difference of weighted parts and whole, relative to the norm of the whole."""
-        return _relative(_triangle([*self._factors.values()]), weights)
-
-    def most_different(self, weights: Sequence[float]) -> tuple[str, float]:
-        """Return the parameter with the largest part of the difference, and its own relative difference."""
-        norms = {name: _norm(factor, weights) for name, factor in self._factors.items()}
-        name = max(norms, key=norms.__getitem__)
-        return name, _relative(self._factors[name], weights)
-
-    def fit(self) -> list[float] | None:
-        """Return the weights with the least difference; None if several weights or any gradient would fit."""
-        factor = _triangle([*self._factors.values()])
-        parts, whole = factor[:, :-1], factor[:, -1]
-        if self._elements <= self._parts or not factor.isfinite().all():
-            return None
-        if torch.linalg.matrix_rank(parts) < self._parts:
-            return None
-        weights: list[float] = torch.linalg.lstsq(parts, whole.unsqueeze(1)).solution.squeeze(1).tolist()
-        return weights
-
-
-def _triangle(blocks: Sequence[Tensor]) -> Tensor:
-    factor: Tensor = torch.linalg.qr(torch.cat([*blocks]), mode="r").R
-    return factor
-
-
-def _norm(factor: Tensor, weights: Sequence[float]) -> float:
-    return float((factor @ torch.tensor([*weights, -1.0], dtype=factor.dtype)).norm())
-
-
-def _relative(factor: Tensor, weights: Sequence[float]) -> float:
-    difference, whole = _norm(factor, weights), float(factor[:, -1].norm())
-    return difference / whole if whole else difference and float("inf")
-
-
 _SHOWN = 8  # weights in a message
+_ROWS = 2**20  # elements that are compared at a time, in float64
 
 
 @dataclass(frozen=True, slots=True)
 class GradientRecord:
-    """Gradient of the parts of one training batch, compared with the gradient of the whole batch.
+    """Comparison of the gradients of the parts and the whole of one training batch.
 
     Attributes:
         batch: Number of training batches before this one.
         difference: Norm of the difference over all parameters, relative to the norm of the gradient of the whole batch.
         parameter: Parameter with the largest part of the difference.
         parameter_difference: Relative difference of this parameter.
-        tolerance: Largest relative difference that is put down to rounding: the square root of the precision of the
+        tolerance: Largest relative difference that rounding explains: the square root of the precision of the
             parameters or of the loss, whichever is coarser, at most 0.01.
         weights: Factor of the gradient of each part.
         fitted_weights: Factors with the least difference; None if they are not unique.
-        remedy: Cause of the difference, as far as it shows, and what to do; None if parts and whole agree.
+        remedy: Likely cause of the difference, and what to do; None if parts and whole agree.
     """
 
     batch: int
@@ -132,27 +64,27 @@ class GradientRecord:
 class GradientCheck(Callback):
     """Compares the gradient of the parts of a batch with the gradient of the whole batch, in the first batches.
 
-    Parts are the chunks of `balanced_dp`, or the batches that the ranks of `ddp_checkpoint` and `ddp_join` train on
-    together. Each part runs `training_step` and a backward pass by itself; one device (rank 0) runs the whole batch.
-    A difference beyond rounding means that the loss, the model or `weight_by` does not have the form that the strategy
-    needs. A warning then gives its size, the parameter with the largest part of it, and the remedy. Parts whose
-    `training_step` returns None are no parts of the whole batch.
+    Parts are the chunks of `balanced_dp`, or the batches that the ranks of `ddp_checkpoint` and `ddp_join` train on in
+    the same step. Each part runs `training_step` and a backward pass by itself; one device (rank 0) runs the whole
+    batch, without the parts whose `training_step` returned None. A difference beyond rounding means that the loss, the
+    model or `weight_by` does not have the form that the strategy needs. A warning then gives the relative difference,
+    the parameter with the largest part of it, and the remedy.
 
-    Steps run on copies of the module with the parameters from before the batch, in the precision of the parameters
-    and without dropout. The training run does not change by one bit: random numbers, buffers, metrics and logged values
-    are those of a run without the callback. Micro-batches of an accumulation window are compared one by one. A step
-    that writes to a file, or changes an object outside of the module, does so once more for each part and the whole.
+    Steps run on copies of the module with the parameters from before the batch, in the precision of the parameters and
+    without dropout. The training run does not change by one bit: RNG state, buffers, metrics and logged values are the
+    same as without the callback. Micro-batches of an accumulation window are compared one by one. A step that writes to
+    a file, or changes an object outside of the module, does so again for each part and for the whole batch.
 
-    A check that is impossible ends with a warning that names the reason: manual optimization, steps that take
-    `dataloader_iter`, collectives in the step, batches of ranks that cannot be joined (texts padded to different
-    lengths, samples in another dimension than `batch_dim`), an error of the step on the copy, other strategies.
+    If a check is impossible, a warning names the reason: manual optimization, a step that takes `dataloader_iter`,
+    collectives in the step, batches of ranks that cannot be joined (texts padded to different lengths, samples in
+    another dimension than `batch_dim`), an error of the step on the copy, or another strategy.
 
     Args:
         batches: Number of training batches to compare, from the start of training. Batches with one part are skipped.
 
     Attributes:
-        records: Comparisons since training was started, the same on every rank.
-        reason: Why the check ended before it had compared all batches; None if it did not.
+        records: Comparisons since the start of training, the same on every rank.
+        reason: Why the check ended early; None if it did not.
 
     Raises:
         TypeError: If `batches` is not an integer.
@@ -183,7 +115,7 @@ class GradientCheck(Callback):
         if not self._concluded:
             self._step = _StepCopy(trainer, pl_module, batch, batch_idx)
 
-    # After the step: an error in it is raised by the step itself, and the strategy knows the weights of the parts.
+    # After the step, so that an error of the step is raised by training itself, and the weights of the parts are known.
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -202,11 +134,9 @@ class GradientCheck(Callback):
         except _ImpossibleError as error:
             self._end(str(error))
             return
-        if record is not None:
-            self._take_in(record)
         self._batch += 1
-
-    def _take_in(self, record: GradientRecord) -> None:
+        if record is None:
+            return
         self.records.append(record)
         if record.remedy is not None and not self._warned:
             self._warned = True
@@ -244,11 +174,11 @@ class GradientCheck(Callback):
 
 
 class _ImpossibleError(Exception):
-    """Raised with the reason why a batch cannot be checked."""
+    """Reason why a batch cannot be checked."""
 
 
 def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why there is nothing to compare; None if there is."""
+    """Return why nothing can be compared in this run, or None."""
     strategy = trainer.strategy
     if not isinstance(strategy, BalancedDataParallelStrategy | ExplicitDDPStrategy):
         return f"{type(strategy).__name__} is not one of `balanced_dp`, `ddp_checkpoint` and `ddp_join`"
@@ -262,29 +192,16 @@ def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
 
 
 class _StepCopy:
-    """A copy of a batch, and of the module as it was before the batch, to run the training step on.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        batch: The batch of this process.
-        batch_idx: Its number in the epoch.
-
-    Attributes:
-        batch: The copy of the batch.
-        problem: Why there is no copy; None if there is.
-        draws: Whether a step drew random numbers.
-        loss_dtypes: Types of the losses that steps returned.
-    """
+    """Copy of a batch and of the module before the batch, on which the training step can run again."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.module = module
-        self.problem: str | None = None
-        self.draws = False
+        self.problem: str | None = None  # why there is no copy
+        self.draws = False  # whether a step drew random numbers
         self.loss_dtypes: set[torch.dtype] = set()
         self._trainer = trainer
         self._batch_idx = batch_idx
-        with _random_numbers_kept(module.device):
+        with _preserved_rng_state(module.device):
             try:
                 self.batch = copy.deepcopy(batch)
                 self._copy = self._copied(module)
@@ -293,43 +210,38 @@ class _StepCopy:
 
     @property
     def normalises_batches(self) -> bool:
-        """Whether batch normalisation is trained, which computes with the statistics of the samples that it sees."""
+        """Whether a layer of batch normalisation is in training mode."""
         return any(isinstance(part, BatchNorm) and part.training for part in self.module.modules())
 
     @property
     def tolerance(self) -> float:
-        """Relative difference that rounding explains."""
+        """Largest relative difference that rounding explains."""
         kinds = self.loss_dtypes | {p.dtype for p in self._copy.parameters() if p.requires_grad}
         return float(min(max(torch.finfo(kind).eps for kind in kinds) ** 0.5, 0.01))
 
     @contextmanager
     def training_unaffected(self) -> Iterator[None]:
-        """Restore the RNG state after a block, and keep gradients from the module: a lambda in a copy may call it."""
+        """Restore the RNG state, and keep gradients from the module, which a lambda of a copy may call."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
         try:
-            with _random_numbers_kept(self.module.device):
+            with _preserved_rng_state(self.module.device):
                 yield
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)
 
     def gradients(self, batch: Any, *, transferred: bool = True) -> dict[str, Tensor]:
-        """Return the gradients of a batch, flat and real, by the names of the parameters.
+        """Return the gradients of a batch, flat and real, by parameter name.
 
-        Args:
-            batch: The batch.
-            transferred: Whether it is on the device of the module, and hooks have seen it.
-
-        Raises:
-            _ImpossibleError: If there is no copy, or the step fails.
+        A batch that is not `transferred` still has to pass the batch transfer hooks.
         """
         if self.problem is not None:
             raise _ImpossibleError(self.problem)
         device = self.module.device
         try:
-            with _random_numbers_kept(device) as states, _alone(self._trainer), _NoDropout():
+            with _preserved_rng_state(device) as states, _single_process_step(self._trainer), _NoDropout():
                 module = self._copied(self._copy)
                 batch = copy.deepcopy(batch)
                 if not transferred:
@@ -355,12 +267,12 @@ class _StepCopy:
         copied.log = lambda *_, **__: None
         for part in copied.modules():
             if isinstance(part, nn.RNNBase):
-                part.dropout = 0.0  # of all layers in one kernel
+                part.dropout = 0.0  # applied within one kernel, where `_NoDropout` does not see it
         return copied
 
 
 class _TrainerView:
-    """A Trainer as a copy of the module sees it: nothing is logged, and values set on it are forgotten."""
+    """The Trainer for a copy of the module: reads pass through, writes and logged values are dropped."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -375,7 +287,7 @@ class _TrainerView:
 
 
 class _NoDropout(TorchFunctionMode):
-    """Switches dropout off, in modules and functions, where models that need `training=True` stay as they are."""
+    """Switches dropout off in modules and functions, while the model stays in training mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -388,8 +300,8 @@ class _NoDropout(TorchFunctionMode):
 
 
 @contextmanager
-def _random_numbers_kept(device: torch.device) -> Iterator[Tensor]:
-    """Restore the RNG state after a block; yields it."""
+def _preserved_rng_state(device: torch.device) -> Iterator[Tensor]:
+    """Restore the RNG state after the block, which gets that state."""
     states = capture_rng_state(device)
     try:
         yield states
@@ -398,8 +310,8 @@ def _random_numbers_kept(device: torch.device) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _alone(trainer: Trainer) -> Iterator[None]:
-    """Run a step as a single process does: collectives are refused, since only one rank runs the whole batch."""
+def _single_process_step(trainer: Trainer) -> Iterator[None]:
+    """Run a step without autocast; a collective raises, since one rank alone runs the whole batch."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _ImpossibleError(
@@ -407,7 +319,7 @@ def _alone(trainer: Trainer) -> Iterator[None]:
         )
 
     plugin = trainer.precision_plugin
-    # Without autocast, the difference is not hidden by rounding.
+    # No autocast, because its rounding would hide differences.
     precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
     with (
         torch.enable_grad(),
@@ -418,7 +330,7 @@ def _alone(trainer: Trainer) -> Iterator[None]:
 
 
 def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
-    """Compare the chunks of `balanced_dp`, one after another on the first device; None if there is one chunk."""
+    """Compare the chunks of `balanced_dp` on the first device; return None for fewer than two chunks."""
     _refuse([step.problem])
     record, chunks, whole = strategy.last_batch, strategy.cut(step.batch), step.batch
     active = [index for index, chunk in enumerate(chunks) if chunk is not None]
@@ -439,7 +351,7 @@ def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, bat
 
 
 def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
-    """Compare the batches of the ranks; every rank returns the same. None if fewer than two batches have a weight."""
+    """Compare the batches of the ranks, alike on every rank; return None if fewer than two have a weight."""
     assert strategy.reducer is not None
     group, weight = strategy.reducer.process_group, strategy.batch_weight
     problem, packed, samples = step.problem, None, None
@@ -490,11 +402,11 @@ def _refuse(problems: Sequence[str | None]) -> None:
 
 
 def _find_other_dimension(batch: Any, drawn: float | None, batch_dim: int) -> str | None:
-    """Return why a batch cannot be joined along `batch_dim`, if that does not count the samples that were drawn."""
+    """Return why batches cannot be joined along `batch_dim`, if its size is not the number of drawn samples."""
     try:
         size = count_samples(batch, batch_dim)
     except BatchSplitError:
-        return None  # `_join` gives the reason
+        return None  # `_join` raises with the reason
     if size == drawn:
         return None
     return (
@@ -512,7 +424,7 @@ def _join(batches: Iterable[Any], batch_dim: int, device: torch.device) -> Any:
 
 
 def _gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the vector of each rank. As bytes: not every backend has every type."""
+    """Gather the vector of each rank, as bytes because not every backend supports every dtype."""
     sent = own.contiguous().view(torch.uint8)
     rows = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, sent, group=group)
@@ -530,37 +442,36 @@ def _zeros(parameter: Tensor) -> Tensor:
 
 def _judge(
     batch: int,
-    comparison: GradientComparison,
+    comparison: "GradientComparison",
     weights: list[float],
     sizes: Sequence[float | None],
     weight_by: WeightBy,
     step: _StepCopy,
 ) -> GradientRecord:
-    tolerance, difference, fitted = step.tolerance, comparison.difference(weights), comparison.fit()
-    remedy = None
-    if not difference <= tolerance:
-        remedy = _find_remedy(comparison, tolerance, fitted, sizes, weight_by, step)
-    parameter, parameter_difference = comparison.most_different(weights)
-    return GradientRecord(batch, difference, parameter, parameter_difference, tolerance, weights, fitted, remedy)
+    """Make the record of a comparison."""
+    difference, tolerance = comparison.difference(weights), step.tolerance
+    remedy = None if difference <= tolerance else _find_remedy(comparison, tolerance, sizes, weight_by, step)
+    return GradientRecord(
+        batch, difference, *comparison.most_different(weights), tolerance, weights, comparison.fit(), remedy
+    )
 
 
 def _find_remedy(
-    comparison: GradientComparison,
+    comparison: "GradientComparison",
     tolerance: float,
-    fitted: list[float] | None,
     sizes: Sequence[float | None],
     weight_by: WeightBy,
     step: _StepCopy,
 ) -> str:
-    """Return the remedy that the weights which would fit point at."""
-    parts = len(sizes)
+    """Return the remedy for the cause that the best weights of the parts point at."""
+    parts, fitted = len(sizes), comparison.fit()
     choices = {"sum": [1.0] * parts}
     known = [size for size in sizes if size is not None]
     if len(known) == parts:
         choices = {"samples": [size / sum(known) for size in known], **choices}
     for name, weights in choices.items():
         if name != weight_by and comparison.difference(weights) <= tolerance:
-            return f'The gradient is that of `weight_by="{name}"`: set it.'
+            return f'The gradient fits `weight_by="{name}"`: set it.'
     if fitted is not None and comparison.difference(fitted) <= tolerance and min(fitted) >= 0:
         if abs(sum(fitted) - 1) <= tolerance:
             return (
@@ -574,7 +485,7 @@ def _find_remedy(
         )
     if fitted is None and not math.isfinite(comparison.difference([1.0] * parts)):
         return (
-            "A gradient is not finite, such as that of a mean over nothing. Set `weight_by` to a function that returns"
+            "A gradient is not finite, as for a mean over nothing. Set `weight_by` to a function that returns"
             " 0 for a batch without anything to count."
         )
     if step.draws:
@@ -600,3 +511,59 @@ def _show(weights: Sequence[float]) -> str:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(".")
+
+
+class GradientComparison:
+    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch.
+
+    For each parameter it keeps the triangular factor of a QR decomposition whose columns are the parts and the whole.
+    The factor has the norm of every linear combination of the columns, without the cancellation of scalar products.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._factors: dict[str, Tensor] = {}
+        self._parts = parts
+        self._elements = 0
+
+    def add(self, name: str, parts: Sequence[Tensor], whole: Tensor) -> None:
+        """Add the flat, real gradients of one parameter."""
+        factor = torch.empty(0, self._parts + 1, dtype=torch.float64)
+        for rows in zip(*(torch.split(column, _ROWS) for column in (*parts, whole)), strict=True):
+            columns = torch.stack([row.detach().cpu().double() for row in rows], dim=1)
+            factor = _triangle([factor, columns])
+        self._factors[name] = factor
+        self._elements += whole.numel()
+
+    def difference(self, weights: Sequence[float]) -> float:
+        """Return the norm of the difference between weighted parts and whole, relative to the norm of the whole."""
+        return _relative(_triangle([*self._factors.values()]), weights)
+
+    def most_different(self, weights: Sequence[float]) -> tuple[str, float]:
+        """Return the parameter with the largest part of the difference, and the relative difference of it."""
+        name = max(self._factors, key=lambda name: _norm(self._factors[name], weights))
+        return name, _relative(self._factors[name], weights)
+
+    def fit(self) -> list[float] | None:
+        """Return the weights with the least difference; None if they are not unique, or fit any gradient."""
+        factor = _triangle([*self._factors.values()])
+        parts, whole = factor[:, :-1], factor[:, -1]
+        if self._elements <= self._parts or not factor.isfinite().all():
+            return None
+        if torch.linalg.matrix_rank(parts) < self._parts:
+            return None
+        weights: list[float] = torch.linalg.lstsq(parts, whole.unsqueeze(1)).solution.squeeze(1).tolist()
+        return weights
+
+
+def _triangle(blocks: Sequence[Tensor]) -> Tensor:
+    factor: Tensor = torch.linalg.qr(torch.cat([*blocks]), mode="r").R
+    return factor
+
+
+def _norm(factor: Tensor, weights: Sequence[float]) -> float:
+    return float((factor @ torch.tensor([*weights, -1.0], dtype=factor.dtype)).norm())
+
+
+def _relative(factor: Tensor, weights: Sequence[float]) -> float:
+    difference, whole = _norm(factor, weights), float(factor[:, -1].norm())
+    return difference / whole if whole else difference and float("inf")

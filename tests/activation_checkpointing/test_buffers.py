@@ -1,18 +1,17 @@
-"""Buffers that a recomputed forward pass changes: they change once, and it is computed with what they were."""
+"""Buffers change once per step, and the second forward pass sees the values of the first."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
-from tests.activation_checkpointing.recomputed_models import (
+from tests.activation_checkpointing.models import (
     STEPS,
     Normalised,
     difference,
     train,
     vectors,
-    with_segments,
+    with_checkpointing,
 )
 
 
@@ -36,54 +35,44 @@ class Codebook(nn.Module):
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_running_statistics_are_updated_once_per_step(momentum):
     model = Normalised(nn.BatchNorm1d(4, momentum=momentum), nn.BatchNorm1d(4, momentum=momentum)).double()
-    recomputing, _ = with_segments(model, nn.Sequential)
-    assert difference(train(recomputing, vectors), train(model, vectors)) < 1e-12
-    for ours, theirs in zip(recomputing.buffers(), model.buffers(), strict=True):
+    checkpointed, _ = with_checkpointing(model, nn.Sequential)
+    assert difference(train(checkpointed, vectors), train(model, vectors)) < 1e-12
+    for ours, theirs in zip(checkpointed.buffers(), model.buffers(), strict=True):
         assert torch.equal(ours, theirs)
-    assert recomputing.segments[0][1].num_batches_tracked == STEPS
+    assert checkpointed.parts[0][1].num_batches_tracked == STEPS
 
 
 def test_statistics_frozen_at_first_are_updated_once_when_they_thaw():
     model = Normalised(nn.BatchNorm1d(4)).double()
-    recomputing, _ = with_segments(model, nn.Sequential)
-    for net in (model, recomputing):
-        net.segments[0][1].eval()
+    checkpointed, _ = with_checkpointing(model, nn.Sequential)
+    for net in (model, checkpointed):
+        net.parts[0][1].eval()
         train(net, vectors)
         net.train()
         train(net, vectors)
-    for ours, theirs in zip(recomputing.buffers(), model.buffers(), strict=True):
+    for ours, theirs in zip(checkpointed.buffers(), model.buffers(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_the_test_of_statistics_fails_with_torchs_checkpoint_alone():
-    class Twice(Normalised):
-        def forward(self, inputs):
-            return checkpoint(super().forward, inputs, use_reentrant=False)
-
-    model = Twice(nn.BatchNorm1d(4)).double()
-    train(model, vectors)
-    assert model.segments[0][1].num_batches_tracked == 2 * STEPS
-
-
-def test_layers_that_compute_with_buffers_they_change_are_recomputed_as_they_ran():
+def test_layers_that_compute_with_buffers_they_change():
     model = Normalised(nn.Identity(), nn.Identity()).double()
-    for segment in model.segments:
-        parametrizations.spectral_norm(segment[0])
-    recomputing, _ = with_segments(model, nn.Sequential)
-    assert difference(train(recomputing, vectors), train(model, vectors)) < 1e-12
-    for ours, theirs in zip(recomputing.buffers(), model.buffers(), strict=True):
+    for part in model.parts:
+        parametrizations.spectral_norm(part[0])
+    checkpointed, _ = with_checkpointing(model, nn.Sequential)
+    assert difference(train(checkpointed, vectors), train(model, vectors)) < 1e-12
+    for ours, theirs in zip(checkpointed.buffers(), model.buffers(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_shared_buffers_stay_shared_and_keep_their_identity():
     model = Normalised(Codebook()).double()
-    recomputing, _ = with_segments(model, nn.Sequential)
-    codebook = recomputing.segments[0][1]
+    checkpointed, _ = with_checkpointing(model, nn.Sequential)
+    codebook = checkpointed.parts[0][1]
     before = codebook.codes
-    assert difference(train(recomputing, vectors), train(model, vectors)) < 1e-12
+    assert difference(train(checkpointed, vectors), train(model, vectors)) < 1e-12
     assert codebook.codes is before
     assert codebook.alias.same_codes is before
-    assert torch.equal(before, model.segments[0][1].codes)
+    assert torch.equal(before, model.parts[0][1].codes)
     assert len(codebook.seen) == 2 * STEPS
     assert all(torch.equal(*codebook.seen[step : step + 2]) for step in range(0, 2 * STEPS, 2))
 
@@ -121,13 +110,13 @@ def gradients_and_buffers(model, switch):
 def test_buffers_may_begin_to_change_at_any_time(how, calls):
     layers = [Observed(how)] * calls
     model = Normalised(*layers).double()
-    recomputing, _ = with_segments(model, nn.Sequential)
+    checkpointed, _ = with_checkpointing(model, nn.Sequential)
 
     def activate(net):
-        net.segments[0][1].active = True
+        net.parts[0][1].active = True
 
     theirs, their_buffers = gradients_and_buffers(model, activate)
-    ours, our_buffers = gradients_and_buffers(recomputing, activate)
+    ours, our_buffers = gradients_and_buffers(checkpointed, activate)
     assert difference(ours, theirs) < 1e-12
     for (our_name, our), (their_name, their) in zip(our_buffers, their_buffers, strict=True):
         assert our_name == their_name
@@ -151,10 +140,10 @@ class Silent(nn.Module):
 def test_buffers_of_modules_that_go_from_evaluation_to_training(kind):
     model = Normalised(Silent() if kind == "silent" else nn.Identity()).double()
     if kind == "spectral norm":
-        parametrizations.spectral_norm(model.segments[0][0])
-    recomputing, _ = with_segments(model.eval(), nn.Sequential)
+        parametrizations.spectral_norm(model.parts[0][0])
+    checkpointed, _ = with_checkpointing(model.eval(), nn.Sequential)
     theirs, their_buffers = gradients_and_buffers(model, nn.Module.train)
-    ours, our_buffers = gradients_and_buffers(recomputing, nn.Module.train)
+    ours, our_buffers = gradients_and_buffers(checkpointed, nn.Module.train)
     assert difference(ours, theirs) < 1e-12
     for (our_name, our), (their_name, their) in zip(our_buffers, their_buffers, strict=True):
         assert our_name == their_name
@@ -163,15 +152,15 @@ def test_buffers_of_modules_that_go_from_evaluation_to_training(kind):
 
 def test_a_buffer_is_cloned_once_for_each_change(monkeypatch):
     model = Normalised(Observed("in place")).double()
-    recomputing, _ = with_segments(model, nn.Sequential)
+    checkpointed, _ = with_checkpointing(model, nn.Sequential)
     clones = []
     clone = torch.Tensor.clone
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: clones.append(tensor.shape) or clone(tensor))
-    observed = recomputing.segments[0][1]
+    observed = checkpointed.parts[0][1]
     counts = []
     for active in (False, False, False, True, False, False):
         observed.active = active
         clones.clear()
-        recomputing(vectors()).sum()
+        checkpointed(vectors()).sum()
         counts.append(len(clones) - 1)  # one is its own
     assert counts == [1, 0, 0, 0, 1, 0]

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
 from lightning_ddp_ext.errors import ActivationCheckpointingError
-from tests.activation_checkpointing.recomputed_models import Transformer
+from tests.activation_checkpointing.models import Transformer
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_policy_reaches_processes_that_are_started_anew(policy):
     there = pickle.loads(pickle.dumps(ActivationCheckpointing(policy)))
     assert there.policy == policy
     there.apply(model := nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()))
-    assert there.report.segments == {"0": "Linear"}
+    assert there.modules == {"0": "Linear"}
     there.remove(model)
 
 

@@ -1,4 +1,4 @@
-"""Recomputed segments give the gradients and random numbers of a plain module: only time and memory change."""
+"""Gradients and random numbers are the same as without activation checkpointing; only time and memory change."""
 
 import pytest
 import torch
@@ -6,13 +6,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.activation_checkpointing.recomputed_models import (
+from tests.activation_checkpointing.models import (
+    STEPS,
     Block,
+    Normalised,
     Transformer,
+    checkpointed_names,
     difference,
     tokens,
     train,
-    with_segments,
+    with_checkpointing,
 )
 
 
@@ -29,29 +32,29 @@ from tests.activation_checkpointing.recomputed_models import (
     ],
     ids=["class", "set", "list", "parts of blocks", "path", "list of paths", "predicate"],
 )
-def test_gradients_are_those_without_recomputation(policy):
+def test_gradients_are_the_same(policy):
     model = Transformer().double()
-    recomputing, checkpointing = with_segments(model, policy)
-    assert difference(train(recomputing, tokens), train(model, tokens)) < 1e-12
-    assert checkpointing.report.memory.calls == len(checkpointing.report.segments)
+    checkpointed, checkpointing = with_checkpointing(model, policy)
+    assert difference(train(checkpointed, tokens), train(model, tokens)) < 1e-12
+    assert checkpointed_names(checkpointed) == [*checkpointing.modules]
 
 
 def test_the_test_fails_if_masks_are_drawn_anew(monkeypatch):
     def forgetful(*args, **kwargs):
         return checkpoint(*args, **kwargs, preserve_rng_state=False)
 
-    monkeypatch.setattr("lightning_ddp_ext.activation_checkpointing.recomputed_module.checkpoint", forgetful)
+    monkeypatch.setattr("lightning_ddp_ext.activation_checkpointing.checkpointed_forward.checkpoint", forgetful)
     model = Transformer().double()
-    recomputing, _ = with_segments(model, Block)
-    assert difference(train(recomputing, tokens), train(model, tokens)) > 1e-3
+    checkpointed, _ = with_checkpointing(model, Block)
+    assert difference(train(checkpointed, tokens), train(model, tokens)) > 1e-3
 
 
 def test_the_forward_pass_runs_again_in_the_backward_pass():
     model = Transformer(dropout=0.0)
-    recomputing, _ = with_segments(model, Block)
+    checkpointed, _ = with_checkpointing(model, Block)
     batch = tokens()
     flops = {}
-    for kind, net in [("plain", model), ("recomputed", recomputing)]:
+    for kind, net in [("plain", model), ("recomputed", checkpointed)]:
         with FlopCounterMode(display=False) as counter:
             loss = net(batch).sum()
         forward = counter.get_total_flops()
@@ -62,26 +65,60 @@ def test_the_forward_pass_runs_again_in_the_backward_pass():
     again = flops["recomputed"][1] - flops["plain"][1]
     assert 0.5 * flops["plain"][0] < again < flops["plain"][0]
     assert [block.calls for block in model.blocks] == [1, 1, 1]
-    assert [block.calls for block in recomputing.blocks] == [2, 2, 2]
+    assert [block.calls for block in checkpointed.blocks] == [2, 2, 2]
+
+
+def kept_by_autograd(model, batch):
+    """Return the number of bytes that autograd holds after a forward pass, without parameters and buffers."""
+    held = {}
+
+    def hold(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other tensor gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        loss = model(batch).square().sum()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        held.pop(tensor.untyped_storage().data_ptr(), None)
+    size = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    loss.backward()
+    return size
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "batch"),
+    [
+        (Transformer(), Block, torch.randint(11, (4, 9))),
+        (
+            nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)]),
+            nn.TransformerEncoderLayer,
+            torch.randn(4, 9, 16, requires_grad=True),
+        ),
+        (Normalised(*[nn.BatchNorm1d(4) for _ in range(3)]), nn.Sequential, torch.randn(64, 4)),
+    ],
+    ids=["own", "torch", "batch normalisation"],
+)
+def test_autograd_keeps_fewer_activations(model, policy, batch):
+    checkpointed, _ = with_checkpointing(model, policy)
+    assert kept_by_autograd(checkpointed, batch) < 0.6 * kept_by_autograd(model, batch)
 
 
 def test_nothing_is_recomputed_without_gradients():
-    recomputing, checkpointing = with_segments(Transformer(), Block)
+    checkpointed, _ = with_checkpointing(Transformer(), Block)
     with torch.no_grad():
-        recomputing(tokens())
-    assert [block.calls for block in recomputing.blocks] == [1, 1, 1]
-    assert checkpointing.report.memory is None
+        checkpointed(tokens())
+    assert [block.calls for block in checkpointed.blocks] == [1, 1, 1]
 
 
 def test_frozen_layers_in_evaluation_mode_are_recomputed_too():
-    recomputing, _ = with_segments(Transformer(), Block)
-    recomputing.eval()
-    recomputing(tokens()).sum().backward()
-    assert [block.calls for block in recomputing.blocks] == [2, 2, 2]
+    checkpointed, _ = with_checkpointing(Transformer(), Block)
+    checkpointed.eval()
+    checkpointed(tokens()).sum().backward()
+    assert [block.calls for block in checkpointed.blocks] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_segment_is_recomputed_under_the_autocast_of_its_forward_pass(dtype):
+def test_the_second_forward_pass_has_the_autocast_state_of_the_first(dtype):
     class Cast(nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -92,16 +129,15 @@ def test_a_segment_is_recomputed_under_the_autocast_of_its_forward_pass(dtype):
                 return self.inner(batch).float()
 
     model = Cast(Transformer())
-    recomputing, checkpointing = with_segments(model, Block)
-    for ours, theirs in zip(train(recomputing, tokens), train(model, tokens), strict=True):
+    checkpointed, _ = with_checkpointing(model, Block)
+    for ours, theirs in zip(train(checkpointed, tokens), train(model, tokens), strict=True):
         assert torch.equal(ours, theirs)
-    assert checkpointing.report.memory.saved > 0
 
 
 def test_a_graph_can_be_used_twice_and_differentiated_twice():
     model = Transformer().double()
     gradients = []
-    for net in (model, with_segments(model, Block)[0]):
+    for net in (model, with_checkpointing(model, Block)[0]):
         torch.manual_seed(3)
         hidden = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
         output = net.blocks[1](net.blocks[0](hidden)).square().sum()
@@ -113,7 +149,7 @@ def test_a_graph_can_be_used_twice_and_differentiated_twice():
     assert difference(gradients[1], gradients[0]) < 1e-12
 
 
-def test_a_segment_may_be_called_several_times_in_a_step():
+def test_a_module_may_be_called_several_times_in_a_step():
     class Recurrent(Transformer):
         def forward(self, batch):
             hidden = self.embedding(batch)
@@ -122,6 +158,6 @@ def test_a_segment_may_be_called_several_times_in_a_step():
             return self.head(hidden)
 
     model = Recurrent(blocks=1).double()
-    recomputing, checkpointing = with_segments(model, Block)
-    assert difference(train(recomputing, tokens), train(model, tokens)) < 1e-12
-    assert checkpointing.report.memory.calls == 4
+    checkpointed, _ = with_checkpointing(model, Block)
+    assert difference(train(checkpointed, tokens), train(model, tokens)) < 1e-12
+    assert checkpointed.blocks[0].calls == 2 * 4 * STEPS

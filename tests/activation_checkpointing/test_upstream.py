@@ -1,4 +1,4 @@
-"""Recomputed segments in compiled modules and in models of HuggingFace."""
+"""Activation checkpointing of compiled modules and of models of HuggingFace."""
 
 import copy
 
@@ -8,14 +8,14 @@ from torch import nn
 
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
 from lightning_ddp_ext.errors import ActivationCheckpointingError
-from tests.activation_checkpointing.recomputed_models import (
+from tests.activation_checkpointing.models import (
     Normalised,
+    checkpointed_names,
     difference,
-    segments_of,
     tokens,
     train,
     vectors,
-    with_segments,
+    with_checkpointing,
 )
 
 
@@ -27,7 +27,7 @@ class Moving(nn.Module):
         self.register_buffer("codes", torch.ones(4, dtype=torch.float64))
 
     def forward(self, inputs):
-        torch._dynamo.graph_break()  # ends what is compiled around it, the segment included
+        torch._dynamo.graph_break()  # ends the compilation of the code around the module
         outputs = inputs.square() * self.codes
         self.codes = 0.5 * self.codes + inputs.detach().mean(0)
         return outputs
@@ -41,21 +41,19 @@ def test_compiled_modules_give_the_same_gradients_and_buffers(how, layer):
     model = Normalised(layer(), layer()).double()
     reference = copy.deepcopy(model)
     if how == "wrapped":
-        model.segments = nn.ModuleList(torch.compile(segment, backend="aot_eager") for segment in model.segments)
+        model.parts = nn.ModuleList(torch.compile(part, backend="aot_eager") for part in model.parts)
     elif how == "in place":
-        for segment in model.segments:
-            segment.compile(backend="aot_eager")
+        for part in model.parts:
+            part.compile(backend="aot_eager")
     checkpointing = ActivationCheckpointing(nn.Sequential)
     checkpointing.apply(model)
-    assert list(checkpointing.report.segments.values()) == ["Sequential"] * 2
+    assert list(checkpointing.modules.values()) == ["Sequential"] * 2
     run = torch.compile(model, backend="aot_eager") if how == "around" else model
     assert difference(train(run, vectors), train(reference, vectors)) < 1e-12
     for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
         assert torch.equal(ours, theirs)
-    if how != "around":
-        assert checkpointing.report.memory.calls == 2
     checkpointing.remove(model)
-    assert not segments_of(model)
+    assert not checkpointed_names(model)
 
 
 def gpt2():
@@ -93,20 +91,17 @@ class Loss(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize("own", [False, True], ids=["plain", "recomputing itself too"])
+@pytest.mark.parametrize("own", [False, True], ids=["plain", "checkpointed itself too"])
 @pytest.mark.parametrize("make", [gpt2, t5, llama])
 def test_models_of_huggingface_keep_their_gradients(make, own):
     network, path = make()
     model = Loss(network.double())
-    recomputing, checkpointing = with_segments(model, path)
+    checkpointed, checkpointing = with_checkpointing(model, path)
     if own:
-        recomputing.model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert difference(train(recomputing, tokens), train(model, tokens)) < 1e-12
-    memory = checkpointing.report.memory
-    assert memory.calls == len(checkpointing.report.segments) >= 2
-    assert list(recomputing.state_dict()) == list(model.state_dict())
-    if not own:
-        assert memory.saved > 0.5 * memory.without
+        checkpointed.model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert difference(train(checkpointed, tokens), train(model, tokens)) < 1e-12
+    assert len(checkpointing.modules) >= 2
+    assert list(checkpointed.state_dict()) == list(model.state_dict())
 
 
 def test_a_cache_that_holds_something_is_refused():

@@ -57,6 +57,7 @@ def test_tables_of_speed_memory_and_peers_fit_into_100_columns():
     assert [count_passed(outcomes, name) for name in (OURS, "ddp", "find_unused")] == [36, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scenario", "mode", "letter"),
     [

@@ -2,7 +2,6 @@
 
 import io
 
-import pytest
 from measuring.faults import make_fault_table, shorten
 from rich.console import Console
 
@@ -18,20 +17,17 @@ ENDED = [row(0, "OtherRankError: the process of rank 1 is gone"), row(1)]
 DONE = [row(0, value={"steps": 16}), row(1, value={"steps": 16})]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "is_right"),
-    [
-        (FaultOutcome(KILLED, 2.0, ENDED, 3, []), True),
-        (FaultOutcome(KILLED, None, ENDED, 3, []), False),
-        (FaultOutcome(KILLED, 2.0, ENDED, 3, ["last.ckpt"]), False),
-        (FaultOutcome(KILLED, 2.0, ENDED, 3, [], left=1), False),
-        (FaultOutcome(KILLED, 2.0, DONE, 3, []), False),
-        (FaultOutcome(Fault("slow rank", 1, "tail"), 2.0, DONE, 3, []), True),
-        (FaultOutcome(Fault("slow rank", 1, "tail"), 2.0, ENDED, 3, []), False),
-    ],
-)
-def test_an_outcome_is_right_if_nothing_hung_broke_or_stayed(outcome, is_right):
-    assert outcome.is_right is is_right
+def test_an_outcome_is_right_if_nothing_hung_broke_or_stayed():
+    slow = Fault("slow rank", 1, "tail")
+    right = [FaultOutcome(KILLED, 2.0, ENDED, 3, []), FaultOutcome(slow, 2.0, DONE, 3, [])]
+    wrong = [
+        FaultOutcome(KILLED, None, ENDED, 3, []),
+        FaultOutcome(KILLED, 2.0, ENDED, 3, ["last.ckpt"]),
+        FaultOutcome(KILLED, 2.0, ENDED, 3, [], left=1),
+        FaultOutcome(KILLED, 2.0, DONE, 3, []),
+        FaultOutcome(slow, 2.0, ENDED, 3, []),
+    ]
+    assert [outcome.is_right for outcome in (*right, *wrong)] == [True] * 2 + [False] * 5
 
 
 def test_the_table_has_a_row_for_every_fault():
@@ -46,16 +42,7 @@ def test_the_table_has_a_row_for_every_fault():
     assert "stall limit of 6 s: 2 of 3 as promised" in text
     rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["kill"], ["SIGSTOP"], ["slow"])]
     assert rows[0][:6] == ["kill", "-9", "1", "tail", "2.0", "3"]
-    assert rows[1] == [
-        "SIGSTOP",
-        "0",
-        "even",
-        "hung",
-        "broken:",
-        "half.ckpt",
-        "2",
-        *["the", "process", "of", "rank", "1", "is", "gone"],
-    ]
+    assert " ".join(rows[1]) == "SIGSTOP 0 even hung broken: half.ckpt 2 the process of rank 1 is gone"
     assert rows[2][-2:] == ["(training", "completed)"]
 
 

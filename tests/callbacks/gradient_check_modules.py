@@ -145,7 +145,7 @@ CASES = {
         SingleClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights, options=DOUBLE
     ),
     "mean in bfloat16": Case(Plain, options={"precision": "bf16-mixed"}),
-    "mean, parts weighted equally": Case(Plain, "equal", 'that of `weight_by="samples"`', len),
+    "mean, parts weighted equally": Case(Plain, "equal", 'fits `weight_by="samples"`', len),
     "class weights": Case(ClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights, options=DOUBLE),
     "class weights in float32": Case(ClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights),
     "class weights in bfloat16": Case(
@@ -156,7 +156,7 @@ CASES = {
     "ignored labels, counted": Case(IgnoreIndex, count_labels, options=DOUBLE),
     "masked mean": Case(MaskedMean, remedy=MEAN_OVER, fitting=count_masked, options=DOUBLE),
     "masked mean, counted": Case(MaskedMean, count_masked, options=DOUBLE),
-    "sum": Case(Sum, remedy='that of `weight_by="sum"`', options=DOUBLE),
+    "sum": Case(Sum, remedy='fits `weight_by="sum"`', options=DOUBLE),
     "sum, added up": Case(Sum, "sum", options=DOUBLE),
     "root of a mean": Case(RootMean, remedy="which do not add up to 1", options=DOUBLE),
     "two means": Case(TwoMeans, remedy="terms that are means over different things", options=DOUBLE),

@@ -126,7 +126,7 @@ def test_samples_are_counted_and_joined_along_the_batch_dimension(by_rank):
         assert fits.weights == pytest.approx([size / sum(SIZES) for size in SIZES])
         assert fits.difference < EXACT_IN_FLOAT32
         assert differs.difference > SURPRISE
-        assert 'that of `weight_by="samples"`' in differs.remedy
+        assert 'fits `weight_by="samples"`' in differs.remedy
 
 
 def test_a_remedy_is_never_the_value_that_is_already_set(by_rank):
@@ -210,7 +210,7 @@ def test_replicas_whose_step_returns_none_are_left_out(weight_by):
     else:
         assert first.weights == [0.5, 0.5]
         assert first.fitted_weights == pytest.approx([2 / 7, 5 / 7], rel=1e-4)
-        assert 'that of `weight_by="samples"`' in first.remedy
+        assert 'fits `weight_by="samples"`' in first.remedy
 
 
 @pytest.mark.filterwarnings("ignore:.*draws random numbers")

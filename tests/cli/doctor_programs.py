@@ -8,7 +8,7 @@ from lightning_ddp_ext.clusters.slurm import candidate_ports
 from lightning_ddp_ext.distributed.bandwidth import SIZES
 from tests.distributed import rank_server
 from tests.distributed.rank_programs import diagnose
-from tests.support.rank_processes.ports import free_port
+from tests.support.ports import free_port
 
 CPU = "trainer.accelerator=cpu"
 TASK = {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.rank_processes.ports import free_port
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 60.0  # seconds for what takes less than one

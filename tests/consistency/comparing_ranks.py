@@ -1,8 +1,5 @@
 """What the ranks of the tests of comparisons run; one launch goes through tables of cases."""
 
-import importlib.util
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-if "lightning_ddp_ext" not in sys.modules:
-    # On a rank. Stands in for the package, so that ranks do not pay for the import of Lightning by its `__init__`.
-    package = types.ModuleType("lightning_ddp_ext")
-    package.__path__ = importlib.util.find_spec("lightning_ddp_ext").submodule_search_locations
-    sys.modules["lightning_ddp_ext"] = package
 
 from lightning_ddp_ext.consistency.replica_differences import ReplicaDifference, find_difference
 from lightning_ddp_ext.distributed.exchange import exchange_device, gather_integer, gather_objects
@@ -163,7 +154,6 @@ def compare_everything(changed_rank: int) -> "Compared":
         setups=compare_all_setups(changed_rank),
         collectives=count_collectives(),
         subgroup=compare_in_subgroups() if dist.get_world_size() == 3 else None,
-        knows_lightning="lightning" in sys.modules,
     )
     dist.destroy_process_group()
     return compared
@@ -191,4 +181,3 @@ class Compared:
     setups: dict[str, str | None]
     collectives: tuple[dict[str, int], dict[str, int]]
     subgroup: tuple[str, list[int], list[int], str] | None
-    knows_lightning: bool

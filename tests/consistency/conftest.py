@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.rank_processes import run_processes
+from tests.support.processes import run_processes
 
 from . import comparing_ranks as ranks
 

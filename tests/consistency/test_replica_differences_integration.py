@@ -68,10 +68,6 @@ def test_equal_tensors_cost_one_collective(two_compared):
         assert different == {"all_gather": 5, "broadcast": 1}
 
 
-def test_nothing_of_this_needs_lightning(three_compared):
-    assert not any(compared.knows_lightning for compared in three_compared)
-
-
 def test_some_of_the_ranks_are_compared(three_compared):
     outside, *inside = (compared.subgroup for compared in three_compared)
     assert outside == ("", [], [], "cpu")

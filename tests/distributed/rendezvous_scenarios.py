@@ -19,7 +19,7 @@ from tests.distributed.rank_programs import (
     time_all_reduces,
     train,
 )
-from tests.support.rank_processes.ports import free_port
+from tests.support.ports import free_port
 
 
 def play_scenarios(folder):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.distributed import process_group
 from lightning_ddp_ext.distributed.stores import connect_store
 from lightning_ddp_ext.errors import RendezvousError
-from tests.support.rank_processes.ports import free_port
+from tests.support.ports import free_port
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rank_processes.ports import free_port
+from tests.support.ports import free_port
 
 PROGRAM = Path(__file__).parent / "torchrun_program.py"
 

@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.join import uneven_phase_ranks as ranks
-from tests.support.processes import run_processes
-from tests.support.rank_processes import RankTimeoutError
+from tests.support.processes import RankTimeoutError, run_processes
 
 # On ranks 0 and 2, which give 1 and 3; rank 1 has run out of data.
 EXPECTED = {

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from tests.join import metric_ranks as ranks
-from tests.support.processes import run_processes
-from tests.support.rank_processes import RankError, RankTimeoutError
+from tests.support.processes import RankError, RankTimeoutError, run_processes
 
 
 @pytest.fixture(scope="module")

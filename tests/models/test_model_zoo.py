@@ -1,4 +1,4 @@
-"""Constructions that people's models use: each trains as on one device, and would not with the wrong weights."""
+"""Constructions of users' models: each trains as on one device, and would not with wrong weights."""
 
 import pytest
 import torch
@@ -241,21 +241,64 @@ def sequences():
     return DataLoader(rows, batch_size=8, collate_fn=collate)
 
 
+class Recurrent(Classifies):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(5, 8, num_layers=2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, features):
+        return self.head(self.lstm(features)[1][0][-1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+class Detector(Classifies):
+    """Batches are lists of images of several sizes and of targets with several boxes."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Conv2d(3, 4, 3)
+
+    def training_step(self, batch, batch_idx):
+        pairs = zip(*batch, strict=True)
+        return torch.stack(
+            [(self.features(image).mean() - target["boxes"].sum()) ** 2 for image, target in pairs]
+        ).mean()
+
+
+def images():
+    generator = torch.Generator().manual_seed(5)
+    rows = [
+        (
+            torch.randn(3, 5 + i % 3, 6, generator=generator, dtype=FLOAT64),
+            {"boxes": torch.rand(i % 4, 4, generator=generator, dtype=FLOAT64), "name": f"image {i}"},
+        )
+        for i in range(11)
+    ]
+    return DataLoader(rows, batch_size=8, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))
+
+
 POINTS = [
     TiedWeights, ParameterContainers, Parametrized, HookedNorms, OwnFunction, Functional, ComplexWeights,
     HookedFeatures, Adapted, Experts, Generator, Adversarial,
 ]  # fmt: skip
 
 
+OTHERS = [(PackedRecurrent, sequences), (Recurrent, lambda: points((6, 5))), (Detector, images)]
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
 @pytest.mark.filterwarnings("ignore:`self.features` got entries inside a step")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated")
-@pytest.mark.parametrize(("model", "loader"), [*((model, points) for model in POINTS), (PackedRecurrent, sequences)])
+@pytest.mark.parametrize(("model", "loader"), [*((model, points) for model in POINTS), *OTHERS])
 def test_a_model_trains_as_on_one_device(model, loader):
     def gradients(strategy, devices):
         trained = train(seeded(model), strategy, devices, loader=loader(), max_epochs=2)
         return trained.gradients.after_backward
 
     single = gradients("auto", 1)
-    assert relative_difference(gradients(BalancedDataParallelStrategy(split=[2, 3, 3]), 3), single) < 1e-12
+    for options in ({"split": [2, 3, 3]}, {"gpu0_batch_size": 0}):
+        assert relative_difference(gradients(BalancedDataParallelStrategy(**options), 3), single) < 1e-12
     wrong = gradients(BalancedDataParallelStrategy(split=[1, 3], weight_by="equal"), 2)
     assert relative_difference(wrong[:1], single[:1]) > 1e-3

@@ -23,7 +23,7 @@ from tests.strategies.fault_ranks import (
     list_broken_checkpoints,
     train,
 )
-from tests.support.rank_processes.ports import free_port
+from tests.support.ports import free_port
 
 _DISK = "1500k"  # room for some checkpoints
 _CUT = 4.0  # seconds

@@ -1,4 +1,4 @@
-"""Fails when a private name of torchmetrics that `_compat` relies on moves."""
+"""Fails when a private name of torchmetrics moves that `_compat` relies on."""
 
 import torch
 import torchmetrics
@@ -73,3 +73,40 @@ def test_compute_groups_are_given_up_and_formed():
     compat_torchmetrics.restore_compute_groups(grouped, form=True)
     assert grouped.compute_groups == {0: ["a", "b"]}
     assert isinstance(grouped["a"], Metric)
+
+
+def test_what_a_metric_has_computed_is_forgotten():
+    metric = torchmetrics.CatMetric()
+    metric.update(torch.ones(2))
+    metric.compute()
+    metric.value[0].zero_()
+    assert metric.compute().tolist() == [1, 1]
+    compat_torchmetrics.forget_computed(metric)
+    assert metric.compute().tolist() == [0, 0]
+
+
+def test_list_states_are_found_and_concatenated():
+    metric = torchmetrics.CatMetric()
+    assert compat_torchmetrics.list_states(metric) == {"value": []}
+    metric.update(torch.ones(2))
+    metric.update(torch.zeros(1))
+    assert [[entry.tolist() for entry in entries] for entries in compat_torchmetrics.list_states(metric).values()] == [
+        [[1, 1, 0]]
+    ]
+
+
+def test_synchronisation_of_metrics_is_followed(group):
+    seen = []
+
+    def around(metric, synchronize, gather, ranks):
+        seen.append((type(metric), ranks))
+        synchronize(gather)
+
+    metric = torchmetrics.CatMetric()
+    metric.update(torch.ones(2))
+    compat_torchmetrics.watch_synchronization(around)
+    assert metric.compute().tolist() == [1, 1]
+    compat_torchmetrics.unwatch_synchronization()
+    compat_torchmetrics.forget_computed(metric)
+    assert metric.compute().tolist() == [1, 1]
+    assert seen == [(torchmetrics.CatMetric, None)]

@@ -1,12 +1,12 @@
-"""Models of the tests of activation checkpointing, and what these do with them."""
+"""Models for tests of activation checkpointing."""
 
 import copy
 
 import torch
 from torch import nn
 
+from lightning_ddp_ext.activation_checkpointing.checkpointed_forward import CheckpointedForward
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
-from lightning_ddp_ext.activation_checkpointing.recomputed_module import Segment
 
 STEPS = 3
 
@@ -44,15 +44,15 @@ class Transformer(nn.Module):
 
 
 class Normalised(nn.Module):
-    """Segments whose forward pass changes buffers."""
+    """Parts whose forward pass changes buffers."""
 
     def __init__(self, *layers):
         super().__init__()
-        self.segments = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh()) for layer in layers)
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh()) for layer in layers)
 
     def forward(self, inputs):
-        for segment in self.segments:
-            inputs = segment(inputs)
+        for part in self.parts:
+            inputs = part(inputs)
         return inputs
 
 
@@ -83,12 +83,12 @@ def vectors():
     return torch.randn(6, 4, dtype=torch.float64)
 
 
-def with_segments(model, policy):
+def with_checkpointing(model, policy):
     copied = copy.deepcopy(model)
     checkpointing = ActivationCheckpointing(policy)
     checkpointing.apply(copied)
     return copied, checkpointing
 
 
-def segments_of(model):
-    return [name for name, module in model.named_modules() if Segment.find(module) is not None]
+def checkpointed_names(model):
+    return [name for name, module in model.named_modules() if CheckpointedForward.find(module) is not None]

@@ -1,0 +1,440 @@
+"""Fails when a private name of Lightning moves that `_compat` relies on. Several ranks test the use of each name."""
+
+import ast
+import inspect
+import json
+import pickle
+import re
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException, _TunerExitException
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+
+from lightning_ddp_ext import strategies
+from lightning_ddp_ext._compat import lightning, lightning_logging, loaders, loops, resuming
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.strategies import balanced_dp
+
+
+def make_trainer(**options):
+    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
+    return Trainer(**{"accelerator": "cpu", "devices": 1, "logger": False, **quiet, **options})
+
+
+def test_strategies_use_these_private_names_of_lightning_only():
+    """`_configure_launcher` is the last call of a Trainer's constructor, `_layer_sync` shows `sync_batchnorm=True`."""
+    private = {
+        name for cls in (Strategy, ParallelStrategy, DDPStrategy) for name in vars(cls) if re.match("_[^_]", name)
+    }
+    used = set()
+    for path in Path(strategies.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute | ast.FunctionDef):
+                used.add(node.attr if isinstance(node, ast.Attribute) else node.name)
+    assert used & (private | {"_layer_sync"}) == {"_configure_launcher", "_layer_sync"}
+
+
+def test_the_last_call_of_the_trainers_constructor_lets_a_strategy_refuse():
+    called = []
+
+    class Refusing(balanced_dp.SingleProcessStrategy):
+        def _configure_launcher(self):
+            called.append((self.parallel_devices, self._layer_sync is not None))
+
+    Trainer(strategy=Refusing(), accelerator="cpu", devices=2, sync_batchnorm=True, logger=False)
+    assert called == [([torch.device("cpu")] * 2, True)]
+
+
+def test_lightning_handles_signals_where_that_is_replaced():
+    trainer = make_trainer()
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(Trainer._run)
+    assert "self._original_handlers.items()" in inspect.getsource(type(connector).teardown)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
+    before = signal.getsignal(signal.SIGUSR1)
+    loops.replace_signal_handling(trainer, lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
+    connector.register_signal_handlers()
+    loop._broadcast_sigterm_tensor()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    connector.teardown()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    loops.restore_signal_handling(trainer)
+    assert connector.register_signal_handlers.__func__ is type(connector).register_signal_handlers
+
+
+def test_the_loop_is_asked_before_each_batch(tmp_path):
+    trainer = make_trainer(max_steps=3, default_root_dir=tmp_path)
+    asked = []
+    loops.before_each_batch(trainer, lambda: asked.append(trainer.global_step) is None)
+    trainer.fit(BoringModel())
+    assert asked == [0, 1, 2]
+    loops.not_before_each_batch(trainer)
+    assert "advance" not in vars(trainer.fit_loop.epoch_loop)
+    assert loops.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
+
+
+def test_how_a_strategy_starts_processes_is_known():
+    assert lightning.repeats_the_command(DDPStrategy())
+    assert not lightning.repeats_the_command(DDPStrategy(start_method="spawn"))
+    assert lightning.repeats_the_command(FSDPStrategy())
+
+
+class Constant(LightningModule):
+    def __init__(self, value):
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(float(value)))
+
+    def test_step(self, batch, batch_idx):
+        pass
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_restarted_job_is_tested_with_the_weights_it_has(tmp_path, monkeypatch, kept):
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(default_root_dir=tmp_path, plugins=[LightningEnvironment()], **options)
+    trainer.strategy.connect(Constant(1))
+    trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    module = Constant(2)
+    if kept:
+        lightning.keep_weights_for_testing(trainer)
+    trainer.test(module, [0], verbose=False)
+    assert module.value.item() == (2 if kept else 1)
+
+
+def test_the_owner_of_a_data_hook_is_found():
+    class Module(LightningModule):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return batch
+
+    trainer = make_trainer()
+    module = Module()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    assert lightning.data_hook_owner(trainer, "transfer_batch_to_device") is module
+
+
+def test_a_module_takes_on_a_device():
+    module = LightningModule()
+    lightning.adopt_device(module, torch.device("meta"))
+    assert module.device == torch.device("meta")
+    assert module._metric_attributes is None
+
+
+@pytest.mark.parametrize(
+    ("iterables", "mode", "expected"),
+    [
+        ([1, 1], "min_size", True),
+        ([1, 1], "sequential", False),
+        ({"a": 1, "b": 1}, "min_size", False),
+        ([1, 1, 1], "min_size", False),
+    ],
+)
+def test_a_batch_of_each_loader_is_told_from_a_list_of_samples(iterables, mode, expected):
+    trainer = make_trainer()
+    trainer.training = True
+    trainer.fit_loop._combined_loader = CombinedLoader(iterables, mode)
+    assert loaders.is_list_of_batches(trainer, [None, None]) is expected
+    trainer.training = False
+    assert not loaders.is_list_of_batches(trainer, [None, None])
+
+
+def test_the_steps_that_are_logged_are_known():
+    trainer = make_trainer(log_every_n_steps=2)
+    trainer.training = True
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 1
+    assert loops.logs_now(trainer)
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 2
+    assert not loops.logs_now(trainer)
+
+
+def test_steps_that_fetch_their_own_batches_are_recognised():
+    class Fetching(LightningModule):
+        def training_step(self, dataloader_iter):
+            pass
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    assert lightning.takes_dataloader_iter(Fetching(), "training_step")
+    assert not lightning.takes_dataloader_iter(Fetching(), "validation_step")
+
+
+def test_steps_with_two_arguments_take_the_batch_index():
+    class Two(LightningModule):
+        def training_step(self, batch, number):
+            pass
+
+    class One(LightningModule):
+        def training_step(self, batch):
+            pass
+
+    assert lightning.takes_batch_idx(Two())
+    assert not lightning.takes_batch_idx(One())
+
+
+def test_the_trainer_knows_an_interactive_session(monkeypatch):
+    """And it refuses strategies that do not start processes by fork there."""
+    assert accelerator_connector._IS_INTERACTIVE is lightning.in_interactive_session() is False
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    assert lightning.in_interactive_session()
+    with pytest.raises(MisconfigurationException, match="is not compatible with an interactive environment"):
+        Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False)
+
+
+def test_a_trainer_reads_the_accelerator_of_a_strategy_before_its_other_settings():
+    """`OneTrainerStrategy` relies on it; nothing but a Trainer's constructor reads the private name."""
+    strategy = balanced_dp.SingleProcessStrategy()
+    Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(UnsupportedFeatureError, match="Create a new strategy for each Trainer"):
+        Trainer(strategy=strategy, accelerator="cpu", precision="64-true", plugins=[LightningEnvironment()])
+    sources = [inspect.getsource(cls).count("self._accelerator") for cls in (Strategy, ParallelStrategy, DDPStrategy)]
+    assert sources == [3, 0, 0]  # the constructor, and both sides of `accelerator`
+
+
+def test_planned_ends_and_exits_are_recognised():
+    errors = [SIGTERMException(143), _TunerExitException(), SystemExit(), SystemExit(0), SystemExit(1), ValueError()]
+    assert [lightning.is_planned_end(error) for error in errors] == [True, True, False, False, False, False]
+    assert [lightning.is_exit(error) for error in errors] == [False, False, True, True, False, False]
+
+
+events = []
+
+
+@contextmanager
+def surround():
+    try:
+        yield
+    except ArithmeticError as error:
+        events.append("surrounded")
+        raise RuntimeError("explained") from error
+
+
+class Failing(Callback):
+    def on_fit_start(self, trainer, pl_module):
+        raise ArithmeticError
+
+    def on_exception(self, trainer, pl_module, exception):
+        events.append(type(exception))
+
+
+def test_an_error_passes_what_surrounds_a_launch_before_callbacks_hear_of_it():
+    events.clear()
+    trainer = make_trainer(strategy="ddp", callbacks=[Failing()])
+    lightning.surround_launch(trainer.strategy.launcher, surround)
+    with pytest.raises(RuntimeError, match="explained"):
+        trainer.fit(BoringModel())
+    assert events == ["surrounded", RuntimeError]
+
+
+def test_what_surrounds_a_launch_is_pickled_with_the_launcher():
+    trainer = Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, logger=False)
+    launcher = trainer.strategy.launcher
+    lightning.surround_launch(launcher, surround)
+    copied = pickle.loads(pickle.dumps(launcher.launch))
+    assert copied.args[1] is surround
+    assert type(copied.args[0]) is type(launcher)
+
+
+def test_loops_ask_a_source_for_their_loaders():
+    trainer = make_trainer(fast_dev_run=2)
+    asked = []
+
+    def replace(given, is_training):
+        asked.append(is_training)
+        return CombinedLoader(given, "max_size_cycle" if is_training else "sequential")
+
+    loaders.replace_loaders(trainer, replace)
+    trainer.fit(BoringModel())
+    assert asked == [True, False] or asked == [False, True]
+    loaders.restore_loaders(trainer)
+    trainer.test(BoringModel(), verbose=False)
+    assert len(asked) == 2
+
+
+def test_what_has_been_done_is_known_in_every_hook_that_saves():
+    found = []
+
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            found.append(("batch", resuming.find_progress(trainer).done))
+
+        def on_validation_start(self, trainer, *_):
+            found.append(("validation", resuming.find_progress(trainer).done))
+
+        def on_validation_end(self, trainer, *_):
+            found.append(("validated", resuming.find_progress(trainer).done))
+
+        def on_train_epoch_end(self, trainer, *_):
+            found.append(("epoch", resuming.find_progress(trainer).done))
+
+    trainer = make_trainer(
+        max_epochs=1, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, callbacks=[Looking()]
+    )
+    trainer.fit(BoringModel())
+    assert found == [
+        ("batch", "step"),
+        ("batch", "step"),
+        ("validation", "step"),
+        ("validated", "validation"),
+        ("epoch", "epoch"),
+    ]
+
+
+def test_a_run_may_begin_at_the_end_of_an_epoch():
+    trainer = make_trainer(limit_train_batches=3, fast_dev_run=3)
+    trainer.fit(BoringModel())
+    loop = trainer.fit_loop.epoch_loop
+    assert {"_skip_next_val", "_restarting"} <= vars(loop).keys()
+    resuming.complete_batch(trainer, is_last_batch=True)
+    current = loop.batch_progress.current
+    assert current.ready == current.started == current.processed == current.completed == 3
+    loop.batch_progress.is_last_batch = False
+    resuming.advance(trainer, resuming.Progress("validation", is_last_batch=True))
+    assert loop.batch_progress.is_last_batch
+    assert loop._skip_next_val
+
+
+def test_loaders_are_shown_to_lightning_before_it_injects_samplers():
+    trainer = make_trainer(fast_dev_run=1)
+    shown = []
+
+    def show(loader):
+        shown.append(loader)
+        return DataLoader(loader.dataset, batch_size=5)
+
+    entered = []
+
+    @contextmanager
+    def preparing():
+        entered.append(len(shown))
+        yield
+
+    loaders.replace_preparation(trainer, show, preparing)
+    loader = DataLoader(range(4))
+    assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (5, 2)
+    assert trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=None) is loader
+    assert len(shown) == 2
+    assert entered == [1, 2]
+    loaders.restore_preparation(trainer)
+    assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (1, 2)
+
+
+def test_the_loader_of_the_loop_and_its_mode_are_found():
+    found = []
+    trainer = make_trainer(fast_dev_run=1)
+    original = trainer.strategy.batch_to_device
+
+    def batch_to_device(*args, **kwargs):
+        found.append((lightning.is_hook_of_loop(module, "batch_to_device"), loaders.active_combined_loader(trainer)))
+        return original(*args, **kwargs)
+
+    trainer.strategy.batch_to_device = batch_to_device
+    trainer.fit(module := BoringModel())
+    assert [is_hook for is_hook, _ in found] == [True, True]
+    assert [loaders.combination_mode(loader) for _, loader in found] == ["max_size_cycle", "sequential"]
+    assert not lightning.is_hook_of_loop(module, "batch_to_device")
+
+
+def test_combined_loaders_save_their_state_where_it_is_overridden():
+    source = inspect.getsource(type(make_trainer().fit_loop))
+    assert "_combined_loader._state_dicts()" in source
+    assert "_combined_loader._load_state_dicts(" in source
+
+
+def test_a_sampler_that_lightning_has_wrapped_is_recognised():
+    wrapped = DistributedSamplerWrapper(SequentialSampler(range(4)), num_replicas=2, rank=0)
+    assert loaders.is_sampler_wrapper(wrapped)
+    wrapped.dataset.reset()
+    assert wrapped.dataset[2] == 2
+    assert not loaders.is_sampler_wrapper(DistributedSampler(range(4), 2, 0))
+
+
+def test_batch_hooks_of_evaluation_are_silenced():
+    called = []
+
+    class Calling(BoringModel):
+        def on_validation_batch_start(self, *_):
+            called.append("hook")
+
+    module = Calling()
+    trainer = make_trainer(callbacks=[Callback()])
+    trainer.strategy.connect(module)
+    with loops.without_batch_hooks(trainer):
+        module.on_validation_batch_start(None, 0)
+        assert trainer.callbacks == []
+    module.on_validation_batch_start(None, 0)
+    assert called == ["hook"]
+    assert trainer.callbacks
+
+
+def test_manual_steps_are_counted_where_expected():
+    trainer = make_trainer()
+    trainer.strategy.connect(module := BoringModel())
+    module.automatic_optimization = False
+    progress = loops.manual_step_progress(trainer)
+    progress.increment_ready()
+    progress.increment_completed()
+    assert trainer.global_step == 1
+
+
+class Logging(BoringModel):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", torch.tensor(2.0 + batch_idx), on_step=True, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_logging_is_followed_and_described():
+    trainer = make_trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    events, described = [], []
+
+    def update(key, metric, proceed):
+        proceed()
+        events.append(key)
+        described.append(json.dumps(lightning_logging.describe_logged(key, metric)))
+
+    lightning_logging.watch_logging(
+        trainer,
+        update,
+        lambda batch: 7,
+        lambda: events.append("batch"),
+        lambda: events.append("epoch"),
+        lambda: events.append("end"),
+    )
+    trainer.fit(module := Logging())
+    key = "training_step.loss"
+    assert events == [key, "batch", key, "batch", "epoch", "end"]
+    results = trainer.fit_loop.epoch_loop._results
+    assert lightning_logging.is_synchronised(results[key], on_step=True) is False  # with one device
+    results.clear()
+    lightning_logging.adopt_logged(results, json.loads(described[-1]), module, sum)
+    assert lightning_logging.latest(results[key]) == 3
+    lightning_logging.set_latest(results[key], torch.tensor(5.0))
+    assert lightning_logging.latest(results[key]) == 5
+    results.batch = torch.zeros(2)
+    metric = results[key]
+    assert [results._extract_batch_size(metric, given, metric.meta) for given in (3, None)] == [3, 7]
+    lightning_logging.unwatch_logging(trainer)
+    assert not {"update_metrics", "_extract_batch_size"} & set(vars(results))
+    assert "batch_size = self._extract_batch_size(self[key], batch_size, meta)" in inspect.getsource(type(results).log)
+    assert not {"on_batch_end", "epoch_end_reached", "on_epoch_end"} & set(vars(trainer._logger_connector))
+
+
+def test_training_steps_without_a_backward_pass_are_recognised():
+    trainer = make_trainer()
+    assert not loops.leaves_out_backward(trainer)
+    trainer.fit_loop._skip_backward = True
+    assert loops.leaves_out_backward(trainer)
+    assert trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward

@@ -1,0 +1,217 @@
+"""Fails when a private name of torch moves that `_compat` relies on."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+import torch.distributed.distributed_c10d as c10d
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import dataloader as torchs
+
+from lightning_ddp_ext._compat import collectives
+from lightning_ddp_ext._compat import torch as compat_torch
+from lightning_ddp_ext.join.active_ranks import ProcessGroupRedirect
+
+
+def test_parts_of_a_flat_tensor_are_views():
+    flat = torch.arange(7.0)
+    first, second = compat_torch.views_of(flat, [torch.zeros(2, 3), torch.zeros(())])
+    first[1, 2] = second[...] = 9
+    assert flat.tolist() == [0, 1, 2, 3, 4, 9, 9]
+
+
+def test_tensors_are_flattened_whatever_their_strides():
+    tensors = [torch.arange(4.0).view(2, 2).t(), torch.tensor(7.0), torch.ones(1, 1).expand(2, 1)]
+    assert compat_torch.flatten(tensors).tolist() == [0, 2, 1, 3, 7, 1, 1]
+
+
+def test_what_torch_is_told_to_ignore_is_found():
+    module = nn.Linear(2, 2)
+    assert compat_torch.ignored_by_ddp(module) == []
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, {"bias"})
+    assert compat_torch.ignored_by_ddp(module) == ["bias"]
+
+
+def test_tensors_count_changes_in_place():
+    tensor = torch.zeros(2)
+    before = compat_torch.version_of(tensor)
+    tensor.add_(1)
+    assert compat_torch.version_of(tensor) > before
+    with torch.inference_mode():
+        inferred = torch.zeros(2)
+    assert compat_torch.version_of(inferred) == -1
+    assert compat_torch.versions_of([tensor, tensor]) == [compat_torch.version_of(tensor)] * 2
+    assert compat_torch.versions_of([tensor, inferred, None]) == [compat_torch.version_of(tensor), -1, 0]
+
+
+def test_modules_keep_their_tree_and_hooks_where_expected():
+    attributes = nn.Linear(1, 1).__dict__
+    assert attributes.keys() >= compat_torch.STRUCTURE
+    assert attributes.keys() >= set(compat_torch.HOOKS)
+
+
+def test_every_batch_normalisation_has_the_same_base():
+    layers = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
+    assert all(issubclass(layer, compat_torch.BatchNorm) for layer in layers)
+
+
+def test_gradient_hooks_of_parameters_are_recognised():
+    plain, hooked, late = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    hooked.register_hook(lambda gradient: None)
+    late.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert [compat_torch.has_gradient_hooks(p) for p in (plain, hooked, late)] == [False, True, True]
+
+
+def test_a_hook_that_waits_for_a_gradient_can_be_replaced():
+    parameter, seen = nn.Parameter(torch.zeros(1)), []
+    assert compat_torch.post_accumulate_hooks(parameter) == {}
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: seen.append("first"))
+    assert torch.utils.hooks.RemovableHandle.next_id == handle.id + 1
+    compat_torch.post_accumulate_hooks(parameter)[handle.id] = lambda _: seen.append("second")
+    parameter.sum().backward()
+    handle.remove()
+    parameter.sum().backward()
+    assert seen == ["second"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_optimizers_inside_of_the_backward_pass_are_recognised():
+    plain, stepped = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    before = torch.utils.hooks.RemovableHandle.next_id
+    optim = importlib.import_module("torch.distributed.optim")  # not before, because it warns
+    optim._apply_optimizer_in_backward(torch.optim.SGD, [stepped], {"lr": 0.1})
+    assert torch.utils.hooks.RemovableHandle.next_id > before
+    assert [compat_torch.steps_in_backward(parameter) for parameter in (plain, stepped)] == [False, True]
+
+
+def test_what_compilation_wraps_is_found():
+    layer = nn.Linear(2, 2)
+    assert compat_torch.uncompiled(layer) is layer
+    assert compat_torch.uncompiled(torch.compile(layer, backend="eager")) is layer
+    assert compat_torch.called_attribute(layer) == "forward"
+    layer.compile(backend="eager")
+    assert compat_torch.called_attribute(layer) == "_compiled_call_impl"
+    layer.__dict__["_compiled_call_impl"] = lambda inputs: "called"
+    assert layer(None) == "called"
+
+
+def test_the_end_of_a_use_of_the_cache_of_parametrizations_puts_a_new_one_in_its_place():
+    before = compat_torch.parametrization_cache()
+    assert compat_torch.parametrization_cache() is before
+    with nn.utils.parametrize.cached():
+        with nn.utils.parametrize.cached():
+            pass
+        assert compat_torch.parametrization_cache() is before
+    assert compat_torch.parametrization_cache() is not before
+
+
+def test_iterators_have_the_names_that_count():
+    for kind in (torchs._SingleProcessDataLoaderIter, torchs._MultiProcessingDataLoaderIter):
+        assert "self._next_data()" in inspect.getsource(kind.__mro__[1].__next__)
+        assert "_next_data" in vars(kind)
+    loader = DataLoader(range(3), 2)
+    batches = compat_torch.iterate_counting(loader, lambda samples, batch, batch_size: len(samples))
+    assert isinstance(batches._collate_fn, compat_torch._CountingCollate)
+    assert isinstance(batches, torchs._SingleProcessDataLoaderIter)
+    assert len(next(batches)) == compat_torch.samples_of(batches) == 2
+
+
+def test_the_methods_that_make_iterators_are_torchs():
+    assert DataLoader.__iter__.__module__ == DataLoader._get_iterator.__module__ == "torch.utils.data.dataloader"
+    assert compat_torch._has_torchs_iterator(DataLoader(range(3)))
+    assert "self._get_iterator()" in inspect.getsource(DataLoader.__iter__)
+
+
+def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
+    refused = {
+        "_set_sequence_number_for_group", "_start_coalescing", "all_gather_single_coalesced", "allgather_coalesced",
+        "allgather_into_tensor_coalesced", "gather_into_tensor", "gather_single", "get_backend", "merge_remote_group",
+        "new_window", "reconfigure", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced",
+        "split_group",
+    }  # fmt: skip
+    methods = set(collectives.find_collectives())
+    assert {"allreduce", "_allgather_base", "split_group"} <= methods
+    assert methods - ProcessGroupRedirect._HANDLERS.keys() - refused == set()
+
+
+def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
+    monkeypatch.setattr(dist.ProcessGroup, "all_shuffle", lambda group: "shuffled", raising=False)  # a later torch's
+    monkeypatch.setattr(collectives, "find_collectives", collectives.find_collectives.__wrapped__)
+    seen = []
+
+    def find(found, name):
+        seen.append((found is group, name))
+        return lambda original, *args, **kwargs: original(*args, **kwargs)
+
+    value = torch.ones(2)
+    before = dict(vars(dist.ProcessGroup))
+    with collectives.replaced_collectives(find, lambda found: found, lambda: seen.append("group")):
+        dist.all_reduce(value)
+        dist.broadcast(value, 0)
+        dist.new_group()
+        with pytest.raises(ValueError, match="ranks_to_exclude"):
+            dist.shrink_group([])
+        assert group.all_shuffle() == "shuffled"
+    assert seen == [(True, "allreduce"), (True, "broadcast"), "group", "group", (True, "all_shuffle")]
+    dist.all_reduce(value)
+    assert group.all_shuffle() == "shuffled"
+    assert len(seen) == 5
+    assert dict(vars(dist.ProcessGroup)) == before
+
+
+def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
+    mesh = dist.init_device_mesh("cpu", (1,))
+    asked = []
+
+    def resolve(found):
+        asked.append(found is group)
+        return found
+
+    with collectives.replaced_collectives(lambda *_: None, resolve, lambda: None):
+        for given in (group, group.group_name, mesh):
+            assert functional_collectives.all_reduce(torch.ones(2), "sum", given).tolist() == [1, 1]
+    assert asked == [True, True, True]
+
+
+def test_objects_are_read_and_nothing_is_none(group):
+    objects = [None]
+    with collectives.replaced_collectives(lambda *_: None, lambda found: found, lambda: None):
+        dist.all_gather_object(objects, {"a": 1})
+        assert c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group) is None
+    assert objects == [{"a": 1}]
+    with pytest.raises(EOFError):
+        c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group)
+
+
+def test_the_store_of_a_group_is_cloned_and_known_to_be_a_file(group):
+    store = collectives.cloned_store(group)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+    assert collectives.keeps_store_in_file(dist.PrefixStore("a", store))
+    assert not collectives.keeps_store_in_file(dist.PrefixStore("a", dist.HashStore()))
+
+
+def test_gloo_ignores_an_abort(group):
+    """Once gloo aborts collectives, `distributed.connections` is no longer needed."""
+    collectives.abort_groups()
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 1
+
+
+def test_errors_of_communication_are_recognised():
+    lost = [
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711",
+        "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation",
+        "NCCL communicator was aborted on rank 0.",
+    ]
+    errors = [*map(RuntimeError, lost), dist.DistStoreError("wait timeout"), dist.DistNetworkError("broken")]
+    assert [error for error in errors if not collectives.is_lost_connection(error)] == []
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    others = [*map(ValueError, lost), RuntimeError("boom"), caught.value]
+    assert [error for error in others if collectives.is_lost_connection(error)] == []

@@ -1,1 +1,0 @@
-"""Tests of `tests.support.rank_processes`."""
