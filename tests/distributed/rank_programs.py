@@ -1,6 +1,5 @@
 """What ranks do in the network tests; imported by every process, and cheap apart from torch and Lightning."""
 
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment, RendezvousError
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.distributed import stores
-from lightning_ddp_ext.distributed.bandwidth import measure_all_reduce
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.strategies.builtin import ConnectedDDPStrategy
 
@@ -43,7 +41,7 @@ def join(*, delay=0.0, umask=None, **settings):
 
 def join_unaware(**settings):
     """The same on a host that does not know the main address as its own, although it leads there."""
-    stores._is_this_host = lambda host: False
+    stores._is_this_node = lambda host: False
     return join(**settings)
 
 
@@ -166,7 +164,9 @@ def join_twice(**settings):
 
 
 def time_all_reduces(**settings):
-    """What is measured without a limit, and with one that is over at once."""
+    """Return the rows measured without a limit, and with one that is over at once."""
+    from lightning_ddp_ext.cli.doctor import measure_all_reduce  # not every program pays for Hydra
+
     init_process_group(backend="gloo", timeout=timedelta(seconds=10), **settings)
     cpu = torch.device("cpu")
     rows = [measure_all_reduce(cpu, sizes=(1024, 4096), limit=limit) for limit in (60.0, 0.0)]
@@ -180,7 +180,7 @@ def diagnose(*, arguments, folder):
 
     path = Path(folder) / f"stdout-{os.getpid()}"
     os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), 1)
-    os.environ["COLUMNS"] = "120"
+    os.environ.setdefault("COLUMNS", "120")
     sys.argv = ["lightning-ddp-ext", "doctor", *arguments]
     code = None
     try:
@@ -191,10 +191,10 @@ def diagnose(*, arguments, folder):
     return {"code": code, "stdout": path.read_text()}
 
 
-def serve_as_agent(*, port, request=None):
-    """Be torchrun's agent: own the store of all attempts. Or be another run, which calls its ranks."""
+def serve_as_agent(*, port, run=None):
+    """Own the store of all attempts, as torchrun's agent does, or the store of another run."""
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    if request is not None:
-        store.set("invitation", json.dumps(request))
+    if run is not None:
+        store.set(stores.run_key(run), "")
     while store.check([]):
         time.sleep(0.1)

@@ -115,7 +115,7 @@ def _moved_from_a_mute_program(folder, **settings):
 
 
 def _moved_from_another_run(folder):
-    with _agent(folder, request={"run": "other", "name": "other"}) as port:
+    with _agent(folder, run="other") as port:
         return _ranks(join, folder, main_port=port, other_ports=[free_port(), free_port()], run="mine")
 
 

@@ -151,13 +151,13 @@ def test_torch_alone_waits_at_an_interface_that_leads_nowhere(run):
 
 def test_an_interface_that_hosts_lack_is_an_error_at_once(run):
     outcomes = run(network_interface="nosuch0")
-    failed(outcomes, "NetworkInterfaceError", "`nosuch0` not found on host node", "eth1 (10.88.", within=AT_ONCE)
+    failed(outcomes, "NetworkInterfaceError", "`nosuch0` not found on node node", "eth1 (10.88.", within=AT_ONCE)
 
 
 def test_an_interface_that_one_host_lacks_is_an_error_on_both(run):
     second = {"network_interface": "nosuch0", "delay": 5.0}  # rank 0 is there to be told
     outcomes = run(network_interface="eth0", by_host={2: second}, timeout=60)
-    failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on host node2", within=SOON)
+    failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on node node2", within=SOON)
 
 
 @pytest.mark.parametrize("name", ["lo", "loopback"])
