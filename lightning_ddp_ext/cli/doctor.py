@@ -128,7 +128,7 @@ def _time_all_reduce(tensor: torch.Tensor) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class Diagnosis:
-    """What one rank has found: the step that failed and its error, and whether rank 0 knows of the error."""
+    """Findings of one rank: the step that failed and its error, and whether rank 0 knows of the error."""
 
     rank: int
     slurm: str | None
@@ -202,6 +202,8 @@ def print_diagnosis(diagnosis: Diagnosis, file: TextIO) -> None:
         if found or has_failed:
             cell = Text(found) if isinstance(found, str) else found  # brackets in names are no markup
             table.add_row(step, cell, Text("failed", style="bold red") if has_failed else Text("ok", style="green"))
+        if has_failed:
+            break  # later steps have not been tried
     Console(file=file).print(table)
     print(diagnosis.verdict, file=file, flush=True)
 
@@ -233,7 +235,7 @@ def _this_node(rank: int) -> NodeNetwork:
 def _describe_node(node: NodeNetwork) -> str:
     useful = {name: [a for a in found if "%" not in a] for name, found in node.available.items()}  # not link-local
     listed = "; ".join(f"{name} {', '.join(found)}".rstrip() for name, found in useful.items())
-    reached = f", reached rank 0 over {node.reached_over}" if node.reached_over else ""
+    reached = f", via {node.reached_over}" if node.reached_over else ""
     return f"{node.node} ({list_ranks(node.ranks)}{reached}): {listed}"
 
 

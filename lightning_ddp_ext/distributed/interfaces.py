@@ -36,7 +36,7 @@ def pin_interface(name: str, *, keep: bool = False) -> None:
 
 
 def unpin_interface() -> None:
-    """Restore the variables that `pin_interface` has set, except those that have been changed since."""
+    """Restore the variables that `pin_interface` has set, unless they have been changed since."""
     for variable, (before, ours) in _pinned.items():
         if os.environ.get(variable) != ours:
             continue
@@ -141,7 +141,7 @@ def loopback_address() -> str:
 
 
 def default_gloo_interface() -> Interface:
-    """Return the interface that gloo takes by itself: that of its variable, or the address of this node's own name."""
+    """Return the interface that gloo takes by itself: the one in its variable, or the address of this node's name."""
     names = os.environ.get(_GLOO_VARIABLE)
     if names:
         return _interface_of_variable(names)

@@ -133,7 +133,7 @@ def check_no_loopback(nodes: Sequence[NodeNetwork]) -> None:
     """Raise a NetworkInterfaceError if one of several nodes has chosen a loopback address."""
     for node in nodes:
         for address in filter(is_loopback, node.addresses):
-            chosen = f"interface `{node.interface}`" if node.interface else "the address of its own name"
+            chosen = f"interface `{node.interface}`" if node.interface else "the address of its host name"
             raise NetworkInterfaceError(
                 f"node {node.node}, rank {node.ranks[0]}, would use {chosen}, {address}, which other nodes cannot"
                 " reach. Set `network.interface` to `auto`."

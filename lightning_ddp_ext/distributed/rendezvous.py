@@ -60,7 +60,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RendezvousInfo:
-    """What a rank knows before the rendezvous; `error` is the reason why it cannot take part, for the other ranks."""
+    """Settings of a rank before the rendezvous; `error` is the reason why it cannot take part, for the other ranks."""
 
     backend: str
     rank: int

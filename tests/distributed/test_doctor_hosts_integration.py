@@ -41,7 +41,7 @@ def test_two_nodes_are_healthy_and_listed_with_their_interfaces(diagnose):
     outcomes = diagnose("network=auto")
     assert [outcome.value["code"] for outcome in outcomes] == [0, 0], outcomes[0].output
     found = Printed.parse(outcomes[0].value["stdout"])
-    found.check_healthy("node1 (rank 0): lo 127.0.0.1", "node2 (rank 1, reached rank 0 over eth0): lo 127.0.0.1")
+    found.check_healthy("node1 (rank 0): lo 127.0.0.1", "node2 (rank 1, via eth0): lo 127.0.0.1")
     for node in found.rows["nodes"][0].splitlines():
         assert all(f"; {name} 10." in node for name in ("eth0", "eth1", "eth2"))
     network = "gloo over node1: eth0 (10.77.0.1), rank 0; node2: eth0 (10.77.0.2), rank 1"
