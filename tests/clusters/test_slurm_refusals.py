@@ -121,7 +121,7 @@ def test_a_cluster_with_another_number_of_nodes_than_the_trainer_is_refused(beco
 
 def test_a_signal_that_does_not_exist_is_refused(become):
     become("fits")
-    with pytest.raises(ValueError, match="`requeue_signal=USR1` is no signal"):
+    with pytest.raises(ValueError, match="`requeue_signal=USR1` is not a signal"):
         CheckedSLURMEnvironment(requeue_signal="USR1")
 
 

@@ -11,7 +11,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment, RendezvousError
@@ -22,7 +21,7 @@ from lightning_ddp_ext.strategies.builtin import ConnectedDDPStrategy
 
 
 def join(*, delay=0.0, umask=None, **settings):
-    """Make the process group with ours, add up the ranks, and say what was chosen."""
+    """Create the process group, add up the ranks, and return the chosen network."""
     time.sleep(delay)
     if umask is not None:
         os.umask(umask)
@@ -40,34 +39,15 @@ def join(*, delay=0.0, umask=None, **settings):
 
 
 def join_unaware(**settings):
-    """The same on a host that does not know the main address as its own, although it leads there."""
+    """The same on a node that does not have the main address, although the address leads there."""
     stores._is_this_node = lambda host: False
     return join(**settings)
 
 
-def join_with_torch_alone(*, rank, world_size, main_address, main_port, timeout, init_method=None, delay=0.0):
-    """The same by torch."""
-    time.sleep(delay)
-    os.environ.update(MASTER_ADDR=main_address, MASTER_PORT=str(main_port))
-    dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-    value = torch.tensor(float(dist.get_rank() + 1))
-    dist.all_reduce(value)
-    return {"sum": value.item()}
-
-
-def join_and_die(program, settings):
-    """Join with one of the above, and end without tidying up."""
-    PROGRAMS[program](**settings)
+def join_and_die(**settings):
+    """Create the process group, and end without tidying up."""
+    init_process_group(backend="gloo", timeout=timedelta(seconds=10), **settings)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def join_briefly(*, timeout=10, delay=0.0, **settings):
-    """Make the process group with ours and leave it."""
-    time.sleep(delay)
-    init_process_group(backend="gloo", timeout=timedelta(seconds=timeout), **settings)
-
-
-PROGRAMS = {function.__name__: function for function in (join_briefly, join_with_torch_alone)}
 
 
 class Module(LightningModule):
@@ -83,7 +63,7 @@ class Module(LightningModule):
 
 
 class SocketTable(Callback):
-    """Lists the addresses of this process, while it trains."""
+    """Lists the addresses of this process while it trains."""
 
     def __init__(self):
         self.listening, self.connected = set(), set()
@@ -99,7 +79,6 @@ STRATEGIES = {
     "ddp": lambda settings: ConnectedDDPStrategy(Connection(**settings)),
     "ddp_checkpoint": lambda settings: DDPCheckpointStrategy(**_named(settings)),
     "ddp_join": lambda settings: DDPJoinStrategy(**_named(settings)),
-    "Lightning's ddp": lambda settings: DDPStrategy(process_group_backend="gloo", timeout=settings["timeout"]),
 }
 
 
@@ -108,7 +87,7 @@ def _named(settings):
 
 
 def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_size=1, strategy="ddp", **settings):
-    """Train through the Trainer: one rank per host, as `cluster=manual` does, or the ranks of one host."""
+    """Train through the Trainer: one rank per node, as `cluster=manual` does, or the ranks of one node."""
     torch.manual_seed(0)
     plugins = []
     if num_nodes > 1:
@@ -144,14 +123,14 @@ def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_si
 
 
 def train_with_fault(**settings):
-    """Train while something goes wrong, see `fault_ranks`."""
-    from tests.strategies import fault_ranks  # only where it is wanted: it imports the strategies
+    """Train with a fault, see `fault_ranks`."""
+    from tests.strategies import fault_ranks
 
     return fault_ranks.train(**settings)
 
 
 def join_twice(**settings):
-    """Ask for a process group that is there already, and for one of another size."""
+    """Create a process group, the same one again, and one of another size."""
     settings = {"backend": "gloo", "network_interface": "auto", **settings, "timeout": timedelta(seconds=10)}
     init_process_group(**settings)
     again = init_process_group(**settings)
