@@ -100,6 +100,7 @@ class RendezvousRound:
     def __init__(self, info: RendezvousInfo, store: dist.Store, name: str, progress: RendezvousProgress) -> None:
         self.name = name
         self.store = dist.PrefixStore(name, store)
+        self._opened = store
         self._info = info
         self._progress = progress
 
@@ -120,7 +121,10 @@ class RendezvousRound:
         """Collect the responses of the other ranks within a limit, and publish a result or an error."""
         responses: dict[int, Message] = {0: response}
         try:
-            self._collect(phase, responses, time.monotonic() + limit)
+            try:
+                self._collect(phase, responses, time.monotonic() + limit)
+            finally:
+                self._withdraw()
             self._progress.is_answered = True
             result = decide(dict(sorted(responses.items())))
         except DDPExtError as error:
@@ -160,6 +164,12 @@ class RendezvousRound:
             if phase == _JOIN:
                 raise RendezvousError(f"{what} did not join in time. {self._info.remedy}")
             raise RendezvousError(f"{what} stopped answering during the rendezvous. Look for their errors.")
+
+    def _withdraw(self) -> None:
+        """Remove the request, so that no rank of a later rendezvous in the same store joins this one."""
+        self._opened.set(_REQUEST, "")
+        if self._info.endpoint.run:
+            self._opened.delete_key(run_key(self._info.endpoint.run))
 
     def send(self, phase: str, response: Message) -> None:
         """Send the response of a rank other than 0."""
@@ -233,10 +243,6 @@ def open_round(
     opened.store.set(_REQUEST, json.dumps(request))
 
     def decide(responses: dict[int, Message]) -> Message:
-        # No rank of a later rendezvous may join this one.
-        opened.store.set(_REQUEST, "")
-        if info.endpoint.run:
-            opened.store.delete_key(run_key(info.endpoint.run))
         nodes = _choose_network(info, opened, responses, progress, stack)
         has_targets = all(node.targets for node in nodes)
         return {

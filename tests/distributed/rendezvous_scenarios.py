@@ -59,8 +59,11 @@ def _with_agent(folder, attempts):
 
 def _restarts(folder):
     # A rank that comes early finds the keys of the attempt before in the store.
-    attempts = [partial(_ranks, join, folder, late=late, network_interface="auto") for late in (None, 0, 1)]
-    return [outcome for outcomes in _with_agent(folder, attempts) for outcome in outcomes]
+    failed = partial(_ranks, join, folder, only=[0], timeout=1)
+    attempts = [partial(_ranks, join, folder, late=late, network_interface="auto") for late in (0, None, 0, 1)]
+    first, *others = _with_agent(folder, [failed, *attempts])
+    assert "rank 1 of 2 ranks did not join in time" in first[0]["error"], first[0]["output"]
+    return [outcome for outcomes in others for outcome in outcomes]
 
 
 def _tcp_under_torchrun(folder):
