@@ -1,20 +1,22 @@
-"""The subcommand `doctor`."""
+"""The subcommand `doctor`: try what a run needs of nodes and networks, within seconds and without training."""
 
 import argparse
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
+import socket
+import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -37,161 +39,134 @@ from lightning_ddp_ext.cli.validation import (
     make_plugins,
     prepare_config,
 )
-from lightning_ddp_ext.clusters.slurm import meeting_ports, step_name, summarize
-from lightning_ddp_ext.distributed.backends import check_backend
-from lightning_ddp_ext.distributed.bandwidth import AllReduceTime, measure_all_reduce
+from lightning_ddp_ext.clusters.process_group_options import Connection
+from lightning_ddp_ext.clusters.slurm import summarize
+from lightning_ddp_ext.consistency.setups import compare_setups, describe_versions
 from lightning_ddp_ext.distributed.exchange import list_ranks
-from lightning_ddp_ext.distributed.init_method import address_text
-from lightning_ddp_ext.distributed.interfaces import check_gloos_variable, check_interface
-from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
-from lightning_ddp_ext.distributed.process_group import init_process_group
-from lightning_ddp_ext.distributed.rank_reports import (
-    VERSIONS,
-    ClockOffset,
-    Problem,
-    RankReport,
-    exchange_reports,
-    report_here,
-)
-from lightning_ddp_ext.distributed.rendezvous import RendezvousInfo
-from lightning_ddp_ext.distributed.stores import OpenStore
-from lightning_ddp_ext.errors import DDPExtError, NetworkInterfaceError
+from lightning_ddp_ext.distributed.interfaces import interface_addresses
+from lightning_ddp_ext.distributed.network_choice import ChosenNetwork, NodeNetwork
+from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
+from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, ReplicaMismatchError
 
-# What is looked at, in this order; `network.reports` adds "versions".
-SETTINGS, SLURM, BACKEND, INTERFACES = "settings", "SLURM", "backend", "interfaces"
-RENDEZVOUS, NETWORK, ALL_REDUCE = "rendezvous", "network", "all-reduce"
+# The steps, in their order.
+SETTINGS, SLURM, BACKEND, RENDEZVOUS = "settings", "SLURM", "backend", "rendezvous"
+NETWORK, VERSIONS, ALL_REDUCE = "network", "versions", "all-reduce"
+_STEPS: dict[type[Exception], str] = {
+    BackendError: BACKEND,
+    RendezvousError: RENDEZVOUS,
+    NetworkInterfaceError: NETWORK,
+    ReplicaMismatchError: VERSIONS,
+}
+
+# The default strategy of training has one process, and no network to be checked.
+_DEFAULT_STRATEGY, _CHECKED_STRATEGY = "balanced_dp", "strategy=ddp_checkpoint"
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_FAREWELL = 5.0  # seconds for local ranks to end
+
+SIZES = tuple(1024 * 16**power for power in range(5))  # 1 KiB to 64 MiB
+_REPEATS = 9
+_ELEMENT = torch.float32.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceTime:
+    """The time of one all-reduce of a tensor of `size` bytes per rank: the median of the slowest rank.
+
+    Bandwidths are in bytes per second, as in NCCL's own tests
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    """
+
+    size: int
+    seconds: float
+    world_size: int
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Size over time."""
+        return self.size / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Traffic of each rank, at least, over time: among n ranks, 2 (n - 1) / n of the tensor in and out of each."""
+        return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
+
+
+def measure_all_reduce(
+    device: torch.device, *, sizes: Sequence[int] = SIZES, limit: float = 4.0
+) -> list[AllReduceTime]:
+    """Time all-reduces of ascending sizes in bytes on every rank, until about `limit` seconds have passed.
+
+    The first size is measured however long it takes. The result is the same on every rank, and empty for a single one.
+    """
+    world_size = dist.get_world_size()
+    if world_size == 1:
+        return []
+    measured: list[AllReduceTime] = []
+    repeats, started = _REPEATS, time.perf_counter()
+    for at, size in enumerate(sizes):
+        tensor = torch.zeros(size // _ELEMENT, device=device)
+        _, *times = [_time_all_reduce(tensor) for _ in range(1 + repeats)]  # the first call warms up
+        # The slowest rank decides for all, so that they stop after the same size.
+        agreed = torch.tensor([statistics.median(times), time.perf_counter() - started], device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        seconds, spent = agreed.tolist()
+        measured.append(AllReduceTime(size, seconds, world_size))
+        expected = seconds * sizes[min(at + 1, len(sizes) - 1)] / size
+        repeats = min(_REPEATS, int((limit - spent) / expected) - 1)
+        if repeats < 1:
+            break
+    return measured
+
+
+def _time_all_reduce(tensor: torch.Tensor) -> float:
+    started = time.perf_counter()
+    dist.all_reduce(tensor)
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize(tensor.device)  # the call has only queued it
+    return time.perf_counter() - started
 
 
 @dataclass(kw_only=True, slots=True)
 class Diagnosis:
-    """What one rank knows in the end; rank 0 knows what the others have said.
+    """Findings of one rank: the step that failed and its error, and whether rank 0 knows of the error."""
 
-    Attributes:
-        rank: This rank, as far as it is known.
-        strategy: The name that the strategy was chosen by.
-        environment: What has told the ranks, such as `SLURMEnvironment`.
-        world_size: Number of ranks.
-        num_nodes: Number of hosts.
-        slurm: What SLURM has started; None outside of it.
-        backend: The backend; None for one process.
-        meeting_place: Where ranks meet.
-        reports: What ranks say about themselves, by rank.
-        clocks: How far clocks are ahead of rank 0's, by the first rank of their host.
-        network: What hosts talk over.
-        all_reduce: How long all-reduces took, by size.
-        problems: What is wrong.
-        shared: Whether rank 0 knows of the problems of this rank.
-    """
-
-    rank: int = 0
+    rank: int
+    slurm: str | None
     strategy: str = ""
     environment: str = ""
     world_size: int = 1
     num_nodes: int = 1
-    slurm: str | None = None
-    backend: str | None = None
-    meeting_place: str | None = None
-    reports: dict[int, RankReport] = field(default_factory=dict)
-    clocks: dict[int, ClockOffset] = field(default_factory=dict)
+    progress: RendezvousProgress = field(default_factory=RendezvousProgress)
     network: ChosenNetwork | None = None
     all_reduce: list[AllReduceTime] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    shared: bool = False
+    failed: str | None = None
+    error: str = ""
+    is_shared: bool = False
 
     @property
-    def healthy(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
+    def is_healthy(self) -> bool:
+        """Whether no step has failed."""
+        return self.failed is None
 
     @property
     def verdict(self) -> str:
-        """All of it in one line."""
-        if self.problems:
-            return f"Not healthy: {' Also: '.join(problem.text for problem in self.problems)}"
-        if self.backend is None:
+        """Everything in one line."""
+        if not self.is_healthy:
+            return f"Not healthy: {self.error}"
+        if self.progress.backend is None:
             return f"Healthy: `strategy={self.strategy}` runs in one process and needs no network."
-        hosts = _plural(len(self.hosts()), "host")
+        ranks = f"{_plural(self.world_size, 'rank')} on {_plural(self.num_nodes, 'node')}"
         if not self.all_reduce:
-            return f"Healthy: {_plural(self.world_size, 'rank')} on {hosts}."
+            return f"Healthy: {ranks}."
         largest = self.all_reduce[-1]
         return (
-            f"Healthy: {_plural(self.world_size, 'rank')} on {hosts} add up {size_text(largest.size)} in"
-            f" {time_text(largest.seconds)} ({speed_text(largest.bus_bandwidth)} per rank)."
+            f"Healthy: {ranks} add up {size_text(largest.size)} in {time_text(largest.seconds)}"
+            f" ({speed_text(largest.bus_bandwidth)} per rank)."
         )
-
-    def add_problems(self, problems: Iterable[Problem]) -> None:
-        """Take over problems, each text once: ranks of a host say the same.
-
-        Args:
-            problems: What is wrong.
-        """
-        known = {problem.text for problem in self.problems}
-        for problem in problems:
-            if problem.text not in known:
-                known.add(problem.text)
-                self.problems.append(problem)
-
-    def hosts(self) -> list[tuple[list[int], RankReport]]:
-        """List hosts in the order of their ranks.
-
-        Returns:
-            The ranks of each host, and the report of the first.
-        """
-        by_machine: dict[str, list[int]] = {}
-        for rank in sorted(self.reports):
-            by_machine.setdefault(self.reports[rank].machine, []).append(rank)
-        return [(ranks, self.reports[ranks[0]]) for ranks in by_machine.values()]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything in what JSON can hold: times in seconds, sizes in bytes, bandwidths in bytes per second."""
-        return {
-            "healthy": self.healthy,
-            "verdict": self.verdict,
-            "problems": [{"check": problem.check, "text": problem.text} for problem in self.problems],
-            "strategy": self.strategy,
-            "environment": self.environment,
-            "world_size": self.world_size,
-            "num_nodes": self.num_nodes,
-            "slurm": self.slurm,
-            "backend": self.backend,
-            "meeting_place": self.meeting_place,
-            "network": None if self.network is None else str(self.network),
-            "hosts": [self._host_as_json(ranks, report) for ranks, report in self.hosts()],
-            "all_reduce": [
-                {
-                    "size": row.size,
-                    "seconds": row.seconds,
-                    "algorithm_bandwidth": row.algorithm_bandwidth,
-                    "bus_bandwidth": row.bus_bandwidth,
-                }
-                for row in self.all_reduce
-            ],
-        }
-
-    def _host_as_json(self, ranks: list[int], report: RankReport) -> dict[str, Any]:
-        clock = self.clocks.get(ranks[0])
-        return {
-            "host": report.host,
-            "ranks": ranks,
-            "interfaces": {name: list(addresses) for name, addresses in report.interfaces.items()},
-            "rendezvous_address": report.rendezvous_address,
-            "rendezvous_interface": report.rendezvous_interface,
-            "backends": list(report.backends),
-            "versions": dict(report.versions),
-            "clock_offset": None if clock is None else clock.seconds,
-            "clock_uncertainty": None if clock is None else clock.uncertainty,
-        }
 
 
 def size_text(size: int) -> str:
-    """Write a size for people.
-
-    Args:
-        size: A number of bytes.
-
-    Returns:
-        Such as `"64 MiB"`.
-    """
+    """Return a number of bytes as text, such as "64 MiB"."""
     for unit, bytes_of in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= bytes_of:
             return f"{size / bytes_of:g} {unit}"
@@ -199,26 +174,12 @@ def size_text(size: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Write a time for people.
-
-    Args:
-        seconds: A time in seconds.
-
-    Returns:
-        Such as `"0.21 ms"`, with three digits.
-    """
+    """Return a time with three digits, such as "0.21 ms"."""
     return f"{_digits(1e3 * seconds)} ms" if seconds < 1 else f"{_digits(seconds)} s"
 
 
 def speed_text(bandwidth: float) -> str:
-    """Write a bandwidth for people.
-
-    Args:
-        bandwidth: Bytes per second.
-
-    Returns:
-        Such as `"1.2 GB/s"`, with three digits and powers of ten.
-    """
+    """Return bytes per second with three digits and powers of ten, such as "1.2 GB/s"."""
     return f"{_digits(bandwidth / 1e9)} GB/s" if bandwidth >= 1e9 else f"{_digits(bandwidth / 1e6)} MB/s"
 
 
@@ -230,102 +191,55 @@ def _plural(count: int, one: str) -> str:
     return f"{count} {one}{'' if count == 1 else 's'}"
 
 
-_CLOCKS = "clocks"
-_NOTABLE_SKEW = 1.0  # seconds; nothing depends on it but the order of lines in logs and of files
-
-
 def print_diagnosis(diagnosis: Diagnosis, file: TextIO) -> None:
-    """Print a table and the verdict.
-
-    Args:
-        diagnosis: What was found.
-        file: Where to.
-    """
+    """Print a row for each step that was tried, and the verdict."""
     table = Table(title="Preflight", title_justify="left", show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     table.add_column(no_wrap=True)
-    failed = {problem.check for problem in diagnosis.problems}
-    for check, found in _rows(diagnosis):
-        if found or check in failed:
-            table.add_row(check, _as_cell(found), _state(check, failed, diagnosis))
+    for step, found in _rows(diagnosis):
+        has_failed = step == diagnosis.failed
+        if found or has_failed:
+            cell = Text(found) if isinstance(found, str) else found  # brackets in names are no markup
+            table.add_row(step, cell, Text("failed", style="bold red") if has_failed else Text("ok", style="green"))
+        if has_failed:
+            break  # later steps have not been tried
     Console(file=file).print(table)
     print(diagnosis.verdict, file=file, flush=True)
 
 
 def _rows(diagnosis: Diagnosis) -> list[tuple[str, str | RenderableType]]:
-    hosts = diagnosis.hosts()
+    settings = f"strategy={diagnosis.strategy}" if diagnosis.strategy else ""
+    if diagnosis.environment:
+        ranks = f"{_plural(diagnosis.world_size, 'rank')} on {_plural(diagnosis.num_nodes, 'node')}"
+        settings += f", {ranks}, known from {diagnosis.environment}"
+    versions = ", ".join(f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions().items())
     return [
-        (SETTINGS, _settings(diagnosis)),
+        (SETTINGS, settings),
         (SLURM, diagnosis.slurm or ""),
-        (BACKEND, _backends(diagnosis, [report for _, report in hosts])),
-        (INTERFACES, "\n".join(_interfaces(ranks, report) for ranks, report in hosts)),
-        (VERSIONS, "\n".join(_differing([_versions(report) for _, report in hosts]))),
-        (RENDEZVOUS, _rendezvous(diagnosis, [report for _, report in hosts])),
-        (_CLOCKS, "\n".join(_clocks(diagnosis))),
+        ("nodes", "\n".join(map(_describe_node, diagnosis.progress.nodes or [_this_node(diagnosis.rank)]))),
+        (BACKEND, diagnosis.progress.backend or ""),
+        (RENDEZVOUS, diagnosis.progress.endpoint or ""),
         (NETWORK, "" if diagnosis.network is None else str(diagnosis.network)),
-        (ALL_REDUCE, _times(diagnosis.all_reduce) if diagnosis.all_reduce else ""),
+        (VERSIONS, versions),
+        (ALL_REDUCE, _time_table(diagnosis.all_reduce) if diagnosis.all_reduce else ""),
     ]
 
 
-def _as_cell(found: str | RenderableType) -> RenderableType:
-    return Text(found) if isinstance(found, str) else found  # brackets of names are no markup
-
-
-def _state(check: str, failed: set[str], diagnosis: Diagnosis) -> Text:
-    if check in failed:
-        return Text("failed", style="bold red")
-    if check == _CLOCKS and any(abs(clock.seconds) > _NOTABLE_SKEW for clock in diagnosis.clocks.values()):
-        return Text("check", style="yellow")
-    return Text("ok", style="green")
-
-
-def _settings(diagnosis: Diagnosis) -> str:
-    if not diagnosis.strategy:
-        return ""
-    if not diagnosis.environment:
-        return f"strategy={diagnosis.strategy}"
-    hosts, ranks = diagnosis.num_nodes, diagnosis.world_size
-    return (
-        f"strategy={diagnosis.strategy}, {ranks} rank{'s' * (ranks != 1)} on {hosts} host{'s' * (hosts != 1)},"
-        f" known from {diagnosis.environment}"
+def _this_node(rank: int) -> NodeNetwork:
+    return NodeNetwork(
+        node=socket.gethostname(), ranks=(rank,), interface=None, targets=(), available=interface_addresses()
     )
 
 
-def _backends(diagnosis: Diagnosis, reports: Sequence[RankReport]) -> str:
-    built = _differing([f"this torch has {', '.join(report.backends)}" for report in reports])
-    return "\n".join([diagnosis.backend, *built] if diagnosis.backend else built)
-
-
-def _interfaces(ranks: list[int], report: RankReport) -> str:
-    useful = {name: [a for a in found if "%" not in a] for name, found in report.interfaces.items()}  # not link-local
+def _describe_node(node: NodeNetwork) -> str:
+    useful = {name: [a for a in found if "%" not in a] for name, found in node.available.items()}  # not link-local
     listed = "; ".join(f"{name} {', '.join(found)}".rstrip() for name, found in useful.items())
-    return f"{report.host} ({list_ranks(ranks)}): {listed}"
+    reached = f", via {node.reached_over}" if node.reached_over else ""
+    return f"{node.node} ({list_ranks(node.ranks)}{reached}): {listed}"
 
 
-def _versions(report: RankReport) -> str:
-    return ", ".join(f"{name} {version}" for name, version in report.versions.items())
-
-
-def _rendezvous(diagnosis: Diagnosis, reports: Sequence[RankReport]) -> str:
-    if diagnosis.meeting_place is None:
-        return ""
-    ways = [
-        f"{report.host}: {report.rendezvous_interface} ({report.rendezvous_address})"
-        for report in reports
-        if report.rendezvous_interface is not None
-    ]
-    return "\n".join([diagnosis.meeting_place, *ways])
-
-
-def _clocks(diagnosis: Diagnosis) -> list[str]:
-    return [
-        f"{diagnosis.reports[rank].host}: {1e3 * clock.seconds:+.3f} ms, within {1e3 * clock.uncertainty:.3f} ms"
-        for rank, clock in diagnosis.clocks.items()
-    ]
-
-
-def _times(rows: Sequence[AllReduceTime]) -> RenderableType:
+def _time_table(rows: Sequence[AllReduceTime]) -> RenderableType:
     grid = Table.grid(padding=(0, 3))
     for name in ("size", "time", "algorithm", "bus"):
         grid.add_column(name, justify="right")
@@ -336,168 +250,26 @@ def _times(rows: Sequence[AllReduceTime]) -> RenderableType:
     return grid
 
 
-def _differing(lines: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(lines))
-
-
-_ALWAYS_THERE = "gloo"  # what to meet with where the chosen backend or interface is missing
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NetworkSettings:
-    """What the strategy is told about the network; see `Connection`.
-
-    Attributes:
-        backend: The backend; None for what suits the devices.
-        init_method: Another rendezvous endpoint.
-        network_interface: The interface.
-        timeout: How long to wait for other ranks.
-    """
-
-    backend: str | None
-    init_method: str | None
-    network_interface: str | None
-    timeout: timedelta
-
-
-class _UnhealthyError(Exception):
-    """A rank has found something wrong by itself: all ranks know, and none goes on."""
-
-
-def examine(strategy: DDPStrategy | FSDPStrategy, settings: NetworkSettings, diagnosis: Diagnosis) -> None:
-    """Meet the other ranks, compare hosts, make the process group and time it.
-
-    Args:
-        strategy: A strategy whose processes have been started.
-        settings: The network.
-        diagnosis: Filled with what is found.
-    """
-    environment = strategy.cluster_environment
-    accelerator, device = strategy.accelerator, strategy.root_device
-    assert environment is not None  # the Trainer gives every strategy both
-    assert accelerator is not None
-    strategy.set_world_ranks()
-    backend = settings.backend or dist.get_default_backend_for_device(device)
-    # The same order on every rank: MPI finds address and port by collective operations.
-    rank, world_size = environment.global_rank(), environment.world_size()
-    main_address, (main_port, *other_ports) = environment.main_address, meeting_ports(environment)
-    diagnosis.rank, diagnosis.world_size, diagnosis.num_nodes = rank, world_size, strategy.num_nodes
-    diagnosis.backend = backend
-    diagnosis.meeting_place = settings.init_method or address_text(main_address, main_port)
-    own = _find_problems(backend, device.type, settings.network_interface, strategy.num_nodes)
-    diagnosis.add_problems(own)
-    report = diagnosis.reports[rank] = report_here(own)
-
-    def on_store_open(meeting: RendezvousInfo, opened: OpenStore) -> None:
-        consultation = exchange_reports(meeting, opened, report)
-        diagnosis.shared = True
-        diagnosis.reports.update(consultation.reports)
-        diagnosis.clocks.update(consultation.clocks)
-        diagnosis.add_problems(consultation.problems)
-        for said in consultation.reports.values():
-            diagnosis.add_problems(said.problems)
-        if not consultation.healthy:
-            raise _UnhealthyError
-
-    def connect_and_measure() -> None:
-        accelerator.setup_device(device)
-        diagnosis.network = init_process_group(
-            backend=_ALWAYS_THERE if own else backend,
-            rank=rank,
-            world_size=world_size,
-            main_address=main_address,
-            main_port=main_port,
-            other_ports=other_ports,
-            run=step_name(os.environ) if other_ports else "",
-            timeout=settings.timeout,
-            init_method=settings.init_method,
-            network_interface=None if own else settings.network_interface,
-            num_nodes=strategy.num_nodes,
-            device_id=device,
-            on_store_open=on_store_open,
-        )
-        diagnosis.all_reduce = measure_all_reduce(device)
-
-    _try(connect_and_measure, diagnosis)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _find_problems(backend: str, device_type: str, interface: str | None, num_nodes: int) -> list[Problem]:
-    """Check what can be wrong on this host only, so that the others hear of it."""
-    checks: list[tuple[str, Callable[[], None]]] = [
-        (BACKEND, lambda: check_backend(backend, device_type)),
-        (INTERFACES, lambda: check_interface(interface, num_nodes)),
-        (INTERFACES, lambda: check_gloos_variable(backend, interface)),
-    ]
-    problems = []
-    for name, check in checks:
-        try:
-            check()
-        except DDPExtError as error:
-            problems.append(Problem(name, str(error)))
-    return problems
-
-
-def _try(connect_and_measure: Callable[[], None], diagnosis: Diagnosis) -> None:
-    try:
-        connect_and_measure()
-    except _UnhealthyError:
-        if diagnosis.healthy:  # the problem is another rank's, and rank 0 says it
-            diagnosis.add_problems([Problem(NETWORK, "another rank has found a problem.")])
-    except NetworkInterfaceError as error:
-        diagnosis.add_problems([Problem(NETWORK, f"{error}{_hint(diagnosis)}")])
-    except DDPExtError as error:
-        diagnosis.add_problems([Problem(RENDEZVOUS, str(error))])
-    except RuntimeError as error:  # of the backend
-        diagnosis.shared = False  # ranks may have met different errors
-        reason = str(error).partition("\n")[0]
-        text = (
-            f"the process group of `{diagnosis.backend}` failed on rank {diagnosis.rank}: {reason}."
-            " Look for a rank that has ended, and for a firewall between the hosts."
-        )
-        diagnosis.add_problems([Problem(NETWORK if diagnosis.network is None else ALL_REDUCE, text)])
-
-
-def _hint(diagnosis: Diagnosis) -> str:
-    """Name the interface over which other hosts have reached rank 0, if it is the same on all."""
-    names = {report.rendezvous_interface for _, report in diagnosis.hosts()[1:]}
-    return f" Rank 0 was reached over `{names.pop()}`." if len(names) == 1 and None not in names else ""
-
-
-# The default of training has one process, and no network to be checked.
-_DEFAULT_STRATEGY, _CHECKED_STRATEGY = "balanced_dp", "strategy=ddp_checkpoint"
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_FAREWELL = 5.0  # seconds for local ranks to end
-
-
 @dataclass(frozen=True, slots=True)
 class _Options:
     overrides: tuple[str, ...]
     config_dir: str | None
     timeout: float
-    json: bool
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Run the command; rank 0 prints.
+    """Run the command on this rank, print on rank 0, and return the exit code.
 
-    Args:
-        arguments: What follows `lightning-ddp-ext doctor`.
-
-    Returns:
-        The exit code: 0 if all is well, otherwise 1; another rank than 0 leaves it to rank 0 if that knows all.
+    It is 0 if all is well and otherwise 1; another rank than 0 leaves an error that rank 0 knows to rank 0.
     """
     options = _parse(arguments)
-    # What Lightning says at every start.
+    # Lightning's messages at every start.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     with _own_output() as output:
-        diagnosis = _diagnose(options)
+        diagnosis = diagnose(options)
         if diagnosis.rank != 0:
             _complain(diagnosis)
-        elif options.json:
-            print(json.dumps(diagnosis.as_json(), indent=2), file=output, flush=True)
         else:
             print_diagnosis(diagnosis, output)
     return _exit_code(diagnosis)
@@ -506,25 +278,24 @@ def doctor(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> _Options:
     parser = argparse.ArgumentParser(
         prog="lightning-ddp-ext doctor",
-        description="Checks hosts, networks and the launch of a training command, within seconds and without training:"
+        description="Checks nodes, networks and the launch of a training command, within seconds and without training:"
         " put `doctor` behind `lightning-ddp-ext` and leave the rest as it is, also under srun, torchrun or mpirun.",
-        epilog="Ends with exit code 0 if all is well, and otherwise with 1 and what to do.",
+        epilog="Ends with exit code 0 if all is well, and otherwise with 1 and a remedy.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for missing ranks (%(default)g)")
-    parser.add_argument("--config-dir", "-cd", help="a folder with your own configuration (conf, where there is one)")
-    parser.add_argument("overrides", nargs="*", help="what the training command is given, such as strategy=ddp_join")
+    parser.add_argument("--config-dir", "-cd", help="a folder with your own configuration (default: conf, if there)")
+    parser.add_argument("overrides", nargs="*", help="overrides of the training command, such as strategy=ddp_join")
     found = parser.parse_intermixed_args(arguments)
     if not found.timeout > 0:
         parser.error(f"`--timeout` must be above 0 seconds, got {found.timeout:g}. Use 30, the default.")
     config_dir = found.config_dir or ("conf" if Path("conf").is_dir() else None)
-    return _Options(tuple(found.overrides), config_dir, found.timeout, found.json)
+    return _Options(tuple(found.overrides), config_dir, found.timeout)
 
 
 @contextlib.contextmanager
 def _own_output() -> Iterator[TextIO]:
-    """Keep standard output for what this command prints; gloo and MPI write to it, too."""
+    """Keep standard output for the table, since gloo and MPI write to it, too."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace") as output:
         os.dup2(2, 1)
@@ -537,29 +308,40 @@ def _own_output() -> Iterator[TextIO]:
 
 
 def _exit_code(diagnosis: Diagnosis) -> int:
-    # Launchers end everybody when one rank fails, and rank 0 may not have printed yet what all know.
-    return 0 if diagnosis.healthy or (diagnosis.rank != 0 and diagnosis.shared) else 1
+    # Launchers end all ranks when one fails, and rank 0 may not have printed the error yet.
+    return 0 if diagnosis.is_healthy or (diagnosis.rank != 0 and diagnosis.is_shared) else 1
 
 
 def _complain(diagnosis: Diagnosis) -> None:
-    """Say what rank 0 does not know."""
-    if not diagnosis.healthy and not diagnosis.shared:
+    """Write an error that rank 0 does not know to standard error."""
+    if not diagnosis.is_healthy and not diagnosis.is_shared:
         sys.stderr.write(f"lightning-ddp-ext doctor: rank {diagnosis.rank}: {diagnosis.verdict}\n")
         sys.stderr.flush()
 
 
-def _diagnose(options: _Options) -> Diagnosis:
+def diagnose(options: _Options) -> Diagnosis:
+    """Try all steps until one fails."""
     rank = next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdecimal()), 0)
     diagnosis = Diagnosis(rank=rank, slurm=summarize(os.environ))
     try:
         _check(options, diagnosis)
     except Exception as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        # Whatever composing and constructors raise: it is what training would end with.
-        diagnosis.add_problems([Problem(SETTINGS, describe(error))])
-    if not diagnosis.reports:
-        diagnosis.reports[diagnosis.rank] = report_here()
+        diagnosis.is_shared = diagnosis.progress.is_answered
+        diagnosis.failed = _STEPS.get(type(error), SETTINGS)
+        if diagnosis.failed != SETTINGS:
+            diagnosis.error = str(error)
+        elif diagnosis.progress.backend is not None and isinstance(error, RuntimeError):
+            diagnosis.is_shared = False  # ranks may have different errors of the backend
+            diagnosis.failed = NETWORK if diagnosis.network is None else ALL_REDUCE
+            reason = str(error).partition("\n")[0]
+            diagnosis.error = (
+                f"the process group of `{diagnosis.progress.backend}` failed on rank {diagnosis.rank}: {reason}."
+                " Look for a rank that has ended, and for a firewall between the nodes."
+            )
+        else:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            diagnosis.error = describe(error)  # training would end with the same message
     return diagnosis
 
 
@@ -568,20 +350,21 @@ def _check(options: _Options, diagnosis: Diagnosis) -> None:
     choices = config.hydra.runtime.choices
     diagnosis.strategy = str(choices.strategy)
     prepare_config(config, choices)
-    diagnosis.add_problems(Problem(SLURM, text) for text in find_slurm_problems(config))
-    if not diagnosis.healthy:
-        diagnosis.shared = True  # all tasks have the same variables
+    problems = find_slurm_problems(config)
+    if problems:
+        diagnosis.failed, diagnosis.error = SLURM, " Also: ".join(problems)
+        diagnosis.is_shared = True  # all tasks have the same variables
         return
-    settings = _take_settings(config, options.timeout)
+    connection = _take_connection(config, options.timeout)
     plugins = make_plugins(config)
     trainer = _make_trainer(config, plugins)
     check_run(config, config.hydra, trainer, plugins)
     strategy = trainer.strategy
-    if settings is None or not isinstance(strategy, DDPStrategy | FSDPStrategy):
+    if connection is None or not isinstance(strategy, DDPStrategy | FSDPStrategy):
         if trainer.world_size > 1:
             raise LaunchError(
                 f"`strategy={choices.strategy}` makes a {type(strategy).__name__}, whose processes `doctor` does"
-                " not know how to start. Use `strategy=ddp` to examine hosts and networks."
+                " not know how to start. Use `strategy=ddp` to check nodes and networks."
             )
         return
     environment = strategy.cluster_environment
@@ -589,11 +372,31 @@ def _check(options: _Options, diagnosis: Diagnosis) -> None:
     diagnosis.environment = type(environment).__name__
     environment.validate_settings(strategy.num_processes, strategy.num_nodes)
     with _local_ranks(strategy, environment, options, diagnosis):
-        examine(strategy, settings, diagnosis)
+        _connect_and_measure(strategy, environment, connection, diagnosis)
+
+
+def _connect_and_measure(
+    strategy: DDPStrategy | FSDPStrategy,
+    environment: ClusterEnvironment,
+    connection: Connection,
+    diagnosis: Diagnosis,
+) -> None:
+    assert strategy.accelerator is not None  # the Trainer gives every strategy one
+    strategy.set_world_ranks()
+    diagnosis.rank, diagnosis.world_size = environment.global_rank(), environment.world_size()
+    diagnosis.num_nodes = strategy.num_nodes
+    try:
+        strategy.accelerator.setup_device(strategy.root_device)
+        diagnosis.network = connection.open(strategy, diagnosis.progress)
+        compare_setups(describe_versions())
+        diagnosis.all_reduce = measure_all_reduce(strategy.root_device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _compose(options: _Options) -> DictConfig:
-    # As `--config-dir` does it for training, in front of the packaged configuration.
+    # In front of the packaged configuration, as `--config-dir` of the training command is.
     own = [] if options.config_dir is None else [f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']"]
     with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
         overrides = [*own, *options.overrides]
@@ -604,7 +407,7 @@ def _compose(options: _Options) -> DictConfig:
 
 
 def _leaves_strategy_open(config: DictConfig, overrides: Sequence[str]) -> bool:
-    """Tell whether nothing that was given chooses a strategy, or is meant for the one that training would use."""
+    """Return True if no override chooses a strategy or an argument of the default one."""
     choices = config.hydra.runtime.choices
     if choices.strategy != _DEFAULT_STRATEGY or choices.get("experiment") is not None or is_started_alone():
         return False
@@ -612,11 +415,14 @@ def _leaves_strategy_open(config: DictConfig, overrides: Sequence[str]) -> bool:
     return not any(key.partition(".")[0] == "strategy" for key in keys)
 
 
-def _take_settings(config: DictConfig, timeout: float) -> NetworkSettings | None:
-    """Take out of the strategy what may be wrong on this host alone: the others are to hear of it."""
+def _take_connection(config: DictConfig, timeout: float) -> Connection | None:
+    """Move backend and interface out of the strategy, whose constructor rejects them before other ranks can hear of it.
+
+    None if the strategy has no process group.
+    """
     if not has_process_group(config):
         return None
-    settings = NetworkSettings(
+    connection = Connection(
         backend=config.strategy.get("process_group_backend"),
         init_method=config.strategy.get("init_method"),
         network_interface=config.strategy.get("network_interface"),
@@ -624,7 +430,7 @@ def _take_settings(config: DictConfig, timeout: float) -> NetworkSettings | None
     )
     for key in {"process_group_backend", "network_interface"} & set(config.strategy):
         config.strategy[key] = None
-    return settings
+    return connection
 
 
 def _make_trainer(config: DictConfig, plugins: list[Any] | None) -> Trainer:
@@ -646,11 +452,11 @@ def _make_trainer(config: DictConfig, plugins: list[Any] | None) -> Trainer:
 def _local_ranks(
     strategy: DDPStrategy | FSDPStrategy, environment: ClusterEnvironment, options: _Options, diagnosis: Diagnosis
 ) -> Iterator[None]:
-    """Start the other ranks of this host where training would start them."""
+    """Start the other ranks of this node if training would start them."""
     if environment.creates_processes_externally:
         yield
         return
-    # What Lightning's launcher sets. A fork has everything imported; CUDA does not survive one.
+    # The variables of Lightning's launcher. A fork has everything imported; CUDA does not survive one.
     variables = {
         "MASTER_ADDR": environment.main_address,
         "MASTER_PORT": str(environment.main_port),
@@ -668,8 +474,8 @@ def _local_ranks(
     try:
         yield
     finally:
-        # If they have not met, nobody waits for the others.
-        deadline = time.monotonic() + (_FAREWELL if diagnosis.shared else 0)
+        # Ranks that rank 0 has not heard of may wait for much longer.
+        deadline = time.monotonic() + (_FAREWELL if diagnosis.progress.is_answered else 0)
         for process in ranks:
             process.join(max(0, deadline - time.monotonic()))
             if process.is_alive():
@@ -679,6 +485,6 @@ def _local_ranks(
 
 def _run_local_rank(options: _Options, variables: dict[str, str]) -> None:
     os.environ.update(variables)
-    diagnosis = _diagnose(options)
+    diagnosis = diagnose(options)
     _complain(diagnosis)
     raise SystemExit(_exit_code(diagnosis))

@@ -22,11 +22,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_ddp_ext._validation import check_choice, check_integer, check_number
 from lightning_ddp_ext.cli.errors import LaunchError
-from lightning_ddp_ext.clusters import slurm as slurm_arithmetic
 from lightning_ddp_ext.clusters.manual import ManualEnvironment
-from lightning_ddp_ext.clusters.slurm import SET_BY_HAND, TERMINAL, CheckedSLURMEnvironment, meeting_ports
+from lightning_ddp_ext.clusters.slurm import (
+    SET_BY_HAND,
+    TERMINAL,
+    CheckedSLURMEnvironment,
+    find_problems,
+    rendezvous_ports,
+)
 from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
-from lightning_ddp_ext.distributed.interfaces import check_gloos_variable
+from lightning_ddp_ext.distributed.interfaces import check_gloo_variable
 from lightning_ddp_ext.distributed.stores import check_endpoint
 from lightning_ddp_ext.join.samplers import check_fractions
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
@@ -335,8 +340,7 @@ def find_slurm_problems(config: DictConfig) -> list[str]:
     by_hand = by_hand or any(name in os.environ for name in (*SET_BY_HAND, TERMINAL))
     if by_hand or config.trainer.plugins is not None or devices is None or not has_process_group(config):
         return []
-    uses_gpus = config.trainer.accelerator != "cpu"
-    return slurm_arithmetic.find_problems(os.environ, config.trainer.num_nodes, devices, uses_gpus=uses_gpus)
+    return find_problems(os.environ, config.trainer.num_nodes, devices)
 
 
 def check_slurm(config: DictConfig) -> None:
@@ -442,7 +446,7 @@ def check_meeting(trainer: Trainer, settings: DictConfig) -> None:
         return  # a sweep: the ranks have met, and this process itself has the port
     environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
     backend = settings.process_group_backend or dist.get_default_backend_for_device(trainer.strategy.root_device)
-    check_gloos_variable(backend, settings.network_interface)
+    check_gloo_variable(backend, settings.network_interface)
     place = _known_place(environment, settings.init_method)
     if place is not None and environment.node_rank() == 0 and environment.local_rank() == 0:
         check_endpoint(place, trainer.num_nodes)
@@ -457,7 +461,7 @@ def _known_place(environment: ClusterEnvironment, init_method: str | None) -> Re
         return place
     if "MASTER_PORT" not in os.environ and not isinstance(environment, ManualEnvironment):
         return None
-    port, *others = meeting_ports(environment)
+    port, *others = rendezvous_ports(environment)
     return None if others else RendezvousEndpoint(environment.main_address, port)
 
 

@@ -1,4 +1,4 @@
-"""Several hosts without a launcher: the same command on each, with its number."""
+"""Several nodes without a launcher: the same command on each, with its number."""
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from typing_extensions import override
@@ -10,27 +10,27 @@ _MOST_NODES = 2**16
 
 
 class ManualEnvironment(LightningEnvironment):
-    """Tells Lightning where a host is in a run that somebody starts by hand, once on every host.
+    """Position of a node in a run that somebody starts by hand, once on every node.
 
-    Lightning starts the processes of each host, as on a single one. Pass it to the Trainer,
+    Lightning starts the processes of each node, as on a single one. Pass it to the Trainer,
     `Trainer(plugins=[ManualEnvironment(...)], num_nodes=2)`.
 
     Args:
-        num_nodes: Number of hosts.
-        node_rank: The number of this host, 0 for the one that others connect to.
-        main_address: Name or address of host 0.
-        main_port: A free port there, the same on all hosts.
+        num_nodes: Number of nodes.
+        node_rank: The number of this node, 0 for the one that others connect to.
+        main_address: Name or address of node 0.
+        main_port: A free port there, the same on all nodes.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If a number is out of range, or no host can have the address.
+        ValueError: If a number is out of range, or the address is malformed.
     """
 
     def __init__(self, *, num_nodes: int, node_rank: int, main_address: str, main_port: int = 29500) -> None:
         super().__init__()
-        check_integer("num_nodes", num_nodes, least=1, most=_MOST_NODES, remedy="Use the number of hosts.")
-        check_integer("node_rank", node_rank, most=num_nodes - 1, remedy="Number the hosts from 0.")
-        check_host("main_address", main_address, "Use a name or an address of the host with `node_rank=0`.")
+        check_integer("num_nodes", num_nodes, least=1, most=_MOST_NODES, remedy="Use the number of nodes.")
+        check_integer("node_rank", node_rank, most=num_nodes - 1, remedy="Number the nodes from 0.")
+        check_host("main_address", main_address, "Use a name or an address of the node with `node_rank=0`.")
         check_integer("main_port", main_port, least=1, most=_LAST_PORT, remedy="Use 29500 if unsure.")
         self._num_nodes = num_nodes
         self._node_rank = node_rank
@@ -56,5 +56,5 @@ class ManualEnvironment(LightningEnvironment):
         if num_nodes != self._num_nodes:
             raise ValueError(
                 f"`num_nodes={num_nodes}` of the Trainer differs from `num_nodes={self._num_nodes}` of the cluster."
-                " Give both the number of hosts."
+                " Give both the number of nodes."
             )

@@ -1,4 +1,4 @@
-"""Where Lightning's idea of a run meets ours of a network: one object that every strategy with a process group uses."""
+"""Process-group arguments of the strategies: how they are checked, and how they open the process group."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -18,39 +18,14 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ddp_ext._compat.lightning import in_interactive_session, repeats_the_command
 from lightning_ddp_ext._validation import as_timeout, check_choice, check_integer, check_text
-from lightning_ddp_ext.clusters.slurm import check_tasks, meeting_ports, step_name
+from lightning_ddp_ext.clusters.slurm import check_tasks, rendezvous_ports, step_name
 from lightning_ddp_ext.distributed.backends import check_backend, check_mpirun
 from lightning_ddp_ext.distributed.init_method import parse_init_method
 from lightning_ddp_ext.distributed.interfaces import check_interface
+from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
 from lightning_ddp_ext.distributed.process_group import init_process_group
+from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-
-
-def in_sweep() -> bool:
-    """Tell whether this process runs a job of a sweep."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def check_sweep(strategy: DDPStrategy | FSDPStrategy) -> None:
-    """Refuse a job of a sweep that would start its processes by repeating the command.
-
-    Each of them would begin the whole sweep again, and go through it in step with the others on the process group of
-    the first job, whatever number of processes, backend and network the next ones ask for.
-
-    Args:
-        strategy: A strategy whose Trainer is about to configure the launcher.
-
-    Raises:
-        UnsupportedFeatureError: If it is one.
-    """
-    environment = strategy.cluster_environment
-    starts_processes = environment is not None and not environment.creates_processes_externally
-    if starts_processes and strategy.num_processes > 1 and repeats_the_command(strategy) and in_sweep():
-        raise UnsupportedFeatureError(
-            f'`--multirun` with `devices={strategy.num_processes}` and `start_method="popen"`: every process that is'
-            ' started would begin the whole sweep again. Use `start_method="spawn"`.'
-        )
-
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -67,14 +42,7 @@ _KINDS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """How the ranks of a strategy find each other.
-
-    Attributes:
-        backend: The backend; None for what suits the device.
-        timeout: How long ranks wait for each other at the start, and the time limit of one collective.
-        init_method: See `parse_init_method`.
-        network_interface: See `init_process_group`.
-    """
+    """How the ranks of a strategy find each other; None for the backend of the devices, endpoint of the cluster."""
 
     backend: str | None = None
     timeout: timedelta = timedelta(minutes=30)
@@ -82,14 +50,7 @@ class Connection:
     network_interface: str | None = None
 
     def check_arguments(self) -> None:
-        """Refuse what cannot work on this host; for the constructor of a strategy.
-
-        Raises:
-            BackendError: If this torch has no such backend.
-            NetworkInterfaceError: If this host has no such interface.
-            TypeError: If an argument is of the wrong type.
-            ValueError: If `init_method` has no known form, or `timeout` is out of range.
-        """
+        """Reject arguments that cannot work on this node; for the constructor of a strategy."""
         as_timeout("timeout", self.timeout)
         check_text("process_group_backend", self.backend)
         check_text("init_method", self.init_method)
@@ -99,43 +60,22 @@ class Connection:
         check_interface(self.network_interface)
 
     def check_launch(self, strategy: DDPStrategy | FSDPStrategy) -> None:
-        """Refuse what does not suit devices, hosts and launcher, when all are known and no process has been started.
-
-        Args:
-            strategy: A strategy whose Trainer is about to configure the launcher.
-
-        Raises:
-            BackendError: If the backend does not suit the devices, or `mpirun` started processes unnoticed.
-            ClusterError: If the tasks of a SLURM job are not the processes of the run.
-            NetworkInterfaceError: If the loopback interface was chosen for several hosts.
-            UnsupportedFeatureError: If every process that is started would begin a sweep again.
-        """
+        """Reject arguments that do not suit devices, nodes and launcher, which the Trainer has just configured."""
         environment = strategy.cluster_environment
-        device_type = device_type_of(strategy)
-        check_backend(self.backend, device_type)
+        check_backend(self.backend, device_type_of(strategy))
         check_mpirun(environment is not None and environment.creates_processes_externally)
-        check_tasks(
-            environment,
-            num_nodes=strategy.num_nodes,
-            devices=strategy.num_processes,
-            uses_gpus=device_type == "cuda",
-        )
+        check_tasks(environment, num_nodes=strategy.num_nodes, devices=strategy.num_processes)
         check_interface(self.network_interface, strategy.num_nodes)
-        check_sweep(strategy)
+        _check_sweep(strategy)
 
-    def open(self, strategy: DDPStrategy | FSDPStrategy) -> None:
-        """Make the process group, if there is none; rank 0 says what was chosen on each host.
-
-        Args:
-            strategy: A strategy that knows its ranks.
-
-        Raises:
-            NetworkInterfaceError: If a host lacks its interface, or hosts do not reach each other.
-            RendezvousError: If ranks do not find each other.
-        """
+    def open(
+        self, strategy: DDPStrategy | FSDPStrategy, progress: RendezvousProgress | None = None
+    ) -> ChosenNetwork | None:
+        """Create the process group of a strategy that knows its ranks; rank 0 logs the interface of each node."""
         environment = strategy.cluster_environment
         assert environment is not None  # the Trainer gives every strategy one
-        main_port, *other_ports = meeting_ports(environment)
+        # The same order on every rank: MPI finds address and port by collective operations.
+        main_port, *other_ports = rendezvous_ports(environment)
         network = init_process_group(
             backend=self.backend or dist.get_default_backend_for_device(strategy.root_device),
             rank=environment.global_rank(),
@@ -149,47 +89,45 @@ class Connection:
             network_interface=self.network_interface,
             num_nodes=strategy.num_nodes,
             device_id=strategy.root_device,
+            progress=progress,
         )
         if network is not None:
             rank_zero_info(f"{network}")
+        return network
 
 
 def device_type_of(strategy: DDPStrategy | FSDPStrategy) -> str:
-    """Return the type of a strategy's devices, such as `"cuda"`.
-
-    `root_device` raises an IndexError if a launcher has started more processes than there are devices; Lightning
-    explains that when the run starts.
-
-    Args:
-        strategy: A strategy that its Trainer has given its devices.
-    """
+    """Return the type of a strategy's devices, such as `"cuda"`."""
+    # `root_device` raises an IndexError if a launcher has started more processes than there are devices.
     assert strategy.parallel_devices is not None
     return strategy.parallel_devices[0].type
 
 
+def in_sweep() -> bool:
+    """Return True if this process runs a job of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _check_sweep(strategy: DDPStrategy | FSDPStrategy) -> None:
+    """Reject a job of a sweep that would start its processes by repeating the command, and with it the whole sweep."""
+    environment = strategy.cluster_environment
+    starts_processes = environment is not None and not environment.creates_processes_externally
+    if starts_processes and strategy.num_processes > 1 and repeats_the_command(strategy) and in_sweep():
+        raise UnsupportedFeatureError(
+            f'`--multirun` with `devices={strategy.num_processes}` and `start_method="popen"`: every process that is'
+            ' started would begin the whole sweep again. Use `start_method="spawn"`.'
+        )
+
+
 def check_start_method(start_method: object) -> None:
-    """Refuse a way to start processes that there is not.
-
-    Args:
-        start_method: The argument of a strategy.
-
-    Raises:
-        ValueError: If it is none of those that Lightning has.
-    """
+    """Raise a ValueError if Lightning has no such way to start processes."""
     check_choice(
         "start_method", start_method, get_args(StartMethod), 'Use "popen" for processes that run the program again.'
     )
 
 
 def choose_start_method(start_method: StartMethod | None) -> StartMethod:
-    """Return how a strategy starts the other processes of its node.
-
-    Args:
-        start_method: The argument of the strategy; None for "fork" in an interactive session, and "popen" elsewhere.
-
-    Raises:
-        ValueError: If Lightning has no such start method, or it cannot work in an interactive session.
-    """
+    """Return a checked start method; for None, "fork" in an interactive session, and "popen" elsewhere."""
     is_interactive = in_interactive_session()
     if start_method is None:
         return "fork" if is_interactive else "popen"
@@ -203,17 +141,7 @@ def choose_start_method(start_method: StartMethod | None) -> StartMethod:
 
 
 def check_objects(*, parallel_devices: object = None, model_averaging_period: object = None, **objects: object) -> None:
-    """Refuse what cannot be what Lightning's strategies take under these names; each of them is optional.
-
-    Args:
-        parallel_devices: Devices.
-        model_averaging_period: A number of steps.
-        objects: Instances of Lightning's classes, and functions.
-
-    Raises:
-        TypeError: If one is not of its class.
-        ValueError: If the number is below 1.
-    """
+    """Raise a TypeError if an argument that is passed on to Lightning's strategy is not of the class of its name."""
     for name, value in {"parallel_devices": parallel_devices, **objects}.items():
         kind = _KINDS[name]
         if value is not None and not isinstance(value, kind):

@@ -1,6 +1,8 @@
 """Which parameters and buffers ranks share, and which belong to a rank alone."""
 
 import functools
+import importlib.metadata
+import platform
 from collections.abc import Mapping, Sequence, Set
 from datetime import timedelta
 from enum import Enum
@@ -185,3 +187,29 @@ def _refuse_lazy(kind: str, name: str, tensor: Tensor) -> None:
         raise UnsupportedFeatureError(
             f"{kind} `{name}` has no shape yet. Run a batch through the module before its gradients are reduced."
         )
+
+
+_PACKAGES = ("torch", "lightning", "lightning-ddp-ext")
+
+
+def describe_versions(packages: Sequence[str] = _PACKAGES) -> dict[str, object]:
+    """Describe the versions of Python, without its last number, and of packages.
+
+    Args:
+        packages: Names of distributions.
+
+    Returns:
+        A description for `compare_setups`.
+    """
+    versions: dict[str, object] = {"version of Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in packages:
+        # The version that runs may differ from the installed one in a source build.
+        versions[f"version of {package}"] = torch.__version__ if package == "torch" else _installed(package)
+    return versions
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,4 +1,4 @@
-"""Whether a backend can be used at all, known before any process starts."""
+"""Checks of process-group backends that need no process group."""
 
 import os
 
@@ -23,11 +23,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def available_backends() -> list[str]:
-    """List the backends that this torch was built with, or that were registered since.
-
-    Returns:
-        Their names.
-    """
+    """Return the names of the backends that this torch was built with or that have been registered since."""
     return [
         name
         for name in dist.Backend.backend_list
@@ -36,15 +32,7 @@ def available_backends() -> list[str]:
 
 
 def check_backend(backend: str | None, device_type: str | None = None) -> None:
-    """Refuse a backend that is not there, or that cannot communicate for the devices.
-
-    Args:
-        backend: A name; names by device type, `"cpu:gloo,cuda:nccl"`; or None for what suits the devices.
-        device_type: `"cpu"`, `"cuda"` and so on, where it is known.
-
-    Raises:
-        BackendError: If it cannot be used.
-    """
+    """Raise a BackendError unless this torch has the backend, `"gloo"` or `"cpu:gloo,cuda:nccl"`, for the devices."""
     if backend is None:
         return
     by_device = {device: name for device, _, name in (p.rpartition(":") for p in backend.lower().split(","))}
@@ -61,23 +49,15 @@ def check_backend(backend: str | None, device_type: str | None = None) -> None:
     if device_type is not None and devices and device_type not in devices:
         raise BackendError(
             f"`process_group_backend={backend}` does not communicate for {device_type} devices, only for"
-            f" {', '.join(devices)}. Leave it out for what suits the devices."
+            f" {', '.join(devices)}. Leave it out for the default of the devices."
         )
 
 
-def check_mpirun(started_by_launcher: bool) -> None:
-    """Refuse processes of `mpirun` that do not know of each other: each would train by itself.
-
-    Args:
-        started_by_launcher: Whether the cluster environment knows that something else starts the processes, as
-            `ClusterEnvironment.creates_processes_externally` says.
-
-    Raises:
-        BackendError: If `mpirun` started several processes and the cluster environment does not know.
-    """
+def check_mpirun(is_launched: bool) -> None:
+    """Raise a BackendError if `mpirun` started several processes and Lightning has not recognised that."""
     for variable in _MPI_SIZES:
         value = os.environ.get(variable, "1")
-        if not started_by_launcher and value.isdecimal() and int(value) > 1:
+        if not is_launched and value.isdecimal() and int(value) > 1:
             raise BackendError(
                 f"`mpirun` started {value} processes (`{variable}={value}`), but without `mpi4py` they do not find each"
                 " other, and each would train on its own. Install `mpi4py`."

@@ -1,4 +1,4 @@
-"""Where ranks meet: the forms of `init_method`."""
+"""Rendezvous endpoints: the address or file where the ranks of a run meet, and the forms of `init_method`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +11,10 @@ _FORMS = "`env://`, `tcp://host:port` or `file:///path`"
 
 @dataclass(frozen=True, slots=True)
 class RendezvousEndpoint:
-    """Where ranks meet.
+    """Where ranks meet: a host and a port of rank 0's node, or a file; neither for `env://`.
 
-    Attributes:
-        host: Name or address of rank 0's host; None for a file, and for what the cluster environment says.
-        port: The port there.
-        path: The file; None for a host.
-        other_ports: Ports that rank 0 tries in this order if its port is taken; the others look for its store there.
-        run: A name of the run, which the ranks know its store by if there are other ports.
+    If the port is in use, rank 0 tries `other_ports` in order. The other ranks then recognise its store by `run`, a
+    name that no other run on these nodes has.
     """
 
     host: str | None = None
@@ -28,35 +24,19 @@ class RendezvousEndpoint:
     run: str = ""
 
     def __str__(self) -> str:
-        return address_text(self.host, self.port) if self.path is None else str(self.path)
+        if self.path is not None:
+            return str(self.path)
+        return f"[{self.host}]:{self.port}" if ":" in str(self.host) else f"{self.host}:{self.port}"
 
-
-def address_text(host: str | None, port: int | None) -> str:
-    """Write a host and a port for people.
-
-    Args:
-        host: Name or address.
-        port: The port.
-
-    Returns:
-        Such as `"node1:29500"`, or `"[fd00::1]:29500"`.
-    """
-    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """All ports in the order in which rank 0 tries them."""
+        assert self.port is not None  # a file has no ports
+        return (self.port, *self.other_ports)
 
 
 def parse_init_method(init_method: str | None) -> RendezvousEndpoint:
-    """Read an `init_method`, and refuse what cannot work; to be called before any process starts.
-
-    Args:
-        init_method: `"env://"`, the same as None: what the cluster environment says; `"tcp://host:port"`; or
-            `"file:///path"` on a file system that all hosts share.
-
-    Returns:
-        The rendezvous endpoint; empty for `"env://"`.
-
-    Raises:
-        ValueError: If it has none of these forms.
-    """
+    """Parse an `init_method`; the endpoint is empty for None and `"env://"`."""
     if init_method is None:
         return RendezvousEndpoint()
     try:

@@ -1,50 +1,49 @@
-"""Which interface each host contributes, and what rank 0 says about it."""
+"""The network of a run: which interface each node uses, and how a node chooses its own."""
 
 import os
 import socket
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from lightning_ddp_ext.distributed.interfaces import (
     AUTO,
     LOOPBACK,
     Interface,
     address_towards,
+    default_gloo_interface,
     find_interface,
-    gloos_choice,
-    interface_addresses,
+    has_gloo_variable,
     interface_with,
     is_loopback,
 )
-from lightning_ddp_ext.distributed.ports import Target, first_connection
+from lightning_ddp_ext.distributed.ports import Target
 from lightning_ddp_ext.errors import NetworkInterfaceError
-
-_SEARCH_LIMIT = 4.0  # seconds for rank 0's addresses; a neighbour that is not there is known to be missing after 3
-
-_NO_INTERFACE = Interface(None, ())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostNetwork:
-    """What one host talks over.
+class NodeNetwork:
+    """The network of one node.
 
     Attributes:
-        host: Its name.
-        ranks: The ranks on it, the first of which speaks for it.
-        interface: Name of the interface; None where the backend chooses by itself.
-        targets: Addresses and ports at which other hosts can try to reach it.
+        node: Its name.
+        ranks: The ranks on it; the first one chooses the interface for all of them.
+        interface: Name of the interface; None if the backend chooses one.
+        targets: Addresses and ports at which other nodes can try to reach it.
+        reached_over: The interface over which the node has reached rank 0; None on rank 0's node, and for a file.
+        available: Addresses of all interfaces that are up, by interface.
     """
 
-    host: str
+    node: str
     ranks: tuple[int, ...]
     interface: str | None
     targets: tuple[Target, ...]
+    reached_over: str | None = None
+    available: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses at which other hosts reach it."""
+        """Addresses at which other nodes reach it."""
         return tuple(address for address, _ in self.targets)
 
     def __str__(self) -> str:
@@ -52,40 +51,33 @@ class HostNetwork:
         first, last = self.ranks[0], self.ranks[-1]
         adjoining = self.ranks == tuple(range(first, last + 1))
         listed = f"{first}-{last}" if adjoining and last > first else ", ".join(map(str, self.ranks))
-        return f"{self.host}: {self.interface or 'no interface chosen'}{addresses}, rank {listed}"
+        return f"{self.node}: {self.interface or 'no interface chosen'}{addresses}, rank {listed}"
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenNetwork:
-    """What every host of a run talks over; as a string, one line for people.
+    """The network of all nodes of a run; as a string, one line for people.
 
     Attributes:
         backend: The backend.
-        hosts: The hosts, that of rank 0 first.
+        nodes: The nodes, starting with rank 0's.
     """
 
     backend: str
-    hosts: tuple[HostNetwork, ...]
+    nodes: tuple[NodeNetwork, ...]
 
     def __str__(self) -> str:
-        return f"{self.backend} over " + "; ".join(map(str, self.hosts))
+        return f"{self.backend} over " + "; ".join(map(str, self.nodes))
 
-    def host_of(self, rank: int) -> HostNetwork:
-        """Return the host that a rank is on.
-
-        Args:
-            rank: The rank.
-
-        Returns:
-            Its host.
-        """
-        return next(host for host in self.hosts if rank in host.ranks)
+    def node_of(self, rank: int) -> NodeNetwork:
+        """Return the node of a rank."""
+        return next(node for node in self.nodes if rank in node.ranks)
 
 
-def this_machine() -> str:
-    """Return what is equal for processes that share their network, and differs between hosts of the same name."""
+def machine_id() -> str:
+    """Return a text that is equal for processes with the same network, and differs between nodes of the same name."""
     parts = [socket.gethostname()]
-    if os.path.exists("/proc/self/ns/net"):  # two containers of one machine have networks of their own
+    if os.path.exists("/proc/self/ns/net"):  # two containers on one machine have different networks
         with open("/proc/sys/kernel/random/boot_id") as file:
             parts += [file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
     else:
@@ -96,75 +88,31 @@ def this_machine() -> str:
 def choose_interface(
     requested: str | None, *, gloo: bool, num_nodes: int, local_address: str | None
 ) -> Interface | None:
-    """Choose the interface of this host as far as this rank knows.
+    """Choose the interface of this node, by its address on the way to rank 0 for `"auto"`; None if that is unknown.
 
-    Args:
-        requested: Name of an interface, `"loopback"`, `"auto"` or None.
-        gloo: Whether gloo is among the backends; the user's own choice for it counts as `"auto"`.
-        num_nodes: Number of hosts.
-        local_address: The address of this host on the way to rank 0.
-
-    Returns:
-        The interface; without name and addresses if there is nothing to choose; None if only other hosts can tell.
-
-    Raises:
-        NetworkInterfaceError: If this host lacks the interface, or it does not leave the host.
+    If neither the run nor gloo chooses one, the interface has no name and no addresses.
     """
     if requested is None:
-        return gloos_choice() if gloo else _NO_INTERFACE
+        return default_gloo_interface() if gloo else Interface(None, ())
     if requested != AUTO:
         return find_interface(requested, num_nodes)
-    if gloo and os.environ.get("GLOO_SOCKET_IFNAME"):
-        return gloos_choice()
+    if gloo and has_gloo_variable():
+        return default_gloo_interface()
     if local_address is None or is_loopback(local_address):
         return None
     return interface_with(local_address)
 
 
-def choose_alone(requested: str | None, *, gloo: bool) -> Interface:
-    """Choose the interface of a run on one host.
-
-    Args:
-        requested: Name of an interface, `"loopback"`, `"auto"` or None.
-        gloo: Whether gloo is among the backends.
-
-    Returns:
-        The interface.
-
-    Raises:
-        NetworkInterfaceError: If this host lacks the interface.
-    """
+def choose_for_one_node(requested: str | None, *, gloo: bool) -> Interface:
+    """Choose the interface of a run on one node: loopback for `"auto"`."""
     if requested is None:
-        return _NO_INTERFACE
+        return Interface(None, ())
     chosen = choose_interface(requested, gloo=gloo, num_nodes=1, local_address=None)
     return chosen or find_interface(LOOPBACK)
 
 
-def search_interface(targets: Sequence[Target]) -> Interface | None:
-    """Find an interface over which one of rank 0's addresses answers.
-
-    Args:
-        targets: Addresses and ports of rank 0's host.
-
-    Returns:
-        The interface, or None if none answers.
-    """
-    local_address = first_connection(targets, _SEARCH_LIMIT)
-    return None if local_address is None else interface_with(local_address)
-
-
 def interface_towards(addresses: Iterable[str]) -> Interface:
-    """Find the interface that other hosts are reached over.
-
-    Args:
-        addresses: What other hosts have chosen.
-
-    Returns:
-        The interface of the first route.
-
-    Raises:
-        NetworkInterfaceError: If there is no route to any of them.
-    """
+    """Return the interface that leads to the first reachable address that another node has chosen."""
     reasons = []
     for address in addresses:
         try:
@@ -176,55 +124,17 @@ def interface_towards(addresses: Iterable[str]) -> Interface:
         if interface is not None and not interface.is_loopback:
             return interface
     raise NetworkInterfaceError(
-        f"host {socket.gethostname()}, rank 0, has no route to the other hosts ({'; '.join(reasons) or 'none given'})."
-        " Set `network.interface` to the interface that connects the hosts."
+        f"node {socket.gethostname()}, rank 0, has no route to the other nodes ({'; '.join(reasons) or 'none given'})."
+        " Set `network.interface` to the interface that connects the nodes."
     )
 
 
-def all_addresses() -> list[str]:
-    """List every address of this host that another one might reach.
-
-    Returns:
-        IPv4 addresses, then IPv6 addresses.
-    """
-    listed = [address for addresses in interface_addresses().values() for address in addresses]
-    useful = [address for address in listed if not is_loopback(address) and "%" not in address]
-    return sorted(useful, key=lambda address: ":" in address)
-
-
-def check_leaves_host(hosts: Sequence[HostNetwork]) -> None:
-    """Refuse loopback addresses among several hosts.
-
-    Args:
-        hosts: What each host has chosen.
-
-    Raises:
-        NetworkInterfaceError: If other hosts could not reach one.
-    """
-    for host in hosts:
-        for address in filter(is_loopback, host.addresses):
-            chosen = f"interface `{host.interface}`" if host.interface else "the address that its own name resolves to"
+def check_no_loopback(nodes: Sequence[NodeNetwork]) -> None:
+    """Raise a NetworkInterfaceError if one of several nodes has chosen a loopback address."""
+    for node in nodes:
+        for address in filter(is_loopback, node.addresses):
+            chosen = f"interface `{node.interface}`" if node.interface else "the address of its host name"
             raise NetworkInterfaceError(
-                f"host {host.host}, rank {host.ranks[0]}, would talk over {chosen}, {address}, which other hosts cannot"
+                f"node {node.node}, rank {node.ranks[0]}, would use {chosen}, {address}, which other nodes cannot"
                 " reach. Set `network.interface` to `auto`."
             )
-
-
-def hosts_from(table: Sequence[Mapping[str, Any]]) -> tuple[HostNetwork, ...]:
-    """Read hosts as they came through JSON.
-
-    Args:
-        table: One mapping per host.
-
-    Returns:
-        The hosts.
-    """
-    return tuple(
-        HostNetwork(
-            host=row["host"],
-            ranks=tuple(row["ranks"]),
-            interface=row["interface"],
-            targets=tuple((address, port) for address, port in row["targets"]),
-        )
-        for row in table
-    )

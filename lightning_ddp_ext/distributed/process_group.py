@@ -1,8 +1,7 @@
-"""Making the process group of a run."""
+"""Creating the process group of a run."""
 
 import atexit
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -11,14 +10,19 @@ import torch.distributed as dist
 from lightning_ddp_ext.distributed.backends import check_backend
 from lightning_ddp_ext.distributed.connections import break_rest, tracked_connections
 from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
-from lightning_ddp_ext.distributed.interfaces import AUTO, check_interface, pin_interface, unpin_interface
+from lightning_ddp_ext.distributed.interfaces import (
+    AUTO,
+    check_gloo_variable,
+    check_interface,
+    pin_interface,
+    unpin_interface,
+)
 from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
-from lightning_ddp_ext.distributed.port_search import open_store_of_run
-from lightning_ddp_ext.distributed.rendezvous import RendezvousInfo, rendezvous, report_problem
-from lightning_ddp_ext.distributed.stores import OpenStore, has_listener
-from lightning_ddp_ext.errors import NetworkInterfaceError, RendezvousError
+from lightning_ddp_ext.distributed.rendezvous import RendezvousInfo, RendezvousProgress, rendezvous
+from lightning_ddp_ext.distributed.stores import open_store
+from lightning_ddp_ext.errors import BackendError, DDPExtError, NetworkInterfaceError, RendezvousError
 
-_TELLING_LIMIT = 1.0  # seconds for rank 0 to be told that this rank cannot start
+_REPORT_LIMIT = timedelta(seconds=30)  # for the other ranks to hear that this rank cannot take part
 
 
 def init_process_group(
@@ -35,42 +39,39 @@ def init_process_group(
     network_interface: str | None = None,
     num_nodes: int = 1,
     device_id: torch.device | None = None,
-    on_store_open: Callable[[RendezvousInfo, OpenStore], None] | None = None,
+    progress: RendezvousProgress | None = None,
 ) -> ChosenNetwork | None:
-    """Make the default process group over a network interface that connects all hosts.
+    """Create the default process group over a network interface that connects all nodes.
 
-    The same on every rank, once. Ranks meet in a store of our own, which listens on the main address only, on the
-    loopback address if there is one host, and, where rank 0 does not know its main address, on the one that leads to
-    the other hosts. They agree on an interface per host, check in seconds that hosts reach each other, and tell gloo
-    and NCCL.
+    Call it once on every rank, with the same arguments. Ranks meet in a store of rank 0. It listens on the main address
+    only, or on the loopback address if there is one node. If rank 0 does not have the main address, the store moves to
+    the address that leads to the other nodes. The ranks choose an interface for each node, check within seconds that
+    the nodes reach each other, and set the variables of gloo and NCCL.
 
     Args:
         backend: `"gloo"`, `"nccl"` and so on, or by device type, `"cpu:gloo,cuda:nccl"`.
         rank: This rank.
         world_size: Number of ranks.
-        main_address: Name or address of rank 0's host.
+        main_address: Name or address of rank 0's node.
         main_port: A free port there.
-        other_ports: Ports that rank 0 tries in this order if that one is taken, the same on every rank; the others look
-            for its store there. None are tried by default.
-        run: A name of the run, the same on every rank and of no other run on these hosts; for `other_ports`.
-        timeout: How long ranks wait for each other here, and the time limit of one collective afterwards.
-        init_method: Another rendezvous endpoint than the main address, see `parse_init_method`.
-        network_interface: Name of an interface that every host has; `"loopback"`, for one host; `"auto"` for the one
-            that the other hosts are reached over; None to leave the choice to the backend, within the same limits.
-        num_nodes: Number of hosts.
+        other_ports: Ports that rank 0 tries in this order if the main port is in use, the same on every rank.
+        run: A name of the run, the same on every rank and different from other runs on these nodes; for `other_ports`.
+        timeout: Time limit of the rendezvous, and afterwards of one collective.
+        init_method: Another rendezvous endpoint than the main address: `"tcp://host:port"` or `"file:///path"`.
+        network_interface: Name of an interface that every node has; `"loopback"`, for one node; `"auto"` for the
+            interface that leads to the other nodes; None to leave the choice to the backend.
+        num_nodes: Number of nodes.
         device_id: The device that this rank is bound to; None or the CPU for none.
-        on_store_open: Called with the open store on every rank before ranks agree on a network; an error ends the
-            meeting. Not called for MPI.
+        progress: Filled in with the state of the rendezvous, to explain a failure.
 
     Returns:
-        What was chosen on each host, for rank 0 to say once. None if there was a process group already, or if MPI
-        connects the processes.
+        The interface of each node. None if there was a process group already, or if MPI connects the processes.
 
     Raises:
         BackendError: If this torch has no such backend.
-        NetworkInterfaceError: If a host lacks its interface, or hosts do not reach each other.
+        NetworkInterfaceError: If a node lacks its interface, or nodes do not reach each other.
         RendezvousError: If ranks do not find each other, or there is a process group of another size.
-        ValueError: If `init_method` has no known form.
+        ValueError: If `init_method` is of no known form.
 
     Example:
         ```python
@@ -84,43 +85,41 @@ def init_process_group(
     if dist.is_initialized():
         _check_existing(rank, world_size)
         return None
-    device_id = None if device_id is None or device_id.type == "cpu" else device_id
-    check_backend(backend, None if device_id is None else device_id.type)
+    progress = progress or RendezvousProgress()
+    progress.backend = backend
+    device_type = None if device_id is None else device_id.type
     if backend.lower() == "mpi":
+        check_backend(backend, device_type)
         dist.init_process_group(backend, timeout=timeout)
         return None
     endpoint = parse_init_method(init_method)
     if endpoint.path is None and endpoint.host is None:
         endpoint = RendezvousEndpoint(main_address, main_port, other_ports=tuple(other_ports), run=run)
+    unpin_interface()  # the choice of an earlier run is not the user's
+    error = _find_error(backend, device_type, network_interface, num_nodes)
     info = RendezvousInfo(
         backend=backend.lower(),
         rank=rank,
         world_size=world_size,
         num_nodes=num_nodes,
         requested=network_interface,
-        timeout=timeout,
-        remedy=_remedy(endpoint),
-        run=endpoint.run,
+        timeout=timeout if error is None else min(timeout, _REPORT_LIMIT),
+        endpoint=endpoint,
+        error=error,
     )
-    unpin_interface()  # what an earlier run chose is not the user's choice
-    try:
-        check_interface(network_interface, num_nodes)
-    except NetworkInterfaceError as error:
-        _tell_rank_0(info, endpoint, error)
-        raise
-    try:
-        opened = open_store_of_run(endpoint, rank=rank, world_size=world_size, num_nodes=num_nodes, timeout=timeout)
-        if on_store_open is not None:
-            on_store_open(info, opened)
-        network, store = rendezvous(info, opened)
-    except dist.DistError as error:
-        raise _lost_meeting(rank, error) from error
-    chosen = network.host_of(rank).interface
+    progress.endpoint = str(endpoint)
+    network, store = _meet(info, progress)
+    chosen = network.node_of(rank).interface
     if network_interface is not None and chosen is not None:
         pin_interface(chosen, keep=network_interface == AUTO)
     with tracked_connections(lasting=True):
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=None if device_type == "cpu" else device_id,
         )
     # NCCL warns about a group that is left behind; a thread of gloo's may abort the interpreter while it ends.
     atexit.register(_destroy)
@@ -131,41 +130,40 @@ def _check_existing(rank: int, world_size: int) -> None:
     existing = (dist.get_rank(), dist.get_world_size())
     if existing != (rank, world_size):
         raise RendezvousError(
-            f"this process is rank {existing[0]} of {existing[1]} in a process group that was made before, and rank"
-            f" {rank} of {world_size} in this run. Start a new process for every run of another size."
+            f"this process is rank {existing[0]} of {existing[1]} in an earlier process group, and rank {rank} of"
+            f" {world_size} in this run. Start a new process for every run of another size."
         )
 
 
-def _lost_meeting(rank: int, error: dist.DistError) -> RendezvousError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    if rank == 0:  # the store is its own
-        return RendezvousError(
-            f"rank 0: a rank that had come does not answer any more while ranks are meeting ({reason}). Look for the"
-            " errors of the other ranks."
+def _find_error(
+    backend: str, device_type: str | None, network_interface: str | None, num_nodes: int
+) -> DDPExtError | None:
+    """Return what is wrong on this node; it is raised after the other ranks have heard of it, who would wait for us."""
+    try:
+        check_backend(backend, device_type)
+        check_interface(network_interface, num_nodes)
+        check_gloo_variable(backend, network_interface)
+    except (BackendError, NetworkInterfaceError) as error:
+        return error
+    return None
+
+
+def _meet(info: RendezvousInfo, progress: RendezvousProgress) -> tuple[ChosenNetwork, dist.Store]:
+    try:
+        opened = open_store(
+            info.endpoint, rank=info.rank, world_size=info.world_size, num_nodes=info.num_nodes, timeout=info.timeout
         )
-    return RendezvousError(
-        f"rank {rank} lost the store of rank 0 while ranks were meeting ({reason}). Look for the error of rank 0."
-    )
-
-
-def _remedy(endpoint: RendezvousEndpoint) -> str:
-    if endpoint.path is not None:
-        return f"Check that they have been started and that {endpoint.path} is on a file system that all hosts share."
-    return f"Check that they have been started, with {endpoint} as the address of rank 0."
-
-
-def _tell_rank_0(info: RendezvousInfo, endpoint: RendezvousEndpoint, error: NetworkInterfaceError) -> None:
-    """Spare rank 0 the wait for this rank, if that takes no time."""
-    if info.rank == 0 or endpoint.host is None or endpoint.port is None:
-        return
-    if not has_listener(endpoint.host, endpoint.port, _TELLING_LIMIT):
-        return
-    limit = timedelta(seconds=_TELLING_LIMIT)
-    with contextlib.suppress(RendezvousError, dist.DistError):  # rank 0 was not there in time; our own error follows
-        opened = open_store_of_run(
-            endpoint, rank=info.rank, world_size=info.world_size, num_nodes=info.num_nodes, timeout=limit
-        )
-        report_problem(info, opened, error, limit)
+        return rendezvous(info, opened, progress)
+    except (DDPExtError, dist.DistError) as failure:
+        if info.error is not None and str(info.error) not in str(failure):
+            raise info.error from None
+        if isinstance(failure, DDPExtError):
+            raise
+        reason = (str(failure).splitlines() or [type(failure).__name__])[0]
+        raise RendezvousError(
+            f"rank {info.rank} lost the store at {info.endpoint} during the rendezvous ({reason}). Look for the errors"
+            " of the other ranks, rank 0's first."
+        ) from failure
 
 
 def _destroy() -> None:

@@ -29,8 +29,7 @@ from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_in
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, check_weight_by
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, check_objects, choose_start_method
-from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
-from lightning_ddp_ext.distributed.rank_reports import describe_versions
+from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_versions
 from lightning_ddp_ext.ranks.rank_steps import RankContext, RankSteps, WeightedSteps
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, combine_counted
 from lightning_ddp_ext.ranks.stall_watch import StallWatch

@@ -57,7 +57,7 @@ def test_a_port_that_rank_0_cannot_have_is_refused_before_ranks_are_started(refu
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         by_hand = ["cluster=manual", "cluster.num_nodes=1", "cluster.node_rank=0", "cluster.main_address=127.0.0.1"]
-        assert f"port {port} of host" in refuse("strategy=ddp_join", *by_hand, f"cluster.main_port={port}")
+        assert f"port {port} of node" in refuse("strategy=ddp_join", *by_hand, f"cluster.main_port={port}")
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         assert "already in use by" in refuse("strategy=ddp", "trainer.devices=2", **environ)
 

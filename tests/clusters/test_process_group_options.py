@@ -1,4 +1,4 @@
-"""What strategies refuse before any process starts, and hosts without a launcher."""
+"""Settings that strategies reject before any process starts, and nodes without a launcher."""
 
 import pytest
 from lightning.pytorch import Trainer
@@ -27,12 +27,12 @@ def test_a_constructor_refuses_what_cannot_work(make, arguments, error, message)
         make(**arguments)
 
 
-def test_the_loopback_interface_is_refused_for_several_hosts_by_the_trainer():
-    with pytest.raises(NetworkInterfaceError, match="which other hosts cannot reach, and the run has 2 of them"):
+def test_the_loopback_interface_is_refused_for_several_nodes_by_the_trainer():
+    with pytest.raises(NetworkInterfaceError, match="which other nodes cannot reach, and the run has 2 of them"):
         trainer(ddp_strategy(network_interface="loopback"), num_nodes=2)
 
 
-def test_a_back_end_for_other_devices_is_refused_by_the_trainer(monkeypatch):
+def test_a_backend_for_other_devices_is_rejected_by_the_trainer(monkeypatch):
     monkeypatch.setitem(backends._BUILT, "nccl", lambda: True)
     with pytest.raises(BackendError, match="does not communicate for cpu devices"):
         trainer(ddp_strategy(process_group_backend="nccl"))
@@ -45,7 +45,7 @@ def test_processes_of_mpirun_without_mpi4py_are_refused_by_the_trainer(monkeypat
         trainer(ddp_strategy(), plugins=[LightningEnvironment()])
 
 
-def test_a_manual_cluster_tells_lightning_where_a_host_is():
+def test_a_manual_cluster_gives_lightning_the_rank_of_a_node():
     environment = ManualEnvironment(num_nodes=3, node_rank=2, main_address="node1", main_port=29501)
     strategy = trainer(ddp_strategy(), plugins=[environment], num_nodes=3).strategy
     assert strategy.cluster_environment is environment
@@ -72,7 +72,7 @@ def test_a_manual_cluster_refuses_numbers_out_of_range(arguments, message):
         ManualEnvironment(**{"num_nodes": 2, "node_rank": 0, "main_address": "node1", **arguments})
 
 
-def test_a_trainer_with_another_number_of_hosts_is_refused():
+def test_a_trainer_with_another_number_of_nodes_is_refused():
     environment = ManualEnvironment(num_nodes=2, node_rank=0, main_address="node1")
     with pytest.raises(ValueError, match="`num_nodes=1` of the Trainer differs from `num_nodes=2` of the cluster"):
         environment.validate_settings(num_devices=1, num_nodes=1)

@@ -1,32 +1,138 @@
-"""Tasks of SLURM and their GPUs, as a strategy and Lightning's launcher ask about them; without SLURM."""
+"""Tasks and ports of a SLURM job, from its environment variables alone."""
 
-import os
+import itertools
 
 import pytest
-from lightning.pytorch import Trainer
 
-from lightning_ddp_ext import CheckedSLURMEnvironment, ClusterError
-from tests.clusters.test_slurm_arithmetic import srun
+from lightning_ddp_ext.clusters.slurm import (
+    candidate_ports,
+    find_problems,
+    lightning_port,
+    step_name,
+    summarize,
+    tasks_per_node,
+)
 
-
-@pytest.fixture(autouse=True)
-def _task_with_a_gpu(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("SLURM", "MASTER_"))]:
-        monkeypatch.delenv(name)
-    task = srun(2, 2, nodes=1, SLURM_GPUS_PER_TASK="1", SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
-    for name, value in {**task, "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-
-
-def test_a_gpu_of_each_task_does_not_matter_to_a_run_on_the_cpu_also_when_it_starts():
-    environment = CheckedSLURMEnvironment()
-    Trainer(strategy="ddp_join", accelerator="cpu", devices=2, plugins=[environment], logger=False)
-    environment.validate_settings(2, 1)  # as Lightning's launcher does
-    environment.uses_gpus = True
-    with pytest.raises(ClusterError, match="`SLURM_GPUS_PER_TASK=1` shows each task 1 GPU"):
-        environment.validate_settings(2, 1)
+# What SLURM 22.05 gives `sbatch --nodes=2 --ntasks-per-node=2`: to the script, and to the tasks that `srun` starts.
+SCRIPT = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2", "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "0", "SLURM_NODEID": "0",
+}  # fmt: skip
+TASK = {
+    **SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3", "SLURM_NODEID": "1",
+}  # fmt: skip
 
 
-def test_gpus_of_tasks_matter_where_nobody_has_said_what_the_devices_are():
-    with pytest.raises(ClusterError, match="`SLURM_GPUS_PER_TASK=1` shows each task 1 GPU"):
-        CheckedSLURMEnvironment().validate_settings(2, 1)
+def changed(environ, **changes):
+    """An environment with some variables changed, and without those that are None."""
+    return {name: value for name, value in {**environ, **changes}.items() if value is not None}
+
+
+def srun(tasks, per_node, spread=None, nodes=2, **changes):
+    return changed(
+        TASK, SLURM_NTASKS=str(tasks), SLURM_STEP_NUM_TASKS=str(tasks), SLURM_NNODES=str(nodes),
+        SLURM_NTASKS_PER_NODE=None if per_node is None else str(per_node),
+        SLURM_STEP_TASKS_PER_NODE=spread or f"{tasks // nodes}(x{nodes})", **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "num_nodes", "devices"),
+    [
+        ({}, 2, 2),
+        (TASK, 2, 2),
+        (srun(2, 1), 2, 1),
+        (srun(1, None, nodes=1), 1, 1),
+        # the tasks that were started, however they were asked for
+        (srun(2, None), 2, 1),
+        (srun(4, 3), 2, 2),
+        # a script or a shell on one node, whose processes Lightning starts
+        (changed(SCRIPT, SLURM_NTASKS=None, SLURM_NTASKS_PER_NODE=None, SLURM_NNODES="1"), 1, 2),
+        (changed(SCRIPT, SLURM_JOB_NAME="interactive", SLURM_PROCID=None), 1, 2),
+        (srun(1, None, nodes=1, SLURM_JOB_NAME="bash"), 1, 2),
+        # torchrun, once per node
+        (srun(2, 1, TORCHELASTIC_RUN_ID="7"), 2, 8),
+        # not a number
+        (changed(TASK, SLURM_NNODES="two", SLURM_STEP_TASKS_PER_NODE="?"), 2, 2),
+    ],
+)
+def test_tasks_that_fit_are_no_problem(environ, num_nodes, devices):
+    assert find_problems(environ, num_nodes, devices) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "num_nodes", "devices", "parts"),
+    [
+        (
+            srun(3, 2, "2,1"), 2, 2,
+            ["`SLURM_NTASKS=3` (`SLURM_NTASKS_PER_NODE=2`)", "2 nodes x `devices=2` = 4 processes", "rank 3 is missing",
+             "Set `--nodes=2 --ntasks-per-node=2`"],
+        ),
+        (srun(2, 1), 2, 4, ["`SLURM_NTASKS=2`", "= 8 processes: ranks 2 to 7 are missing", "--ntasks-per-node=4"]),
+        (srun(4, 2), 2, 1, ["`SLURM_NTASKS=4`", "2 tasks too many", "--ntasks-per-node=1"]),
+        (srun(4, None, "3,1"), 2, 2, ["`SLURM_STEP_TASKS_PER_NODE=3,1` puts 3 tasks on a node with `devices=2`"]),
+        (TASK, 1, 2, ["`SLURM_NNODES=2` differs from `num_nodes=1`", "Set `num_nodes=2`"]),
+        (srun(2, 1, SLURM_JOB_NAME="bash"), 2, 1, ["`SLURM_JOB_NAME=bash`", "2 tasks", "`--job-name=train`"]),
+        (srun(4, 2, SLURM_JOB_NAME="interactive"), 2, 2, ["`SLURM_JOB_NAME=interactive`"]),
+        (SCRIPT, 2, 2, ["`SLURM_JOB_ID=7`", "`SLURM_STEP_ID=`", "the only one of 4", "Put `srun` before"]),
+        (changed(SCRIPT, SLURM_STEP_ID=str(0xFFFFFFFB)), 2, 2, ["`SLURM_STEP_ID=4294967291`", "Put `srun` before"]),
+        (
+            changed(SCRIPT, SLURM_NTASKS=None, SLURM_NTASKS_PER_NODE=None), 2, 1,
+            ["the only one of 2", "Put `srun` before"],
+        ),
+        (changed(SCRIPT, SLURM_JOB_NAME="interactive"), 2, 2, ["the only one of 4"]),
+    ],
+)  # fmt: skip
+def test_tasks_that_do_not_fit_are_named_once_with_variables_and_a_remedy(environ, num_nodes, devices, parts):
+    (problem,) = find_problems(environ, num_nodes, devices)
+    for part in parts:
+        assert part in problem
+    assert problem.endswith(".")
+
+
+def test_several_problems_are_all_named():
+    assert len(find_problems(srun(2, 1, SLURM_JOB_NAME="bash"), 1, 2)) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", [1]), ("2(x2)", [2, 2]), ("2(x2),1", [2, 2, 1]), ("", []), ("2(x2", [])]
+)
+def test_tasks_per_node_are_read(text, counts):
+    assert tasks_per_node(text) == counts
+
+
+def test_a_job_is_summarized_in_one_line():
+    assert summarize({}) is None
+    assert summarize(TASK).startswith("job 7, `SLURM_JOB_NAME=train`, `SLURM_NNODES=2`, `SLURM_NTASKS=4`")
+
+
+STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}
+
+
+def test_the_first_step_of_a_job_begins_with_lightnings_port():
+    assert candidate_ports(STEP)[0] == lightning_port(STEP) == 19711
+    assert candidate_ports({"SLURM_JOB_ID": "1234567"})[0] == lightning_port({"SLURM_JOB_ID": "1234567"}) == 19567
+
+
+def test_the_ports_of_a_step_differ_and_lie_where_lightnings_do():
+    for job in (1, 4711, 9999, 10000, 123456789):
+        ports = candidate_ports({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "3", "SLURM_RESTART_COUNT": "2"})
+        assert len(set(ports)) == len(ports) == 4
+        assert all(15000 <= port < 25000 for port in ports)
+
+
+def test_jobs_steps_and_restarts_on_one_node_have_different_ports():
+    near = [
+        {"SLURM_JOB_ID": str(4711 + job), "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restarts)}
+        for job, step, restarts in itertools.product(range(5), range(3), range(3))
+    ]
+    ports = [port for environ in near for port in candidate_ports(environ)]
+    assert len(set(ports)) == len(ports)
+
+
+def test_the_name_of_a_step_changes_with_job_step_and_requeue():
+    changes = ({}, {"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"})
+    names = [step_name({**STEP, **change}) for change in changes]
+    assert len(set(names)) == len(names)
+    assert step_name({**STEP, "SLURM_PROCID": "1", "SLURM_NODEID": "1"}) == names[0]

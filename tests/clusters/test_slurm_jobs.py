@@ -29,7 +29,7 @@ def test_a_job_trains_on_two_nodes_although_its_port_is_taken(slurm, tmp_path):
     state = slurm.wait(job, LIMIT)
     printed = slurm.output(job)
     assert state == "COMPLETED", printed
-    assert f"port {first} of host " in printed
+    assert f"port {first} of node " in printed
     assert f"the ranks meet at port {second}" in printed
     assert other.num_keys() <= 1  # nobody has left anything there
     assert printed.count("2 processes on cpu") == 1
@@ -58,7 +58,7 @@ def test_a_job_fails_soon_when_a_task_is_killed(slurm, tmp_path):
 
 @pytest.mark.slow
 def test_a_requeued_job_goes_on_in_its_own_folder(slurm, tmp_path):
-    shutil.copy(ROOT / "tests" / "cluster" / "interrupting.py", tmp_path)
+    shutil.copy(ROOT / "tests" / "clusters" / "interrupting.py", tmp_path)
     added = "+callbacks.requeue._target_=interrupting.SignalOnce"
     job = slurm.submit(EXAMPLES / "requeue.sbatch", *SMALL, added, cwd=tmp_path)
     state = slurm.wait(job, 2 * LIMIT)

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import CheckedSLURMEnvironment, ClusterError
-from lightning_ddp_ext.clusters.slurm import candidate_ports, meeting_ports
+from lightning_ddp_ext.clusters.slurm import candidate_ports, rendezvous_ports
 
 SOON = 5.0  # seconds
 
@@ -23,8 +23,7 @@ STARTS = {
     "one task": (*SRUN, "--nodes=1", "--ntasks=1"),
     "bash": (*SRUN, "--nodes=2", "--ntasks-per-node=1", "--job-name=bash"),
     "bash on one node": (*SRUN, "--nodes=1", "--ntasks-per-node=2", "--job-name=bash"),
-    "a GPU each": (*SRUN, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1"),
-    "all GPUs for each": (*SRUN, "--nodes=1", "--ntasks-per-node=2", "--gpus-per-task=1", "--gpu-bind=none"),
+    "tasks alone": (*SRUN, "--nodes=2", "--ntasks=2"),
     "shell": ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", "--job-name=interactive"),
     "script": ("--nodes=2", "--ntasks-per-node=1"),
     "script without tasks": ("--nodes=2",),
@@ -70,6 +69,8 @@ def test_tasks_that_fit_are_the_ranks(become):
     become("fits")
     made = trainer(2, 1, CheckedSLURMEnvironment(num_nodes=2))
     assert (made.world_size, made.global_rank, made.strategy.cluster_environment.main_address) == (2, 0, "node1")
+    become("tasks alone")
+    assert trainer(2, 1, CheckedSLURMEnvironment()).world_size == 2
     become("one task")
     assert trainer(1, 1, CheckedSLURMEnvironment()).world_size == 1
     become("four tasks")
@@ -105,15 +106,6 @@ def test_tasks_that_do_not_fit_are_refused_at_once(become, start, num_nodes, dev
         assert part in str(refused.value)
 
 
-def test_a_gpu_of_each_task_is_refused_unless_all_are_seen_or_none_is_used(become):
-    become("a GPU each")
-    with pytest.raises(ClusterError, match="`SLURMD_TRES_BIND=gpu:per_task:1` shows each task 1 GPU"):
-        CheckedSLURMEnvironment().validate_settings(2, 1)
-    trainer(1, 2, CheckedSLURMEnvironment())  # on the CPU
-    become("all GPUs for each")
-    CheckedSLURMEnvironment().validate_settings(2, 1)
-
-
 def test_strategies_of_lightning_refuse_them_when_they_start(become):
     become("fits")
     made = trainer(2, 2, CheckedSLURMEnvironment(), strategy="ddp")
@@ -129,7 +121,7 @@ def test_a_cluster_with_another_number_of_nodes_than_the_trainer_is_refused(beco
 
 def test_a_signal_that_does_not_exist_is_refused(become):
     become("fits")
-    with pytest.raises(ValueError, match="`requeue_signal=USR1` is no signal"):
+    with pytest.raises(ValueError, match="`requeue_signal=USR1` is not a signal"):
         CheckedSLURMEnvironment(requeue_signal="USR1")
 
 
@@ -177,7 +169,7 @@ def test_a_job_has_several_ports_unless_somebody_has_chosen_one(become, monkeypa
     ports = candidate_ports(os.environ)
     environment = CheckedSLURMEnvironment()
     assert environment.main_port == ports[0]
-    assert meeting_ports(environment) == ports
-    assert meeting_ports(SLURMEnvironment()) == ports  # although it puts its port into the environment
+    assert rendezvous_ports(environment) == ports
+    assert rendezvous_ports(SLURMEnvironment()) == ports  # although it puts its port into the environment
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert meeting_ports(environment) == meeting_ports(SLURMEnvironment()) == [29500]
+    assert rendezvous_ports(environment) == rendezvous_ports(SLURMEnvironment()) == [29500]

@@ -1,22 +1,12 @@
 """Sweeps that submitit gives to a real SLURM with two nodes."""
 
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.utils import instantiate
-from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
-from lightning_ddp_ext.reducer.control import ExchangedControl, StepControl
-from lightning_ddp_ext.resume.preemption import REQUEUE, PreemptionHandler
-
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra `slurm`")
-submitit = pytest.importorskip("submitit")
-SlurmJobEnvironment = pytest.importorskip("submitit.slurm.slurm").SlurmJobEnvironment
 
 SWEEP = Path(__file__).parents[2] / "examples" / "slurm" / "sweep.sh"
 pytestmark = pytest.mark.timeout(900)
@@ -76,54 +66,3 @@ def test_a_job_that_gets_the_signal_of_submitit_goes_on_from_its_checkpoint(slur
         (folder,) = tmp_path.glob(f"runs/*/*/{number}")
         assert {"hpc_ckpt_1.ckpt", "metrics-1.csv", "metrics.csv"} <= {path.name for path in folder.iterdir()}
         assert sum(f"checkpoint at {folder}/hpc_ckpt_1.ckpt" in text for text in errors.values()) == 1
-
-
-class Job:
-    """What submitit calls again after a requeue."""
-
-    def __call__(self):
-        pass
-
-    def checkpoint(self):
-        return submitit.helpers.DelayedSubmission(self)
-
-
-@pytest.fixture
-def task(monkeypatch, tmp_path):
-    """Make this process a task of submitit's, with its signal handlers; it tells what is done about a signal."""
-    for name in [name for name in os.environ if name.startswith(("SLURM", "MASTER_"))]:
-        monkeypatch.delenv(name)
-    variables = {"JOB_ID": "7", "JOB_NAME": "sweep", "NNODES": "1", "NTASKS": "1", "NTASKS_PER_NODE": "1"}
-    for name, value in {**variables, "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    done = []
-    monkeypatch.setattr(SlurmJobEnvironment, "_requeue", lambda *_: done.append("requeued"))
-    numbers = (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in numbers}
-    delayed = submitit.helpers.DelayedSubmission(Job())
-    delayed.set_timeout(30, 3)
-    SlurmJobEnvironment()._handle_signals(submitit.core.utils.JobPaths(tmp_path, job_id="7", task_id=0), delayed)
-    yield done
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_the_signal_of_submitit_saves_a_checkpoint_before_submitit_requeues_the_job(task, monkeypatch):
-    assert f"cluster.requeue_signal={SlurmJobEnvironment._usr_sig().name}" in SWEEP.read_text()
-    with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
-        config = compose("train", ["cluster=slurm", "cluster.requeue_signal=SIGUSR2", "cluster.num_nodes=1"])
-    trainer = Trainer(
-        strategy="ddp_join", accelerator="cpu", devices=1, plugins=[instantiate(config.cluster)], logger=False
-    )  # fmt: skip
-    monkeypatch.setattr(trainer, "save_checkpoint", lambda *args, **kwargs: task.append("saved"))
-    monkeypatch.setattr(trainer.strategy, "barrier", lambda name: task.append("waited for"))
-    control = StepControl()
-    preemption = PreemptionHandler(trainer, control)
-    trainer._signal_connector.register_signal_handlers()
-    os.kill(os.getpid(), signal.SIGUSR2)
-    assert (control.stop, task) == (REQUEUE, [])
-    control.exchanged = ExchangedControl([1.0], control.stop, *[()] * 6)
-    with pytest.raises(SystemExit):
-        preemption.stop_if_agreed()
-    assert task == ["saved", "requeued", "waited for"]

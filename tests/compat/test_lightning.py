@@ -49,7 +49,7 @@ def test_strategies_use_these_private_names_of_lightning_only():
 def test_the_last_call_of_the_trainers_constructor_lets_a_strategy_refuse():
     called = []
 
-    class Refusing(balanced_dp.SingleProcessStrategy):
+    class Refusing(balanced_dp.BalancedDataParallelStrategy):
         def _configure_launcher(self):
             called.append((self.parallel_devices, self._layer_sync is not None))
 
@@ -196,7 +196,7 @@ def test_the_trainer_knows_an_interactive_session(monkeypatch):
 
 def test_a_trainer_reads_the_accelerator_of_a_strategy_before_its_other_settings():
     """`OneTrainerStrategy` relies on it; nothing but a Trainer's constructor reads the private name."""
-    strategy = balanced_dp.SingleProcessStrategy()
+    strategy = balanced_dp.BalancedDataParallelStrategy()
     Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
     with pytest.raises(UnsupportedFeatureError, match="Create a new strategy for each Trainer"):
         Trainer(strategy=strategy, accelerator="cpu", precision="64-true", plugins=[LightningEnvironment()])

@@ -6,8 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_module
-from lightning_ddp_ext.distributed.rank_reports import describe_versions
+from lightning_ddp_ext.consistency.setups import (
+    compare_setups,
+    describe_arguments,
+    describe_module,
+    describe_versions,
+)
 from lightning_ddp_ext.errors import ReplicaMismatchError
 
 

@@ -1,6 +1,5 @@
 """What ranks do in the network tests; imported by every process, and cheap apart from torch and Lightning."""
 
-import json
 import os
 import signal
 import sys
@@ -12,19 +11,17 @@ import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment, RendezvousError
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.distributed import stores
-from lightning_ddp_ext.distributed.bandwidth import measure_all_reduce
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.strategies.builtin import ConnectedDDPStrategy
 
 
 def join(*, delay=0.0, umask=None, **settings):
-    """Make the process group with ours, add up the ranks, and say what was chosen."""
+    """Create the process group, add up the ranks, and return the chosen network."""
     time.sleep(delay)
     if umask is not None:
         os.umask(umask)
@@ -42,34 +39,15 @@ def join(*, delay=0.0, umask=None, **settings):
 
 
 def join_unaware(**settings):
-    """The same on a host that does not know the main address as its own, although it leads there."""
-    stores._is_this_host = lambda host: False
+    """The same on a node that does not have the main address, although the address leads there."""
+    stores._is_this_node = lambda host: False
     return join(**settings)
 
 
-def join_with_torch_alone(*, rank, world_size, main_address, main_port, timeout, init_method=None, delay=0.0):
-    """The same by torch."""
-    time.sleep(delay)
-    os.environ.update(MASTER_ADDR=main_address, MASTER_PORT=str(main_port))
-    dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-    value = torch.tensor(float(dist.get_rank() + 1))
-    dist.all_reduce(value)
-    return {"sum": value.item()}
-
-
-def join_and_die(program, settings):
-    """Join with one of the above, and end without tidying up."""
-    PROGRAMS[program](**settings)
+def join_and_die(**settings):
+    """Create the process group, and end without tidying up."""
+    init_process_group(backend="gloo", timeout=timedelta(seconds=10), **settings)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def join_briefly(*, timeout=10, delay=0.0, **settings):
-    """Make the process group with ours and leave it."""
-    time.sleep(delay)
-    init_process_group(backend="gloo", timeout=timedelta(seconds=timeout), **settings)
-
-
-PROGRAMS = {function.__name__: function for function in (join_briefly, join_with_torch_alone)}
 
 
 class Module(LightningModule):
@@ -85,7 +63,7 @@ class Module(LightningModule):
 
 
 class SocketTable(Callback):
-    """Lists the addresses of this process, while it trains."""
+    """Lists the addresses of this process while it trains."""
 
     def __init__(self):
         self.listening, self.connected = set(), set()
@@ -101,7 +79,6 @@ STRATEGIES = {
     "ddp": lambda settings: ConnectedDDPStrategy(Connection(**settings)),
     "ddp_checkpoint": lambda settings: DDPCheckpointStrategy(**_named(settings)),
     "ddp_join": lambda settings: DDPJoinStrategy(**_named(settings)),
-    "Lightning's ddp": lambda settings: DDPStrategy(process_group_backend="gloo", timeout=settings["timeout"]),
 }
 
 
@@ -110,7 +87,7 @@ def _named(settings):
 
 
 def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_size=1, strategy="ddp", **settings):
-    """Train through the Trainer: one rank per host, as `cluster=manual` does, or the ranks of one host."""
+    """Train through the Trainer: one rank per node, as `cluster=manual` does, or the ranks of one node."""
     torch.manual_seed(0)
     plugins = []
     if num_nodes > 1:
@@ -146,14 +123,14 @@ def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_si
 
 
 def train_with_fault(**settings):
-    """Train while something goes wrong, see `fault_ranks`."""
-    from tests.strategies import fault_ranks  # only where it is wanted: it imports the strategies
+    """Train with a fault, see `fault_ranks`."""
+    from tests.strategies import fault_ranks
 
     return fault_ranks.train(**settings)
 
 
 def join_twice(**settings):
-    """Ask for a process group that is there already, and for one of another size."""
+    """Create a process group, the same one again, and one of another size."""
     settings = {"backend": "gloo", "network_interface": "auto", **settings, "timeout": timedelta(seconds=10)}
     init_process_group(**settings)
     again = init_process_group(**settings)
@@ -166,7 +143,9 @@ def join_twice(**settings):
 
 
 def time_all_reduces(**settings):
-    """What is measured without a limit, and with one that is over at once."""
+    """Return the rows measured without a limit, and with one that is over at once."""
+    from lightning_ddp_ext.cli.doctor import measure_all_reduce  # not every program pays for Hydra
+
     init_process_group(backend="gloo", timeout=timedelta(seconds=10), **settings)
     cpu = torch.device("cpu")
     rows = [measure_all_reduce(cpu, sizes=(1024, 4096), limit=limit) for limit in (60.0, 0.0)]
@@ -180,7 +159,7 @@ def diagnose(*, arguments, folder):
 
     path = Path(folder) / f"stdout-{os.getpid()}"
     os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), 1)
-    os.environ["COLUMNS"] = "120"
+    os.environ.setdefault("COLUMNS", "120")
     sys.argv = ["lightning-ddp-ext", "doctor", *arguments]
     code = None
     try:
@@ -191,10 +170,10 @@ def diagnose(*, arguments, folder):
     return {"code": code, "stdout": path.read_text()}
 
 
-def serve_as_agent(*, port, request=None):
-    """Be torchrun's agent: own the store of all attempts. Or be another run, which calls its ranks."""
+def serve_as_agent(*, port, run=None):
+    """Own the store of all attempts, as torchrun's agent does, or the store of another run."""
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    if request is not None:
-        store.set("invitation", json.dumps(request))
+    if run is not None:
+        store.set(stores.run_key(run), "")
     while store.check([]):
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What can go right or wrong where ranks meet on one host; forked from a process that has everything imported."""
+"""Rendezvous of one node, successful and not; forked from a process that has everything imported."""
 
 import os
 import signal
@@ -11,10 +11,8 @@ from tests.distributed import rank_server
 from tests.distributed.rank_programs import (
     join,
     join_and_die,
-    join_briefly,
     join_twice,
     join_unaware,
-    join_with_torch_alone,
     serve_as_agent,
     time_all_reduces,
     train,
@@ -23,7 +21,7 @@ from tests.support.ports import free_port
 
 
 def play_scenarios(folder):
-    """Play everything that can go right or wrong on one host; returns the outcomes of ranks by name of the scenario."""
+    """Play all scenarios, and return the outcomes of their ranks by name."""
     folder = Path(folder)
     return {name: scenario(folder) for name, scenario in SCENARIOS.items()}
 
@@ -59,29 +57,25 @@ def _with_agent(folder, attempts):
         return [attempt(env=env, main_port=port) for attempt in attempts]
 
 
-def _restarts(folder, function, *, late, **settings):
-    # A rank that comes early finds what the attempt before has left in the store.
-    attempts = [partial(_ranks, function, folder, late=rank, **settings) for rank in (None, *late)]
-    return [outcome for outcomes in _with_agent(folder, attempts) for outcome in outcomes]
+def _restarts(folder):
+    # A rank that comes early finds the keys of the attempt before in the store.
+    failed = partial(_ranks, join, folder, only=[0], timeout=1)
+    attempts = [partial(_ranks, join, folder, late=late, network_interface="auto") for late in (0, None, 0, 1)]
+    first, *others = _with_agent(folder, [failed, *attempts])
+    assert "rank 1 of 2 ranks did not join in time" in first[0]["error"], first[0]["output"]
+    return [outcome for outcomes in others for outcome in outcomes]
 
 
-def _tcp_under_torchrun(folder, function, **settings):
-    attempt = partial(_ranks, function, folder, init_method=f"tcp://127.0.0.1:{free_port()}", **settings)
-    return _with_agent(folder, [attempt])[0]
+def _tcp_under_torchrun(folder):
+    return _with_agent(folder, [partial(_ranks, join, folder, init_method=f"tcp://127.0.0.1:{free_port()}")])[0]
 
 
-def _leftover(folder, function, **settings):
-    path = folder / f"leftover-{function.__name__}"
-    shared = {
-        "world_size": 2, "main_address": "127.0.0.1", "main_port": 0, "init_method": f"file://{path}", "timeout": 10
-    }  # fmt: skip
-    died = [
-        {"rank": rank, "arguments": {"program": function.__name__, "settings": {**shared, "rank": rank}}}
-        for rank in range(2)
-    ]
-    rank_server.run(join_and_die, died, 20.0, folder)
+def _leftover(folder):
+    path = folder / "leftover"
+    init_method = f"file://{path}"
+    _ranks(join_and_die, folder, init_method=init_method)
     assert path.exists()
-    return _ranks(function, folder, init_method=f"file://{path}", late=1, **settings)
+    return _ranks(join, folder, init_method=init_method, late=1)
 
 
 def _taken_port(folder):
@@ -105,7 +99,7 @@ def _train(strategy, folder, **settings):
 
 
 def _unknown_address(folder):
-    # An address that leads here and is none of this host's, as a translated one: rank 0 cannot tell what to listen on.
+    # An address that leads here but is not of this node, as a translated one: rank 0 has to listen on all addresses.
     return _ranks(join_unaware, folder, network_interface="auto")
 
 
@@ -115,7 +109,7 @@ def _moved_from_a_mute_program(folder, **settings):
 
 
 def _moved_from_another_run(folder):
-    with _agent(folder, request={"run": "other", "name": "other"}) as port:
+    with _agent(folder, run="other") as port:
         return _ranks(join, folder, main_port=port, other_ports=[free_port(), free_port()], run="mine")
 
 
@@ -147,10 +141,9 @@ SCENARIOS = {
     "tcp": lambda folder: _ranks(join, folder, init_method=f"tcp://localhost:{free_port()}"),
     "file": lambda folder: _ranks(join, folder, init_method=f"file://{folder}/meeting", network_interface="auto"),
     "twice": lambda folder: _ranks(join_twice, folder),
-    "tcp under torchrun": lambda folder: _tcp_under_torchrun(folder, join),
-    "tcp under torchrun, torch": lambda folder: _tcp_under_torchrun(folder, join_with_torch_alone, timeout=1, limit=5),
-    "restarts": lambda folder: _restarts(folder, join, late=[0, 1], network_interface="auto"),
-    "leftover": lambda folder: _leftover(folder, join_briefly),
+    "tcp under torchrun": _tcp_under_torchrun,
+    "restarts": _restarts,
+    "leftover": _leftover,
     "file of all": lambda folder: _shared_file(folder, file_mode=0o666),
     "file of a group": lambda folder: _shared_file(folder, file_mode=0o660),
     "folder of all": lambda folder: _shared_file(folder, folder_mode=0o777),
@@ -158,7 +151,6 @@ SCENARIOS = {
     "unknown address": _unknown_address,
     "training, ddp": partial(_train, "ddp", network_interface="auto"),
     "training, ddp_join": partial(_train, "ddp_join", network_interface="auto"),
-    "training, Lightning's ddp": partial(_train, "Lightning's ddp"),
     "missing folder": lambda folder: _ranks(join, folder, init_method=f"file://{folder}/missing/meeting"),
     "taken port": _taken_port,
     "moved from a mute program": lambda folder: _moved_from_a_mute_program(folder, other_ports=[free_port()]),

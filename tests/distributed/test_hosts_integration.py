@@ -1,4 +1,4 @@
-"""Two hosts, with a network between them and two that lead nowhere; see `hosts.py`.
+"""Two nodes, with a network between them and two that lead nowhere; see `hosts.py`.
 
 Limits are far above what is measured, and far below the 50 s that gloo takes with a time limit of 10 s.
 """
@@ -12,14 +12,16 @@ TIMEOUT = 10.0
 
 @pytest.fixture
 def run(hosts, ports):
-    """Run `join` on ranks of hosts 1 and 2; keyword arguments go to all, `by_host` to those of a host."""
+    """Run `join` on ranks of nodes 1 and 2, with settings for all ranks or for node 2 alone."""
 
-    def run(address="node1", *, flavour="good", places=(1, 2), by_host=None, program="join", limit=40.0, **settings):
-        shared = {"world_size": len(places), "main_address": address, "main_port": next(ports), **settings}
-        if program == "join":
-            shared = {"num_nodes": len(set(places)), "network_interface": "auto", "timeout": TIMEOUT, **shared}
-        ranks = [(host, {**shared, "rank": r, **(by_host or {}).get(host, {})}) for r, host in enumerate(places)]
-        return hosts.run(program, ranks, flavour=flavour, limit=limit)
+    def run(address="node1", *, flavour="good", places=(1, 2), only_on_2=None, **settings):
+        shared = {
+            "world_size": len(places), "main_address": address, "main_port": next(ports), "timeout": TIMEOUT,
+            "num_nodes": len(set(places)), "network_interface": "auto", **settings,
+        }  # fmt: skip
+        own = {2: only_on_2 or {}}
+        ranks = [(node, {**shared, "rank": rank, **own.get(node, {})}) for rank, node in enumerate(places)]
+        return hosts.run("join", ranks, flavour=flavour, limit=40)
 
     return run
 
@@ -52,7 +54,7 @@ def failed(outcomes, kind, *parts, within):
         ("good", "fd00:77::1"),
     ],
 )
-def test_auto_finds_the_interface_that_connects_the_hosts(run, flavour, address):
+def test_auto_finds_the_interface_that_connects_the_nodes(run, flavour, address):
     values = worked(run(address, flavour=flavour))
     for value in values:
         assert value["network"] == "gloo over node1: eth0 (10.77.0.1), rank 0; node2: eth0 (10.77.0.2), rank 1"
@@ -60,22 +62,13 @@ def test_auto_finds_the_interface_that_connects_the_hosts(run, flavour, address)
         assert value["NCCL_SOCKET_IFNAME"] == "=eth0"
 
 
-@pytest.mark.parametrize(
-    "flavour", ["debian", *(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "wrong"))]
-)
-def test_torch_alone_does_not_find_it(run, flavour):
-    outcomes = run("10.77.0.1", flavour=flavour, program="join_with_torch_alone", timeout=1, limit=3)
-    assert any(outcome.error for outcome in outcomes)
-    assert any(outcome.timed_out for outcome in outcomes)
-
-
 @pytest.mark.parametrize("places", [(1, 1, 2, 2), (1, 2, 1)])
-def test_ranks_of_one_host_agree(run, places):
+def test_ranks_of_one_node_agree(run, places):
     values = worked(run(flavour="debian", places=places))
     assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"eth0"}
 
 
-def test_ranks_of_one_host_use_its_loopback_interface(run):
+def test_ranks_of_one_node_use_its_loopback_interface(run):
     values = worked(run("node2", flavour="wrong", places=(2, 2)))
     assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"lo"}
     assert values[0]["listening"] == ["127.0.0.1"]
@@ -125,12 +118,12 @@ def test_nothing_chosen_works_where_names_are_right(run):
     assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {None}
 
 
-def test_nothing_chosen_fails_on_both_hosts_where_a_name_is_a_loopback_address(run):
+def test_nothing_chosen_fails_on_both_nodes_where_a_name_is_a_loopback_address(run):
     outcomes = run(flavour="debian", network_interface=None)
     failed(outcomes, "NetworkInterfaceError", "127.0.1.1", "Set `network.interface` to `auto`", within=SOON)
 
 
-def test_nothing_chosen_fails_on_both_hosts_where_a_name_is_wrong(run):
+def test_nothing_chosen_fails_on_both_nodes_where_a_name_is_wrong(run):
     outcomes = run("10.77.0.1", flavour="wrong", network_interface=None)
     failed(outcomes, "NetworkInterfaceError", "10.88.1.1", "10.88.2.1", "Network is unreachable", within=SOON)
 
@@ -139,29 +132,24 @@ def test_nothing_chosen_fails_on_both_hosts_where_a_name_is_wrong(run):
     ("name", "address", "reason"),
     [("eth1", "10.88.1.1", "Network is unreachable"), ("eth2", "10.99.0.1", "No route to host")],
 )
-def test_an_interface_that_leads_nowhere_is_an_error_on_both_hosts(run, name, address, reason):
+def test_an_interface_that_leads_nowhere_is_an_error_on_both_nodes(run, name, address, reason):
     outcomes = run(network_interface=name)
     failed(outcomes, "NetworkInterfaceError", f"`{name}`", "node1", "node2", address, reason, within=SOON)
 
 
-def test_torch_alone_waits_at_an_interface_that_leads_nowhere(run):
-    outcomes = run(program="join_with_torch_alone", env={"GLOO_SOCKET_IFNAME": "eth1"}, timeout=1, limit=3)
-    assert outcomes[0].timed_out
-
-
-def test_an_interface_that_hosts_lack_is_an_error_at_once(run):
+def test_an_interface_that_nodes_lack_is_an_error_at_once(run):
     outcomes = run(network_interface="nosuch0")
-    failed(outcomes, "NetworkInterfaceError", "`nosuch0` not found on host node", "eth1 (10.88.", within=AT_ONCE)
+    failed(outcomes, "NetworkInterfaceError", "`nosuch0` not found on node node", "eth1 (10.88.", within=AT_ONCE)
 
 
-def test_an_interface_that_one_host_lacks_is_an_error_on_both(run):
-    second = {"network_interface": "nosuch0", "delay": 5.0}  # rank 0 is there to be told
-    outcomes = run(network_interface="eth0", by_host={2: second}, timeout=60)
-    failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on host node2", within=SOON)
+def test_an_interface_that_one_node_lacks_is_an_error_on_both(run):
+    second = {"network_interface": "nosuch0", "delay": 5.0}  # rank 0 is there by then
+    outcomes = run(network_interface="eth0", only_on_2=second, timeout=60)
+    failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on node node2", within=SOON)
 
 
 @pytest.mark.parametrize("name", ["lo", "loopback"])
-def test_the_loopback_interface_is_refused_for_several_hosts(run, name):
+def test_the_loopback_interface_is_refused_for_several_nodes(run, name):
     failed(run(network_interface=name), "NetworkInterfaceError", f"`network.interface={name}`", within=AT_ONCE)
 
 
@@ -195,9 +183,3 @@ def test_the_trainer_runs_over_the_chosen_interface_and_listens_nowhere_else(hos
     for value, address in zip(values, ("10.77.0.1", "10.77.0.2"), strict=True):
         assert value["listening"] == [address]
         assert value["connected"] == [address]
-
-
-def test_lightnings_own_ddp_listens_on_every_interface(hosts, ports):
-    shared = {"num_nodes": 2, "main_address": "node1", "main_port": next(ports), "strategy": "Lightning's ddp"}
-    outcomes = hosts.run("train", [(n, {**shared, "node_rank": n - 1}) for n in (1, 2)], limit=60)
-    assert {"0.0.0.0", "::"} & set(outcomes[0].value["listening"]), outcomes[0].output

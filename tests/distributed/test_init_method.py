@@ -6,7 +6,7 @@ from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "endpoint"),
     [
         (None, RendezvousEndpoint()),
         ("env://", RendezvousEndpoint()),
@@ -16,8 +16,8 @@ from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_
         ("file:///shared/meeting", RendezvousEndpoint(path=Path("/shared/meeting"))),
     ],
 )
-def test_meeting_places_are_read(text, place):
-    assert parse_init_method(text) == place
+def test_endpoints_are_parsed(text, endpoint):
+    assert parse_init_method(text) == endpoint
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def test_meeting_places_are_read(text, place):
         ("file:///", "needs an absolute path"),
     ],
 )
-def test_other_forms_are_refused(text, reason):
+def test_other_forms_are_rejected(text, reason):
     with pytest.raises(ValueError, match=reason):
         parse_init_method(text)
 
 
 @pytest.mark.parametrize(
-    ("place", "text"),
+    ("endpoint", "text"),
     [
         (RendezvousEndpoint("node1", 29501), "node1:29501"),
         (RendezvousEndpoint("10.0.0.1", 29501), "10.0.0.1:29501"),
@@ -50,5 +50,5 @@ def test_other_forms_are_refused(text, reason):
         (RendezvousEndpoint(path=Path("/shared/meeting")), "/shared/meeting"),
     ],
 )
-def test_meeting_places_are_written_for_people(place, text):
-    assert str(place) == text
+def test_endpoints_are_written_for_people(endpoint, text):
+    assert str(endpoint) == text

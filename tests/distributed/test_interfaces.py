@@ -5,9 +5,10 @@ import pytest
 from lightning_ddp_ext.distributed import interfaces
 from lightning_ddp_ext.distributed.interfaces import (
     address_towards,
+    check_gloo_variable,
     check_interface,
+    default_gloo_interface,
     find_interface,
-    gloos_choice,
     interface_addresses,
     interface_with,
     is_local,
@@ -44,42 +45,32 @@ def values():
     return [os.environ.get(variable) for variable in VARIABLES]
 
 
-def test_the_loopback_interface_is_listed_with_its_address():
-    assert "127.0.0.1" in interface_addresses()[loopback()]
-
-
 @pytest.mark.parametrize("name", ["loopback", loopback()])
-def test_the_loopback_interface_is_found(name):
-    assert find_interface(name).name == loopback()
-    assert find_interface(name).is_loopback
-
-
-@pytest.mark.parametrize("name", [None, "auto"])
-def test_a_choice_that_is_left_open_cannot_be_wrong(name):
-    check_interface(name, num_nodes=2)
-
-
-def test_a_missing_interface_is_an_error_that_lists_the_real_ones():
-    with pytest.raises(NetworkInterfaceError, match=r"`nosuch0` not found on host .*127\.0\.0\.1.*Set `network"):
-        check_interface("nosuch0")
-
-
-def test_an_interface_that_was_not_named_is_asked_for():
-    with pytest.raises(NetworkInterfaceError, match=r"no interface named on host .*Set `network.interface`"):
-        check_interface("")
+def test_the_loopback_interface_is_found_and_is_an_error_for_several_nodes(name):
+    found = find_interface(name)
+    assert (found.name, found.addresses, found.is_loopback) == (loopback(), ("127.0.0.1",), True)
+    check_interface(name, num_nodes=1)
+    with pytest.raises(NetworkInterfaceError, match="which other nodes cannot reach, and the run has 3 of them"):
+        check_interface(name, num_nodes=3)
 
 
 @pytest.mark.usefixtures("invented")
-def test_an_interface_without_an_address_is_refused():
-    with pytest.raises(NetworkInterfaceError, match="interface `down0` has no address on host"):
-        find_interface("down0")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nosuch0", r"`nosuch0` not found on node .*eth0 \(10\.0\.0\.2, fd00::2\).*Set `network.interface` to one"),
+        ("", r"no interface named on node .*Set `network.interface`"),
+        ("down0", "interface `down0` has no address on node"),
+    ],
+)
+def test_an_interface_that_is_missing_or_has_no_address_is_an_error_that_lists_the_others(name, message):
+    with pytest.raises(NetworkInterfaceError, match=message):
+        check_interface(name)
 
 
-@pytest.mark.parametrize("name", ["loopback", loopback()])
-def test_the_loopback_interface_is_refused_for_several_hosts(name):
-    check_interface(name, num_nodes=1)
-    with pytest.raises(NetworkInterfaceError, match="which other hosts cannot reach, and the run has 3 of them"):
-        check_interface(name, num_nodes=3)
+def test_no_choice_and_auto_are_accepted():
+    for name in (None, "auto"):
+        check_interface(name, num_nodes=2)
 
 
 @pytest.mark.usefixtures("invented")
@@ -91,58 +82,44 @@ def test_an_interface_is_found_by_any_of_its_addresses_and_has_the_one_that_gloo
     assert not is_local("10.0.0.3")
 
 
-@pytest.mark.parametrize(("address", "expected"), [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False)])
-def test_loopback_addresses_are_recognised(address, expected):
-    assert is_loopback(address) is expected
-
-
-def test_names_are_resolved_and_unknown_ones_are_nothing():
+def test_addresses_are_resolved_and_routed():
+    assert [is_loopback(address) for address in ("127.0.1.1", "::1", "10.0.0.1")] == [True, True, False]
     assert is_loopback(resolve("localhost")[0])
     assert resolve("127.0.0.1") == ["127.0.0.1"]
     assert resolve("no.such.host.invalid") == []
-
-
-def test_the_address_towards_a_host_is_that_of_the_route():
     assert address_towards("127.0.0.1") == "127.0.0.1"
 
 
 @pytest.mark.usefixtures("invented")
-def test_gloo_takes_what_the_environment_says_and_otherwise_the_address_of_the_hosts_name(monkeypatch):
+def test_gloo_takes_the_interface_of_its_variable_and_otherwise_the_address_of_the_nodes_name(monkeypatch):
     monkeypatch.setattr(interfaces, "resolve", lambda host: ["192.0.2.1", "fd00::2"])
-    assert gloos_choice() == interfaces.Interface(None, ("fd00::2",))
+    assert default_gloo_interface() == interfaces.Interface(None, ("fd00::2",))
     monkeypatch.setattr(interfaces, "resolve", lambda host: [])
-    assert gloos_choice() == interfaces.Interface(None, ("127.0.0.1",))
+    assert default_gloo_interface() == interfaces.Interface(None, ("127.0.0.1",))
     monkeypatch.setenv(GLOO, "eth0,lo")
-    assert gloos_choice() == interfaces.Interface("eth0,lo", ("10.0.0.2", "127.0.0.1"))
+    assert default_gloo_interface() == interfaces.Interface("eth0,lo", ("10.0.0.2", "127.0.0.1"))
+    check_gloo_variable("gloo", "auto")
     monkeypatch.setenv(GLOO, "eth7")
     with pytest.raises(NetworkInterfaceError, match=r"`eth7` in the environment variable `GLOO_.*Unset the variable"):
-        gloos_choice()
+        check_gloo_variable("gloo", "auto")
+    check_gloo_variable("nccl", "auto")
+    check_gloo_variable("gloo", "eth0")
 
 
-def test_an_interface_is_pinned_in_the_syntax_of_each_back_end():
-    pin_interface("eth0")
-    assert values() == ["eth0", "=eth0"]
-
-
-def test_a_pin_is_taken_back(monkeypatch):
+def test_an_interface_is_pinned_in_the_syntax_of_each_backend_until_it_is_unpinned(monkeypatch):
     monkeypatch.setenv(GLOO, "before")
     pin_interface("eth0")
+    assert values() == ["eth0", "=eth0"]
     pin_interface("eth1")
     assert values() == ["eth1", "=eth1"]
     unpin_interface()
     assert values() == ["before", None]
 
 
-def test_what_somebody_else_has_set_is_kept_where_asked_for(monkeypatch):
+def test_variables_of_the_user_are_kept(monkeypatch):
     monkeypatch.setenv(NCCL, "^docker")
     pin_interface("eth0", keep=True)
     assert values() == ["eth0", "^docker"]
+    monkeypatch.setenv(GLOO, "eth5")  # changed since
     unpin_interface()
-    assert values() == [None, "^docker"]
-
-
-def test_what_was_changed_since_is_kept(monkeypatch):
-    pin_interface("eth0")
-    monkeypatch.setenv(GLOO, "eth5")
-    unpin_interface()
-    assert values() == ["eth5", None]
+    assert values() == ["eth5", "^docker"]
