@@ -23,9 +23,7 @@ _EXCHANGING = tuple(
         "consistency.",
         "distributed.exchange",
         "distributed.flat_tensors",
-        "distributed.serialization",
         "join.active_ranks",
-        "join.store_mailbox",
     )
 )
 _WAITING = (*_EXCHANGING, f"{_OURS}.join.lockstep_loader")  # waits for ranks without a function of torch

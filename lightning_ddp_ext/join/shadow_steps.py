@@ -26,15 +26,13 @@ from lightning_ddp_ext._compat.torchmetrics import (
     unwatch_synchronization,
     watch_synchronization,
 )
-from lightning_ddp_ext.distributed.exchange import own_group
-from lightning_ddp_ext.distributed.serialization import header_of, receive_tensors, send_tensors
+from lightning_ddp_ext.distributed.exchange import StoreMailbox, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
 from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, ResumableLockstepLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepParticipation, UnevenInputs
 from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.join.metric_states import synchronize_states
-from lightning_ddp_ext.join.store_mailbox import StoreMailbox
 from lightning_ddp_ext.join.training_state import StepMirror
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
@@ -81,7 +79,7 @@ class Lockstep:
         self._tail = ActiveRankCollectives([self.group, *own], timeout)
         self.has_next_batch = HasNextBatch(self.group, carried=True)
         self._messages = StoreMailbox(self.group, timeout, watch.failure)
-        watch.on_failure(self._messages.wake)
+        watch.on_failure(self._messages.interrupt)
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
         self._samples = samples
@@ -98,7 +96,7 @@ class Lockstep:
     def close(self) -> None:
         """Give loops, logging and process groups back."""
         if self._watch.has_exited:
-            self._messages.leave()
+            self._messages.close()
         self._step_stack.close()
         self._tail.close()
         self.logged.close()
@@ -209,13 +207,13 @@ class Lockstep:
         try:
             changes = self._mirror.changes(1.0 if math.isnan(self._weight) else self._weight)
         except UnsupportedFeatureError as error:
-            self._messages.publish(json.dumps({"problem": str(error)}))
+            self._messages.send(json.dumps({"problem": str(error)}))
             raise
-        header = None if changes is None else header_of(changes)
-        self._messages.publish(json.dumps({"logged": self.logged.describe(), "changes": header}))
+        size = None if changes is None else changes.numel()
+        self._messages.send(json.dumps({"logged": self.logged.describe(), "changes": size}))
         if changes is not None:
-            ranks = set(range(self._trainer.world_size)).difference(self.participation.active)
-            send_tensors(changes, self.group, sorted(ranks))
+            for rank in sorted(set(range(self._trainer.world_size)).difference(self.participation.active)):
+                dist.send(changes, group=self.group, group_dst=rank)
 
     def _adopt(self, message: Mapping[str, Any]) -> None:
         """Have what another rank has published."""
@@ -225,7 +223,9 @@ class Lockstep:
             raise UnsupportedFeatureError(message["problem"])
         self.logged.adopt(message["logged"])
         if message["changes"] is not None:
-            self._mirror.take(receive_tensors(message["changes"], self.group, self.participation.active[0]))
+            changes = torch.empty(message["changes"], dtype=torch.uint8)
+            dist.recv(changes, group=self.group, group_src=self.participation.active[0])
+            self._mirror.take(changes)
 
     def announce_backward(self) -> None:
         """Tell ranks that make a shadow step of a backward pass within a training step, which they cannot know of."""
@@ -259,7 +259,7 @@ class Lockstep:
         if self.participation is None or not self.participation.is_uneven:
             return
         if self._is_source:
-            self._messages.publish(describe())
+            self._messages.send(describe())
         else:
             self._messages.skip()
 
