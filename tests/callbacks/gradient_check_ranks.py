@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.callbacks import GradientCheck
-from lightning_ddp_ext.consistency.training_state import name_training_state
+from lightning_ddp_ext.consistency.replica_differences import name_training_state
 from lightning_ddp_ext.resume.rng_state import capture_rng_state
 from tests.callbacks.gradient_check_modules import (
     CASES,

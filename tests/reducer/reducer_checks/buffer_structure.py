@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_ext.consistency.training_state import name_training_state
+from lightning_ddp_ext.consistency.replica_differences import name_training_state
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.reducer.reducer_checks.checking import batch, check, net, spread, step
 
