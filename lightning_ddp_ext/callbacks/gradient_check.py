@@ -341,7 +341,7 @@ class _StepCopy:
                     raise _ImpossibleError("`training_step` returned None")
                 self.loss_dtypes.add(loss.dtype)
                 module.backward(loss)
-                self.draws |= not torch.equal(states, capture_rng_state(device))
+                self.draws |= states != capture_rng_state(device)
         except _ImpossibleError:
             raise
         except Exception as error:
@@ -388,7 +388,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 @contextmanager
-def _random_numbers_kept(device: torch.device) -> Iterator[Tensor]:
+def _random_numbers_kept(device: torch.device) -> Iterator[dict[str, Any]]:
     """Restore the RNG state after a block; yields it."""
     states = capture_rng_state(device)
     try:

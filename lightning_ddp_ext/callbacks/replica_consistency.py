@@ -165,7 +165,7 @@ def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
     strategy = trainer.strategy
     if trainer.world_size == 1:
         return "there is one process"
-    # DeepSpeed shards parameters, although its strategy is derived from that of DDP.
+    # DeepSpeed shards parameters, although its strategy is a subclass of DDPStrategy.
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
         return f"{type(strategy).__name__} keeps no whole replica on every rank"
     if any(_is_shard(parameter) for parameter in module.parameters()):

@@ -70,7 +70,7 @@ class ReplicaDifference:
         if any(self.kinds[rank] != expected for rank in self.ranks):
             kinds = ", ".join(f"{self.kinds[rank]} on rank {rank}" for rank in self.ranks)
             return f"{self.name} is {kinds}, but {expected} on {rest} {counted}"
-        text = f"{self.name}, {expected}, of {differing} is not that of {rest}"
+        text = f"{self.name}, {expected}, of {differing} differs from {rest}"
         if self.deviations:
             text += f": {_describe_deviations(self.deviations)}"
         return f"{text} {counted}"

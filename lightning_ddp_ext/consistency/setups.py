@@ -78,7 +78,7 @@ def describe_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
 
 
 def describe_module(module: nn.Module) -> dict[str, object]:
-    """Describe the parameters and buffers of a module, except for those that torch's DDP is told to ignore.
+    """Describe the parameters and buffers of a module, except for the names that DDP ignores.
 
     Args:
         module: The module.

@@ -59,7 +59,7 @@ def spare_port(port: int) -> None:
 
 
 def count_received(but_port: int | None) -> int | None:
-    """Return the bytes received over all open TCP connections except those of a port; None if unknown."""
+    """Return the bytes received over all open TCP connections except to one port; None if unknown."""
     try:
         sockets = _list_sockets() if hasattr(socket, "TCP_INFO") else None  # only Linux has it
     except OSError:  # no descriptor is left to list the folder with

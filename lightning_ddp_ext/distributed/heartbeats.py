@@ -1,7 +1,7 @@
 """Heartbeats of all ranks through the store of the process group.
 
 About once a second, a thread of each rank writes the location of its main thread and reads the heartbeats of the other
-ranks. So a slow rank can be told apart from a stopped or lost one, and the first failure reaches all ranks even after
+ranks. So a slow rank is distinguished from a stopped or lost one, and the first failure reaches all ranks even after
 their connections are gone.
 """
 

@@ -60,7 +60,7 @@ def name_skipped(skipped: Mapping[str, Any]) -> str:
 
 
 class _Call:
-    """An object that is read as the result of a function, one of those that `unpack` allows."""
+    """An object that is read as the result of a function that `unpack` allows."""
 
     def __init__(self, *reduced: Any) -> None:
         self._reduced = reduced

@@ -35,8 +35,7 @@ from lightning_ddp_ext.ranks.sample_counts import BatchSamples, WeightedLogging,
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.reducer.comm_hooks import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.resume.checkpoint_files import AtomicSaveMixin
-from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
+from lightning_ddp_ext.resume.preemption import AtomicSaveMixin, exit_on_sigterm, shield_workers
 from lightning_ddp_ext.resume.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin, widened

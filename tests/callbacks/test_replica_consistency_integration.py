@@ -34,21 +34,21 @@ def test_replicas_that_are_identical_are_not_mentioned(outcomes, name):
 
 
 FOUND = {
-    "parameter": "parameter `first.weight`, float32 [4, 5], of rank 1 is not that of {}: 1 element differs, first at"
+    "parameter": "parameter `first.weight`, float32 [4, 5], of rank 1 differs from {}: 1 element differs, first at"
     " [1, 2] ",
-    "zero": "parameter `last.weight`, float32 [3, 4], of rank 1 is not that of {}: 1 element differs, first at [1, 2]"
+    "zero": "parameter `last.weight`, float32 [3, 4], of rank 1 differs from {}: 1 element differs, first at [1, 2]"
     " -0 instead of 0, by up to 0 (relative 0) (1 of ",
-    "nan": "parameter `norm.bias`, float32 [4], of rank 1 is not that of {}: 1 element differs, first at [3] nan"
+    "nan": "parameter `norm.bias`, float32 [4], of rank 1 differs from {}: 1 element differs, first at [3] nan"
     " instead of ",
-    "buffer": "buffer `norm.running_var`, float32 [4], of rank 1 is not that of {}: 1 element differs, first at [2] ",
-    "count": "buffer `norm.num_batches_tracked`, int64 [], of rank 1 is not that of {}: 1 element differs, first 4"
+    "buffer": "buffer `norm.running_var`, float32 [4], of rank 1 differs from {}: 1 element differs, first at [2] ",
+    "count": "buffer `norm.num_batches_tracked`, int64 [], of rank 1 differs from {}: 1 element differs, first 4"
     " instead of 3, by up to 1 (relative 0.25) (1 of ",
-    "exp_avg": "`exp_avg` of `first.bias` in optimizer 0, float32 [4], of rank 1 is not that of {}: 1 element differs,"
+    "exp_avg": "`exp_avg` of `first.bias` in optimizer 0, float32 [4], of rank 1 differs from {}: 1 element differs,"
     " first at [0] ",
-    "momentum_buffer": "`momentum_buffer` of `last.bias` in optimizer 0, float32 [3], of rank 1 is not that of {}: 1 ",
-    "momentum of the second": "`momentum_buffer` of `last.bias` in optimizer 1, float32 [3], of rank 1 is not that of ",
+    "momentum_buffer": "`momentum_buffer` of `last.bias` in optimizer 0, float32 [3], of rank 1 differs from {}: 1 ",
+    "momentum of the second": "`momentum_buffer` of `last.bias` in optimizer 1, float32 [3], of rank 1 differs from ",
     "state": "`exp_avg` of `norm.weight` in optimizer 0 is missing on rank 1, but float32 [4] on {} (3 of ",
-    "learning rate": "`lr` of group 0 in optimizer 0, float64 [], of rank 1 is not that of {}: 1 element differs, first"
+    "learning rate": "`lr` of group 0 in optimizer 0, float64 [], of rank 1 differs from {}: 1 element differs, first"
     " 0.02",
 }
 
@@ -85,13 +85,13 @@ def test_a_layer_that_ddp_does_not_synchronise_is_named(outcomes):
         assert outcome.message.startswith(
             "replicas differ after step 3, unlike after step 2: parameter `first.weight`, float32 [4, 5], of rank"
         )
-        assert "Look for what one rank alone does" in outcome.message
+        assert "Look for code that runs on one rank only" in outcome.message
 
 
 def test_buffers_that_ddp_lets_differ_are_named_if_asked_for(outcomes):
     for outcome in outcomes["own data, buffers"]:
         assert outcome.message.startswith("replicas differ after step 1: buffer `norm.running_mean`, float32 [4], of ")
-        assert outcome.message.endswith("leave it out: `ignore=['norm.running_mean']`.")
+        assert outcome.message.endswith("exclude it with `ignore=['norm.running_mean']`.")
 
 
 def test_names_may_be_ignored_with_the_state_of_their_optimizer(outcomes):
@@ -120,7 +120,7 @@ def test_replicas_are_compared_every_n_steps_and_in_the_end(outcomes, name, comp
     for outcome in outcomes[name]:
         assert outcome.comparisons == comparisons
         assert outcome.message.startswith(beginning)
-        assert outcome.message.endswith("Set `every_n_steps=1` to learn the step at which it begins.")
+        assert outcome.message.endswith("Set `every_n_steps=1` to find the step of the first difference.")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("change", MESSAGES)
 def test_the_tensor_the_rank_and_the_size_are_told(two, three, change):
-    for found, of_whom in ((two, "rank 1 is not that of rank 0"), (three, "rank 0 is not that of ranks 1, 2")):
+    for found, of_whom in ((two, "rank 1 differs from rank 0"), (three, "rank 0 is not that of ranks 1, 2")):
         for difference in found:  # the same on every rank
             assert str(difference[change]) == MESSAGES[change].format(of_whom)
 
@@ -76,5 +76,5 @@ def test_some_of_the_ranks_are_compared(three_compared):
     outside, *inside = (compared.subgroup for compared in three_compared)
     assert outside == ("", [], [], "cpu")
     for found, integers, objects, device in inside:
-        assert found.startswith("a, float32 [2], of rank 2 is not that of rank 1: 2 elements differ, first at [0] 2 ")
+        assert found.startswith("a, float32 [2], of rank 2 differs from rank 1: 2 elements differ, first at [0] 2 ")
         assert (integers, objects, device) == ([-(2**63) + 1, -(2**63) + 2], [10, 20], "cpu")

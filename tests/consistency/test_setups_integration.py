@@ -62,8 +62,8 @@ def test_what_differs_in_the_module_is_named(two, three):
     )
     assert two[0]["buffer"] == (
         f"{PREFIX}buffer `norm.running_mean` is float32 [3] on rank 0 but float64 [3] on rank 1."
-        " Build the same module on every rank, and change it in the same steps. A buffer of a rank's own values"
-        " can be left out with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`."
+        " Build the same module on every rank, and change it in the same steps. Exclude a buffer that holds other"
+        " values on each rank with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`."
     )
 
 

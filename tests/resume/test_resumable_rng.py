@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
+from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 
 class Noise(Dataset):
@@ -44,7 +44,7 @@ def test_an_interrupted_epoch_goes_on_as_the_whole_one(workers, ahead, stop):
     until, record = steps(ResumableRng(), loader, ahead, stop)
     torch.manual_seed(2)
     resumed = ResumableRng()
-    resumed.resume(FetchRecord.unpack(*record.pack()))
+    resumed.resume(record)
     rest, _ = steps(resumed, loader, ahead, used=stop)
     assert until + rest == whole
     torch.manual_seed(2)
@@ -60,5 +60,5 @@ def test_a_record_between_epochs_restores_the_order_of_the_next():
     following, _ = steps(rng, loader, 0)
     torch.manual_seed(2)
     resumed = ResumableRng()
-    resumed.resume(FetchRecord.unpack(*record.pack()))
+    resumed.resume(record)
     assert steps(resumed, loader, 0)[0] == following
