@@ -71,7 +71,7 @@ def test_no_pickle_is_read(path):
     name = path.relative_to(PACKAGE).as_posix()
     unexplained = [what for what in found_in(path.read_text()) if (name, what) not in EXCEPTIONS]
     assert not unexplained, (
-        f"{name} reads pickles: {unexplained}. Send JSON or tensors, see parallel/messages/packing.py."
+        f"{name} reads pickles: {unexplained}. Send objects by distributed/exchange.py."
     )
 
 
