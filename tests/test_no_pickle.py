@@ -70,9 +70,7 @@ def is_safe(call, option):
 def test_no_pickle_is_read(path):
     name = path.relative_to(PACKAGE).as_posix()
     unexplained = [what for what in found_in(path.read_text()) if (name, what) not in EXCEPTIONS]
-    assert not unexplained, (
-        f"{name} reads pickles: {unexplained}. Send objects by distributed/exchange.py."
-    )
+    assert not unexplained, f"{name} reads pickles: {unexplained}. Send objects by distributed/exchange.py."
 
 
 def test_every_exception_is_still_needed():
