@@ -110,10 +110,7 @@ def list_ranks(ranks: Sequence[int]) -> str:
 class StoreMailbox:
     """Text messages through the store of a process group, at most one per step, numbered alike on every rank.
 
-    Args:
-        group: The ranks.
-        timeout: Time limit of `wait`.
-        failure: Returns the failure of any rank, or None; a waiting rank raises it once `interrupt` is called.
+    A waiting rank raises the result of `failure`, the failure of any rank or None, once `interrupt` is called.
     """
 
     def __init__(

@@ -24,15 +24,10 @@ _NUMBERS = "biufc"  # kinds of numpy's dtypes
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A serialised value.
+    """A serialised value."""
 
-    Attributes:
-        data: Bytes on the CPU, uint8.
-        skipped: Objects that cannot be sent, by their place in the value; the place of the whole value is empty.
-    """
-
-    data: Tensor
-    skipped: dict[str, Any]
+    data: Tensor  # bytes on the CPU
+    skipped: dict[str, Any]  # objects that cannot be sent, by their place in the value, empty for the whole value
 
 
 def pack(value: Any) -> Packed:

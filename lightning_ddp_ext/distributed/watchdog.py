@@ -43,25 +43,9 @@ class Interruption(BaseException):
 
 
 class RunWatch:
-    """Watches a run on one of its ranks; `before_exit` is called before a process is ended without an exception.
+    """Watches a run on one of its ranks, from `start` to `stop`; report an error of the run with `fail` or `explain`.
 
     One thread exchanges heartbeats and may get stuck in a store that does not answer; the other one decides.
-
-    Attributes:
-        wakers: Functions that a thread calls after a failure, each for at most a second.
-
-    Example:
-        ```python
-        watch = RunWatch(store.clone(), rank, world_size, 60.0, lambda: {"step": step}, lambda: None)
-        watch.start()
-        try:
-            train()
-        except Exception as error:
-            watch.fail(error)
-            raise
-        finally:
-            watch.stop()
-        ```
     """
 
     def __init__(
@@ -81,8 +65,8 @@ class RunWatch:
         self._last_state: Mapping[str, Any] | None = None  # of this rank when it met an error
         self._beats = Heartbeats(store, rank, world_size, interval, self._describe)
         self._limit = limit
-        self._before_exit = before_exit
-        self.wakers: list[Callable[[], object]] = []
+        self._before_exit = before_exit  # called before the process ends without an exception
+        self.wakers: list[Callable[[], object]] = []  # called in a thread after a failure, each for at most a second
         self._is_leaving = threading.Event()  # the main thread has an error, and ends the run
         self._is_over = threading.Event()
         self._has_reported = False

@@ -73,16 +73,12 @@ class PreemptionHandler:
     that another package, such as submitit, has set for it is called when the checkpoint is saved.
 
     Lightning saves within the signal handler instead, which hangs if the signal interrupts a collective.
-
-    Attributes:
-        request: The signal that this rank has received: 0, `STOP` or `REQUEUE`.
-        requeue_signal: The signal after which the job is requeued.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.request = 0
+        self.request = 0  # of this rank: 0, `STOP` or `REQUEUE`
         self._trainer = trainer
-        self._agreed = 0
+        self._agreed = 0  # the largest request of all ranks
         self.requeue_signal = _requeue_signal(trainer)
         self._postponed: list[Callable[[], Any]] = []
         replace_signal_handling(trainer, self._register)
@@ -114,8 +110,10 @@ class PreemptionHandler:
             if self._postponed:
                 for handler in self._postponed:
                     handler()
-            elif self._trainer.is_global_zero and _requeues(self._trainer):
-                requeue_job(os.environ)
+            elif self._trainer.is_global_zero:
+                environment = _slurm(self._trainer)
+                if environment is not None and environment.auto_requeue:
+                    requeue_job(os.environ)
         finally:
             # If a rank ended earlier, `srun -K` would end rank 0 too.
             self._trainer.strategy.barrier("requeued")
@@ -177,11 +175,6 @@ def requeue_job(environ: Mapping[str, str]) -> bool:
         return True
     rank_zero_warn(f"Job {job} was not requeued: {problem}. Submit it with `sbatch --requeue` so that it can be.")
     return False
-
-
-def _requeues(trainer: Trainer) -> bool:
-    environment = _slurm(trainer)
-    return environment is not None and environment.auto_requeue
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals:

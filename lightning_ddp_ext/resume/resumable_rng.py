@@ -44,23 +44,18 @@ class ResumableRng:
     4. restores the RNG state of the interruption.
 
     Generators that are attributes of loaders, samplers and datasets are restored too.
-
-    Attributes:
-        loaders: The loaders of the current iteration, if known.
-        looks_ahead: Whether batches are fetched before they are used; may be set until the first fetch.
-        is_bypassed: Whether loaders resume by themselves, so that only step 4 is needed.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._resumed: FetchRecord | None = None
         self._has_begun = self._has_replayed = self._has_advanced = False
-        self.is_bypassed = False
-        self.loaders: list[Any] = []
+        self.is_bypassed = False  # loaders resume by themselves, so that only step 4 is needed
+        self.loaders: list[Any] = []  # of the current iteration
         self._start = self.capture()
         self._states: deque[RngState] = deque(maxlen=LOOKAHEAD)
         self._fetched = self._used = 0
-        self.looks_ahead = True
+        self.looks_ahead = True  # batches are fetched before they are used; may be set until the first fetch
 
     def resume(self, record: FetchRecord) -> None:
         """Let the next iteration continue at the position of a record."""
