@@ -24,8 +24,8 @@ from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import count_samples, join_batches
 from lightning_ddp_ext.batches.weights import WeightBy
-from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects
-from lightning_ddp_ext.distributed.serialization import broadcast_packed, pack, unpack
+from lightning_ddp_ext.distributed.exchange import broadcast_bytes, broadcast_object, gather_objects
+from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.replicas.replicated_step import transfer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
@@ -253,7 +253,7 @@ class _StepCopy:
                     raise _ImpossibleError("`training_step` returned None")
                 self.loss_dtypes.add(loss.dtype)
                 module.backward(loss)
-                self.draws |= not torch.equal(states, capture_rng_state(device))
+                self.draws |= states != capture_rng_state(device)
         except _ImpossibleError:
             raise
         except Exception as error:
@@ -300,7 +300,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 @contextmanager
-def _preserved_rng_state(device: torch.device) -> Iterator[Tensor]:
+def _preserved_rng_state(device: torch.device) -> Iterator[dict[str, Any]]:
     """Restore the RNG state after the block, which gets that state."""
     states = capture_rng_state(device)
     try:
@@ -354,12 +354,13 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
     """Compare the batches of the ranks, alike on every rank; return None if fewer than two have a weight."""
     assert strategy.reducer is not None
     group, weight = strategy.reducer.process_group, strategy.batch_weight
-    problem, packed, samples = step.problem, None, None
+    problem, data, samples = step.problem, None, None
     if weight and not problem:
         packed, samples = pack(step.batch), strategy.count_samples(step.batch)
+        data = packed.data
         problem = _find_other_dimension(step.batch, samples, strategy.batch_dim)
-        if packed.left_out:
-            problem = f"batches hold {packed.name_left_out()}, which cannot be sent to another rank"
+        if packed.skipped:
+            problem = f"batches hold {name_skipped(packed.skipped)}, which cannot be sent to another rank"
     problems, weights, sizes = zip(*gather_objects([problem, weight, samples], group), strict=True)
     _refuse(problems)
     active = [rank for rank, weight in enumerate(weights) if weight]
@@ -367,11 +368,12 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
         return None
 
     is_first = strategy.global_rank == active[0]
-    received = [broadcast_packed(packed, group, rank) for rank in active]
+    received = [broadcast_bytes(data if rank == strategy.global_rank else None, group, rank) for rank in active]
     own, whole = {}, {}
     try:
         if is_first:
-            whole = step.gradients(_join(map(unpack, received), strategy.batch_dim, step.module.device))
+            batches = (unpack(sent)[0] for sent in received)
+            whole = step.gradients(_join(batches, strategy.batch_dim, step.module.device))
         if weight:
             own = step.gradients(step.batch)
     except _ImpossibleError as error:

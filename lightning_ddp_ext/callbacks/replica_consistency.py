@@ -1,4 +1,4 @@
-"""Whether the ranks of a training stay replicas of each other, bit by bit."""
+"""A callback that compares the replicas of all ranks bit by bit."""
 
 import time
 from collections.abc import Sequence
@@ -14,8 +14,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_choice, check_flag, check_integer
-from lightning_ddp_ext.consistency.replica_differences import ReplicaDifference, find_difference
-from lightning_ddp_ext.consistency.training_state import name_training_state
+from lightning_ddp_ext.consistency.replica_differences import (
+    ReplicaDifference,
+    find_difference,
+    name_training_state,
+)
 from lightning_ddp_ext.errors import ReplicaMismatchError
 
 _REACTIONS = ("raise", "warn")
@@ -24,32 +27,30 @@ _REACTIONS = ("raise", "warn")
 class ReplicaConsistency(Callback):
     """Compares parameters, buffers and optimizer states of all ranks after optimizer steps and when training ends.
 
-    Every bit counts: -0.0 is not 0.0. Compared are also the number of steps and the settings of the optimizers, such
-    as learning rates. As long as all ranks agree, that costs reading everything once and a collective of 8 bytes per
-    rank. On a difference every rank learns which tensor is the first to differ, on which ranks and by how much.
+    The number of steps and the settings of the optimizers, such as learning rates, are compared too. Equal replicas
+    are read once and cost a collective of 8 bytes per rank. After a difference, every rank names the first tensor that
+    differs, the ranks, and the size of the difference.
 
-    It works with strategies that keep a whole replica on every rank: `ddp` and those derived from it. Under others,
-    and with a single process, it does nothing and says so once. The states of optimizers that are sharded over ranks
-    are left out.
-
-    Under manual optimization batches are counted instead of steps, since ranks may step differently by mistake.
+    The callback works with `ddp` and strategies derived from it, which keep a whole replica on every rank. With other
+    strategies and with a single process it does nothing, and prints the reason once. The state of optimizers that are
+    sharded over ranks is skipped.
 
     Args:
-        every_n_steps: Compare after this many optimizer steps. Steps are `trainer.global_step`, so that accumulated
-            batches count once.
-        on_difference: `"raise"` stops training with an error, `"warn"` goes on after a warning.
-        buffers: Whether to compare buffers. None: unless torch's DistributedDataParallel wraps the module, which lets
-            buffers such as those of batch normalisation differ until the next forward pass.
-        ignore: Names of parameters and buffers that may differ; `*` stands for any characters.
+        every_n_steps: Compare after this many optimizer steps (`trainer.global_step`); under manual optimization,
+            after this many batches.
+        on_difference: `"raise"` stops training with an error, `"warn"` only warns.
+        buffers: Whether to compare buffers. With None, buffers are compared unless torch's DistributedDataParallel
+            wraps the module, which lets the statistics of batch normalisation differ until the next forward pass.
+        ignore: Names of parameters and buffers that may differ; `*` matches any characters.
 
     Attributes:
-        comparisons: How often replicas were compared since training was started.
-        seconds: Time that took, together. On CUDA it includes waiting until the device has finished the step.
-        training_seconds: Time since training was started, up to the last comparison.
+        comparisons: Number of comparisons since training started.
+        seconds: Total time of the comparisons. On CUDA it includes waiting for the end of the step.
+        training_seconds: Time from the start of training to the last comparison.
 
     Raises:
-        TypeError: If an argument is of the wrong type, such as `ignore` a single string.
-        ValueError: If `every_n_steps` is below 1, or `on_difference` is neither of these.
+        TypeError: If an argument has the wrong type, such as a single string for `ignore`.
+        ValueError: If `every_n_steps` is below 1, or `on_difference` is unknown.
     """
 
     def __init__(
@@ -96,9 +97,9 @@ class ReplicaConsistency(Callback):
         self._with_buffers = not wrapped if self.buffers is None else self.buffers
         if not self._with_buffers and any(True for _ in pl_module.buffers()):
             because = "" if self.buffers is not None else ", which DistributedDataParallel lets differ between steps"
-            rank_zero_info(f"ReplicaConsistency leaves out buffers{because}.")
+            rank_zero_info(f"ReplicaConsistency does not compare buffers{because}.")
         if any(_is_sharded(optimizer) for optimizer in trainer.optimizers):
-            rank_zero_info("ReplicaConsistency leaves out the states of optimizers that are sharded over ranks.")
+            rank_zero_info("ReplicaConsistency does not compare the state of optimizers that are sharded over ranks.")
 
     @override
     def on_train_batch_end(
@@ -107,7 +108,7 @@ class ReplicaConsistency(Callback):
         if not self._active:
             return
         self._batches += 1
-        # Ranks must agree on when to compare, even those that have stepped differently.
+        # All ranks have to compare after the same batch, even if they have stepped differently by mistake.
         count = trainer.global_step if pl_module.automatic_optimization else self._batches
         due = count // self.every_n_steps > self._count // self.every_n_steps
         self._count = count
@@ -151,20 +152,20 @@ class ReplicaConsistency(Callback):
         equal = "" if self._equal_after is None else f", unlike after step {self._equal_after}"
         if difference.name.startswith("buffer"):
             name = difference.name.split("`")[1]
-            remedy = f"If that buffer may differ, leave it out: `ignore=[{name!r}]`."
+            remedy = f"If that buffer may differ, exclude it with `ignore=[{name!r}]`."
         elif self.every_n_steps > 1:
-            remedy = "Set `every_n_steps=1` to learn the step at which it begins."
+            remedy = "Set `every_n_steps=1` to find the step of the first difference."
         else:
-            remedy = "Look for what one rank alone does in that step, such as code under `if rank == 0`."
+            remedy = "Look for code that runs on one rank only in that step, such as under `if rank == 0`."
         return f"replicas differ after step {step}{equal}: {difference}. {remedy}"
 
 
 def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why there is nothing to compare; None if there is."""
+    """Return the reason why replicas cannot be compared, or None."""
     strategy = trainer.strategy
     if trainer.world_size == 1:
         return "there is one process"
-    # DeepSpeed shards parameters, although its strategy is derived from that of DDP.
+    # DeepSpeed shards parameters, although its strategy is a subclass of DDPStrategy.
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
         return f"{type(strategy).__name__} keeps no whole replica on every rank"
     if any(_is_shard(parameter) for parameter in module.parameters()):
@@ -173,10 +174,10 @@ def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
 
 
 def _is_shard(tensor: Tensor) -> bool:
-    # What makes a DTensor one; its class need not be imported for those who have none.
+    # The attribute of a DTensor, whose class need not be imported for this.
     return hasattr(tensor, "device_mesh")
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:
-    # The method by which Lightning itself recognises torch's ZeroRedundancyOptimizer.
+    # Lightning recognises torch's ZeroRedundancyOptimizer by this method.
     return hasattr(optimizer, "consolidate_state_dict")

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import count_samples, gather
-from lightning_ddp_ext.distributed.exchange import own_group
-from lightning_ddp_ext.distributed.serialization import broadcast_packed, pack, unpack
+from lightning_ddp_ext.distributed.exchange import broadcast_bytes, own_group
+from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -80,12 +80,12 @@ class BatchRecorder(Callback):
         self.accumulated = trainer.accumulate_grad_batches // _window(trainer)
         if trainer.world_size == 1:
             return
-        own, group = pack(dict(self.batches)), own_group()
+        own, group = pack(dict(self.batches)).data, own_group()
         self.batches.clear()
         for rank in range(trainer.world_size):
-            sent = broadcast_packed(own, group, rank)
+            sent = broadcast_bytes(own if rank == trainer.global_rank else None, group, rank)
             if trainer.is_global_zero:
-                for place, some in unpack(sent).items():
+                for place, some in unpack(sent)[0].items():
                     self.batches[place].extend(some)
         dist.destroy_process_group(group)
 
@@ -147,10 +147,10 @@ def merge_results(by_loader: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _check_sendable(batch: Any, rank: int) -> None:
-    packed = pack(batch)
-    if packed.left_out:
+    skipped = pack(batch).skipped
+    if skipped:
         raise UnsupportedFeatureError(
-            f"rank {rank}: a batch holds {packed.name_left_out()}, which cannot be sent to rank 0 without running code"
+            f"rank {rank}: a batch holds {name_skipped(skipped)}, which cannot be sent to rank 0 without running code"
             " there, and the reference of one process needs all batches. Set `reference=false`."
         )
 

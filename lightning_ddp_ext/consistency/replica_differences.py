@@ -1,18 +1,21 @@
-"""Whether tensors are the same on every rank, and if not, which, where and by how much."""
+"""Compare the tensors of all ranks bit by bit, and describe the first difference."""
 
-import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from numbers import Number
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_ddp_ext.consistency.fingerprints import describe, fingerprint, fingerprint_all
+from lightning_ddp_ext.consistency.setups import find_ignored
 from lightning_ddp_ext.distributed.exchange import exchange_device, gather_integer, gather_objects, list_ranks
 
 _MISSING = "missing"
@@ -20,14 +23,14 @@ _MISSING = "missing"
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """By how much two tensors of the same shape and dtype differ.
+    """Difference between two tensors of the same shape and dtype.
 
     Attributes:
-        elements: How many elements differ in any bit.
+        elements: Number of elements that differ in any bit.
         index: Index of the first of them.
-        values: That element, and what it should have been, as text.
-        absolute: The largest difference of two elements, computed in float64.
-        relative: The same, divided by the largest magnitude among the elements that differ.
+        values: Its value and the expected value, as text.
+        absolute: The largest difference between two elements, computed in float64.
+        relative: `absolute` divided by the largest magnitude among the elements that differ.
     """
 
     elements: int
@@ -42,13 +45,13 @@ class ReplicaDifference:
     """The first tensor that is not the same on every rank.
 
     Attributes:
-        name: The tensor.
-        ranks: The ranks that differ from the majority; from the majority with the lowest rank if there are several.
+        name: Name of the tensor.
+        ranks: The ranks that differ from the majority; of several, the majority with the lowest rank is taken.
         majority: The ranks of the majority.
-        kinds: What each rank of the group has: dtype and shape, or `"missing"`.
-        deviations: By how much each of `ranks` differs; none where shapes or dtypes differ, or a tensor is missing.
-        differing: How many tensors differ.
-        compared: How many tensors there are, over all ranks.
+        kinds: Dtype and shape on each rank of the group, or `"missing"`.
+        deviations: Deviation of each of `ranks`; empty if shapes or dtypes differ, or a tensor is missing.
+        differing: Number of tensors that differ.
+        compared: Number of tensors over all ranks.
     """
 
     name: str
@@ -67,38 +70,37 @@ class ReplicaDifference:
         if any(self.kinds[rank] != expected for rank in self.ranks):
             kinds = ", ".join(f"{self.kinds[rank]} on rank {rank}" for rank in self.ranks)
             return f"{self.name} is {kinds}, but {expected} on {rest} {counted}"
-        text = f"{self.name}, {expected}, of {differing} is not that of {rest}"
+        text = f"{self.name}, {expected}, of {differing} differs from {rest}"
         if self.deviations:
             text += f": {_describe_deviations(self.deviations)}"
         return f"{text} {counted}"
 
 
 def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> ReplicaDifference | None:
-    """Compare the tensors of all ranks, bit by bit; every rank of the group has to call it.
+    """Compare the tensors of all ranks bit by bit. Call on every rank of the group.
 
-    While all are the same, it costs reading them once and one collective of 8 bytes per rank. Only otherwise are
-    fingerprints of single tensors gathered, and the first tensor that differs is sent once.
+    Equal tensors are read once, and cost one collective of 8 bytes per rank. After a difference, the fingerprints of
+    single tensors are gathered, and the first tensor that differs is sent once.
 
     Args:
-        tensors: The tensors by name. Ranks may have different names: what a rank lacks is a difference.
+        tensors: The tensors by name. A name that a rank lacks is a difference.
         group: The ranks to compare; None for all.
 
     Returns:
-        The first difference in the order of the lowest rank's names; None if there is none. The same on every rank.
+        The first difference in the order of the lowest rank's names, the same on every rank; None if there is none.
     """
     if dist.get_world_size(group) == 1 or len(set(gather_integer(fingerprint_all(tensors), group))) == 1:
         return None
     own = {name: (describe(tensor), fingerprint(tensor)) for name, tensor in tensors.items()}
-    gathered = gather_objects(own, group)
-    records = [{name: tuple(entry) for name, entry in record.items()} for record in gathered]
-    names = union_of_keys(records)
+    records = gather_objects(own, group)
+    names = list(dict.fromkeys(name for record in records for name in record))
     differing = [name for name in names if len({record.get(name) for record in records}) > 1]
     if not differing:  # the same tensors in another order
         return None
     entries = [record.get(differing[0], (_MISSING, 0)) for record in records]
     kinds = [kind for kind, _ in entries]
     majority, others = split_by_majority(entries)
-    # All ranks decide this alike, since all have the same records.
+    # All ranks make the same decision, since all have the same records.
     same_kind = len(set(kinds)) == 1
     deviations = _measure(tensors[differing[0]], majority[0], others, group) if same_kind else {}
     ranks = dist.get_process_group_ranks(group)
@@ -113,13 +115,8 @@ def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | No
     )
 
 
-def union_of_keys(records: Iterable[Mapping[str, object]]) -> list[str]:
-    """Return all keys once, those of the first record first, in its order."""
-    return list(dict.fromkeys(key for record in records for key in record))
-
-
 def split_by_majority(values: Sequence[object]) -> tuple[list[int], list[int]]:
-    """Return the positions of the most frequent value, of the first such if there are several, and all others."""
+    """Return the positions of the most frequent value, the first of several, and all other positions."""
     common, _ = Counter(values).most_common(1)[0]
     positions = range(len(values))
     return [i for i in positions if values[i] == common], [i for i in positions if values[i] != common]
@@ -129,7 +126,7 @@ def split_by_majority(values: Sequence[object]) -> tuple[list[int], list[int]]:
 def _measure(
     tensor: Tensor, source: int, others: Sequence[int], group: dist.ProcessGroup | None
 ) -> dict[int, Deviation]:
-    """Send the tensor of one rank to all and measure how far those of some others are from it."""
+    """Broadcast the tensor of one rank, and measure the deviation of the tensors of some other ranks."""
     if tensor.is_nested or tensor.is_meta or is_lazy(tensor):
         return {}
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
@@ -139,19 +136,15 @@ def _measure(
     measured = None
     if dist.get_rank(group) in others:
         measured = _compare(own, reference, dense.shape)
-    gathered = gather_objects(None if measured is None else dataclasses.asdict(measured), group)
-    return {position: _read_deviation(entry) for position, entry in enumerate(gathered) if entry is not None}
-
-
-def _read_deviation(entry: dict[str, Any]) -> Deviation:
-    return Deviation(**{**entry, "index": tuple(entry["index"]), "values": tuple(entry["values"])})
+    gathered = gather_objects(measured, group)
+    return {position: deviation for position, deviation in enumerate(gathered) if deviation is not None}
 
 
 def _compare(own: Tensor, reference: Tensor, shape: torch.Size) -> Deviation | None:
     size = own.element_size()
     bits, bits_of_reference = own.view(torch.uint8).view(-1, size), reference.view(torch.uint8).view(-1, size)
     positions = (bits != bits_of_reference).any(1).nonzero().view(-1)
-    if not positions.numel():  # sparse tensors with the same values at other places
+    if not positions.numel():  # sparse tensors with the same dense values
         return None
     first = int(positions[0])
     index = tuple(int(i) for i in torch.unravel_index(positions[0], shape)) if shape else ()
@@ -185,7 +178,7 @@ def _to_hex(element: Tensor) -> str:
 def _describe_deviations(deviations: Mapping[int, Deviation]) -> str:
     first = next(iter(deviations.values()))
     elements = max(deviation.elements for deviation in deviations.values())
-    # NaN counts as largest: comparing with it is always False.
+    # NaN is the largest: every comparison with it is False.
     largest = max(deviations.values(), key=lambda one: (math.isnan(one.absolute), one.absolute))
     place = f" at {list(first.index)}" if first.index else ""
     return (
@@ -193,3 +186,67 @@ def _describe_deviations(deviations: Mapping[int, Deviation]) -> str:
         f" {first.values[0]} instead of {first.values[1]}, by up to {largest.absolute:.3g} (relative"
         f" {largest.relative:.3g})"
     )
+
+
+def name_training_state(
+    module: nn.Module, optimizers: Sequence[Optimizer] = (), *, buffers: bool = True, ignore: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Return the tensors of a training for `find_difference`, by readable names.
+
+    Args:
+        module: The module, for its parameters and buffers. Parameters and buffers that torch's
+            `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` excludes are skipped.
+        optimizers: The optimizers, for their state and settings, such as learning rates.
+        buffers: Whether to include buffers.
+        ignore: Names of further parameters and buffers to skip; `*` matches any characters.
+
+    Returns:
+        The tensors, not copied. Numbers become tensors, int64, float64 or complex128.
+    """
+    ignored = find_ignored(module)
+
+    def is_compared(name: str) -> bool:
+        return name not in ignored and not any(fnmatchcase(name, pattern) for pattern in ignore)
+
+    state: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if is_compared(name):
+            state[f"parameter `{name}`"] = parameter
+    if buffers:
+        for name, buffer in module.named_buffers():
+            if is_compared(name):
+                state[f"buffer `{name}`"] = buffer
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    for number, optimizer in enumerate(optimizers):
+        for path, owner, value in _entries_of(optimizer, names):
+            if owner is None or is_compared(owner):
+                state[f"{path} in optimizer {number}"] = value
+    return state
+
+
+def _entries_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, str | None, Tensor]]:
+    """Yield the path, the parameter's name if any, and the value of each entry of an optimizer."""
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in _flatten({key: value for key, value in group.items() if key != "params"}):
+            yield f"`{key}` of group {number}", None, value
+        for position, parameter in enumerate(group["params"]):
+            name = names.get(parameter, f"parameter {position} of group {number}")
+            # `state` is a defaultdict: indexing would add an entry.
+            for key, value in _flatten(optimizer.state.get(parameter, {})):
+                yield f"`{key}` of `{name}`", name, value
+
+
+def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors and numbers in nested containers; other objects have no bits to compare."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Number):
+        precise = torch.complex128 if isinstance(value, complex) else torch.float64
+        yield path, torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else precise)
+    elif isinstance(value, Mapping):
+        # Sorted: a loaded state may have its keys in another order.
+        for key in sorted(value, key=str):
+            yield from _flatten(value[key], f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for position, entry in enumerate(value):
+            yield from _flatten(entry, f"{path}[{position}]")

@@ -1,4 +1,4 @@
-"""Which parameters and buffers ranks share, and which belong to a rank alone."""
+"""Compare the settings and modules of the ranks at the start, and select the parameters that ranks share."""
 
 import functools
 import importlib.metadata
@@ -15,34 +15,32 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_ext._compat.torch import ignored_by_ddp
 from lightning_ddp_ext.consistency.fingerprints import describe
-from lightning_ddp_ext.consistency.replica_differences import union_of_keys
 from lightning_ddp_ext.distributed.exchange import gather_different, list_ranks
 from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureError
 
-_NAMED = 3  # keys in a message
+_NAMED = 3  # differences in a message
 _REMEDIES = {
     "version": "Install the same versions on every host.",
     "argument": "Give the strategy the same arguments on every rank.",
     "parameter": "Build the same module on every rank, with the same parameters frozen.",
-    "buffer": "Build the same module on every rank, and change it in the same steps. A buffer of a rank's own values"
-    " can be left out with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.",
+    "buffer": "Build the same module on every rank, and change it in the same steps. Exclude a buffer that holds other"
+    " values on each rank with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.",
     "order": "Create and register them in the same order on every rank.",
 }
 
 
 def compare_setups(description: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
-    """Raise an error unless all ranks give the same description; every rank of the group has to call it.
+    """Raise an error unless all ranks give the same description. Call on every rank of the group.
 
-    While all are the same, it costs one collective of 8 bytes per rank.
+    Equal descriptions cost one collective of 8 bytes per rank.
 
     Args:
-        description: What has to be equal, by name: see `describe_versions`, `describe_arguments` and `describe_module`.
-            Values are compared as text; of objects and functions it is the qualified name. The order of names counts,
-            since that of parameters is often the order in which gradients travel.
+        description: Values by name, see `describe_versions` and `describe_module`. Values are compared as text, objects
+            and functions by their qualified name. The order of names has to be equal too.
         group: The ranks to compare; None for all.
 
     Raises:
-        ReplicaMismatchError: On every rank, if any differ; it names the first three that do, with what each rank has.
+        ReplicaMismatchError: On every rank, with the first three differences and their values on each rank.
     """
     own = {key: _to_text(value) for key, value in description.items()}
     if dist.get_world_size(group) == 1:
@@ -57,8 +55,8 @@ def compare_setups(description: Mapping[str, object], group: dist.ProcessGroup |
 
 
 def _compare_records(records: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """Say for everything that differs what each rank has."""
-    keys = union_of_keys(records)
+    """Describe the values of each rank for every difference."""
+    keys = dict.fromkeys(key for record in records for key in record)
     by_key = {key: [record.get(key, "missing") for record in records] for key in keys}
     differing = [_compare(key, values, ranks) for key, values in by_key.items() if len(set(values)) > 1]
     if differing:
@@ -77,27 +75,18 @@ def _compare(name: str, values: Sequence[str], ranks: Sequence[int]) -> str:
 
 
 def describe_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Describe arguments.
-
-    Args:
-        arguments: The arguments by name, as resolved: not `None` where that stands for a value that is found later.
-
-    Returns:
-        A description for `compare_setups`.
-    """
+    """Return a description of resolved arguments for `compare_setups`."""
     return {f"argument `{name}`": value for name, value in arguments.items()}
 
 
 def describe_module(module: nn.Module) -> dict[str, object]:
-    """Describe the parameters and buffers of a module: names, shapes, dtypes, what is frozen, what is shared.
-
-    Those that belong to a rank alone are left out, see `find_ignored`.
+    """Describe the parameters and buffers of a module, except for the names that DDP ignores.
 
     Args:
         module: The module.
 
     Returns:
-        A description for `compare_setups`.
+        For `compare_setups`: shapes and dtypes by name, and which parameters are frozen or the same object.
     """
     description: dict[str, object] = {}
     seen: dict[int, str] = {}
@@ -116,7 +105,7 @@ def describe_module(module: nn.Module) -> dict[str, object]:
 
 
 def _to_text(value: Any) -> str:
-    """Return text that does not depend on the process: no addresses, no order of a set."""
+    """Return text without addresses and without the order of a set, which depend on the process."""
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, bool | int | float | timedelta | Enum | torch.dtype):
@@ -134,16 +123,9 @@ def _to_text(value: Any) -> str:
 
 
 def find_ignored(module: nn.Module) -> frozenset[str]:
-    """Find the parameters and buffers that ranks do not share, such as queues that hold a rank's own values.
+    """Return the names that `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` excludes.
 
-    They are those given to torch's `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`, for the
-    module or for one below it.
-
-    Args:
-        module: The module.
-
-    Returns:
-        Their names, as the module names them.
+    Ranks do not share these parameters and buffers, such as queues; submodules may exclude some too.
     """
     return frozenset(
         f"{prefix}.{name.strip('.')}".strip(".")
@@ -153,18 +135,14 @@ def find_ignored(module: nn.Module) -> frozenset[str]:
 
 
 def shared_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that have gradients to be shared, frozen ones too, each once.
-
-    Raises:
-        UnsupportedFeatureError: If one is not initialised yet.
-    """
+    """Return the shared parameters that can have gradients, frozen ones too, each once."""
     for name, buffer in module.named_buffers():
         _refuse_lazy("buffer", name, buffer)
     return [parameter for parameter in _not_ignored(module) if _has_gradient(parameter)]
 
 
 def fixed_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that ranks share and that have no gradients, such as whole numbers, each once."""
+    """Return the shared parameters that cannot have gradients, such as integers, each once."""
     return [parameter for parameter in _not_ignored(module) if not _has_gradient(parameter)]
 
 

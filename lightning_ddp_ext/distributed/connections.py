@@ -1,7 +1,7 @@
-"""Connections of process groups, so that whoever waits in a collective can be made to stop waiting.
+"""Sockets of process groups, which can be shut down to end a collective.
 
-gloo cannot abort a collective: a thread that waits for a rank that does not come does so until the time limit, and the
-group cannot be destroyed before. When its sockets are shut down, it gives up at once, here and on the other ranks.
+gloo cannot abort a collective: a thread waits for an absent rank until the time limit, and the group cannot be
+destroyed before. After its sockets are shut down, gloo gives up at once, on the other ranks too.
 """
 
 import contextlib
@@ -12,24 +12,18 @@ import struct
 from collections.abc import Iterator
 
 _FOLDERS = ("/proc/self/fd", "/dev/fd")  # Linux, and other systems
+_BYTES_RECEIVED = struct.Struct("=128xQ")  # `tcpi_bytes_received` of Linux's `struct tcp_info`
 
-# Of Linux's `struct tcp_info`, where `tcpi_bytes_received` begins.
-_BYTES_RECEIVED = struct.Struct("=128xQ")
+_Connection = tuple[int, int]  # file descriptor, and inode of the socket, since descriptors are used again
 
-_Connection = tuple[int, int]  # file descriptor, and the number of the socket, since descriptors are used again
-
-_tracked: dict[_Connection, bool] = {}
+_tracked: dict[_Connection, bool] = {}  # whether the socket outlasts a run
 _spared_ports: set[int] = set()
 _has_broken = False
 
 
 @contextlib.contextmanager
 def tracked_connections(lasting: bool = False) -> Iterator[None]:
-    """Remember the sockets that a block opens; for blocks that make a process group or connect to a store.
-
-    Args:
-        lasting: Whether they are to outlast a run.
-    """
+    """Remember the sockets that are opened in this block; `lasting` ones outlast a run."""
     before = _list_sockets()
     yield
     now = _list_sockets()
@@ -39,95 +33,74 @@ def tracked_connections(lasting: bool = False) -> Iterator[None]:
 
 
 def break_connections(lasting: bool = False) -> int:
-    """Shut down the remembered sockets. Whoever waits for one, in any thread, gets an error.
+    """Shut down the remembered sockets, on request the lasting ones too, and return their number.
 
-    Args:
-        lasting: Whether those are concerned too that were to outlast a run.
-
-    Returns:
-        How many connections were shut down.
+    A thread that waits for such a socket gets an error.
     """
     global _has_broken
     _has_broken = True
     broken = 0
-    for connection, stays in list(_tracked.items()):
-        if lasting or not stays:
+    for connection, outlasts in list(_tracked.items()):
+        if lasting or not outlasts:
             broken += _shut_down(*connection)
             _tracked.pop(connection, None)
     return broken
 
 
 def break_rest() -> None:
-    """Shut down what is left, if anything has been; for the end of a process, which must not wait for other ranks."""
+    """Shut down the remaining sockets if any were shut down before, so that a process can end without other ranks."""
     if _has_broken:
         break_connections(lasting=True)
 
 
 def spare_port(port: int) -> None:
-    """Leave connections to a port of this process alone, such as a store, in which others look what is wrong.
-
-    Args:
-        port: The port.
-    """
+    """Never shut down connections to this port, such as of a store, where other ranks look for the failure."""
     _spared_ports.add(port)
 
 
 def count_received(but_port: int | None) -> int | None:
-    """Count the bytes that have come over all connections of this process that are open.
-
-    Args:
-        but_port: A port, here or there, whose connections are left out.
-
-    Returns:
-        The number; None if the system does not tell.
-    """
-    if not hasattr(socket, "TCP_INFO"):  # only Linux has it
-        return None
+    """Return the bytes received over all open TCP connections except to one port; None if unknown."""
     try:
-        return sum(_count_bytes(descriptor, but_port) for descriptor, _ in _list_sockets())
-    except OSError:  # no descriptor is left to look with
+        sockets = _list_sockets() if hasattr(socket, "TCP_INFO") else None  # only Linux has it
+    except OSError:  # no descriptor is left to list the folder with
+        sockets = None
+    if sockets is None:
         return None
-
-
-def _count_bytes(descriptor: int, but_port: int | None) -> int:
-    with contextlib.suppress(OSError, struct.error), _duplicate(descriptor) as connection:
-        if _is_tcp(connection) and but_port not in (connection.getsockname()[1], connection.getpeername()[1]):
-            told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-            return int(_BYTES_RECEIVED.unpack(told)[0])
-    return 0
+    received = 0
+    for descriptor, _ in sockets:
+        with contextlib.suppress(OSError, struct.error), _duplicate(descriptor) as connection:
+            if connection.type == socket.SOCK_STREAM and _is_internet(connection):
+                if but_port in (connection.getsockname()[1], connection.getpeername()[1]):
+                    continue
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+                received += int(_BYTES_RECEIVED.unpack(info)[0])
+    return received
 
 
 def _duplicate(descriptor: int) -> socket.socket:
-    """Return a socket that can be closed without closing the owner's.
+    """Return a socket that can be closed without closing the original.
 
-    Said to be non-blocking, so that Python does not set a flag that both share to what `socket.setdefaulttimeout` says.
+    `SOCK_NONBLOCK` keeps Python from changing a flag that both sockets share to `socket.getdefaulttimeout()`.
     """
     kind = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)
     return socket.socket(type=kind, fileno=os.dup(descriptor))
 
 
-def _is_tcp(connection: socket.socket) -> bool:
-    is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-    return is_internet and connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE) == socket.SOCK_STREAM
+def _is_internet(connection: socket.socket) -> bool:
+    return connection.family in (socket.AF_INET, socket.AF_INET6)
 
 
-def _shut_down(descriptor: int, number: int) -> bool:
-    with contextlib.suppress(OSError):  # it has been closed meanwhile
-        if os.fstat(descriptor).st_ino != number:
+def _shut_down(descriptor: int, inode: int) -> bool:
+    with contextlib.suppress(OSError):  # the owner has closed it meanwhile
+        if os.fstat(descriptor).st_ino != inode:
             return False
-        # A shutdown concerns the connection, whose duplicate this is.
-        with _duplicate(descriptor) as connection:
-            if _may_break(connection):
+        with _duplicate(descriptor) as connection:  # a shutdown concerns the connection, which both sockets share
+            if not _is_internet(connection) or connection.getsockname()[1] in _spared_ports:
+                return False
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # a listening socket stays
                 connection.shutdown(socket.SHUT_RDWR)
                 return True
     return False
-
-
-def _may_break(connection: socket.socket) -> bool:
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    return not is_listening and connection.getsockname()[1] not in _spared_ports
 
 
 def _list_sockets() -> set[_Connection]:

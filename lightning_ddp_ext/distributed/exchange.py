@@ -1,19 +1,26 @@
-"""Exchanging small things between the ranks of a process group."""
+"""Small objects sent between ranks: by collectives, or by messages through the store of a process group."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_ddp_ext._compat.collectives import cloned_store
 from lightning_ddp_ext.distributed.connections import tracked_connections
+from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
+from lightning_ddp_ext.errors import OtherRankError
+
+_TIMEOUT = timedelta(minutes=30)
 
 
 def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Make a group of all ranks that has CPU tensors too, for what ranks tell each other."""
+    """Make a group of all ranks that can send CPU tensors."""
     backends = dist.get_backend_config()
     backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
     with tracked_connections():
@@ -22,11 +29,7 @@ def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 def group_with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group that has CPU tensors.
-
-    Raises:
-        ValueError: If it has none.
-    """
+    """Return a group if it can send CPU tensors, and raise `ValueError` otherwise."""
     backends = dist.get_backend_config(group)
     if "cpu" not in backends:
         raise ValueError(f'`process_group` has no backend for CPU tensors, got "{backends}". Add "cpu:gloo".')
@@ -34,18 +37,18 @@ def group_with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def exchange_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return a device whose tensors the group can send: the CPU if it can, else the current one of its devices."""
+    """Return a device whose tensors the group can send: the CPU if possible."""
     kinds = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def gather_integer(value: int, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Return the number that each rank gives, of 64 bits with a sign, in the order of ranks. One collective."""
+    """Return the 64-bit integer of each rank; one collective."""
     return [numbers[0] for numbers in gather_integers([value], group)]
 
 
 def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Return the numbers that each rank gives, equally many on all, as `gather_integer` does for one."""
+    """Return the 64-bit integers of each rank, the same number on all; one collective."""
     own = torch.tensor(values, dtype=torch.int64, device=exchange_device(group))
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
@@ -53,60 +56,116 @@ def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = Non
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value that each rank gives, in the order of ranks. Two collectives.
-
-    It travels as JSON, which runs no code when it is read: tuples arrive as lists, and keys as strings. Where
-    collectives are redirected to ranks that have data, see `ActiveRankCollectives`, others give None.
-    """
-    own = _to_bytes(value, exchange_device(group))
+    """Return the object of each rank, or None for a rank without data in the uneven phase; two collectives."""
+    own = _to_bytes(value).to(exchange_device(group))
     lengths = gather_integer(own.numel(), group)
     padded = own.new_zeros(max(lengths))
     padded[: own.numel()] = own
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
-    return [_from_bytes(row[:length]) if length else None for row, length in zip(gathered, lengths, strict=True)]
+    return [unpack(row[:length])[0] if length else None for row, length in zip(gathered, lengths, strict=True)]
 
 
 def gather_different(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value that each rank gives as `gather_objects` does, or the only one if all give the same.
+    """Return the JSON-serialisable object of each rank, or a single one if all are equal.
 
-    While all are the same, it costs one collective of 8 bytes per rank.
+    Equal objects cost one collective of 8 bytes per rank.
     """
     own = int.from_bytes(bytes.fromhex(digest(value)), "little", signed=True)
     return [value] if len(set(gather_integer(own, group))) == 1 else gather_objects(value, group)
 
 
 def digest(value: object) -> str:
-    """Return 16 characters for a value of numbers, text, lists and dictionaries, in which the order of keys counts."""
+    """Return 16 hexadecimal characters for a JSON-serialisable object; the order of dictionary keys matters."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
 
 def broadcast_object(value: object, group: dist.ProcessGroup | None, source: int) -> Any:
-    """Return the value that one rank gives, as `gather_objects` does for all.
+    """Return the object of the rank at position `source` of the group; two collectives."""
+    return unpack(broadcast_bytes(_to_bytes(value) if dist.get_rank(group) == source else None, group, source))[0]
 
-    Args:
-        value: The value; what other ranks give does not count.
-        group: The ranks.
-        source: Position in the group of the rank whose value counts.
-    """
+
+def broadcast_bytes(data: Tensor | None, group: dist.ProcessGroup | None, source: int) -> Tensor:
+    """Return the bytes of the rank at position `source` of the group; other ranks pass None. Two collectives."""
     device = exchange_device(group)
-    is_source = dist.get_rank(group) == source
-    own = _to_bytes(value, device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
-    length = torch.tensor(own.numel(), dtype=torch.int64, device=device)
+    length = torch.tensor(0 if data is None else data.numel(), dtype=torch.int64, device=device)
     dist.broadcast(length, group=group, group_src=source)
-    sent = own if is_source else own.new_empty(int(length))
+    sent = torch.empty(int(length), dtype=torch.uint8, device=device) if data is None else data.to(device)
     dist.broadcast(sent, group=group, group_src=source)
-    return _from_bytes(sent)
+    return sent
 
 
-def _to_bytes(value: object, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+def _to_bytes(value: object) -> Tensor:
+    packed = pack(value)
+    if packed.skipped:
+        raise TypeError(f"{name_skipped(packed.skipped)} cannot be sent to another rank. Send plain values or tensors.")
+    return packed.data
 
 
-def _from_bytes(text: torch.Tensor) -> Any:
-    return json.loads(text.cpu().numpy().tobytes())
-
-
-def list_ranks(ranks: list[int] | tuple[int, ...]) -> str:
+def list_ranks(ranks: Sequence[int]) -> str:
     """Return ranks in words, such as `"rank 1"` or `"ranks 0, 2"`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class StoreMailbox:
+    """Text messages through the store of a process group, at most one per step, numbered alike on every rank.
+
+    A waiting rank raises the result of `failure`, the failure of any rank or None, once `interrupt` is called.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: timedelta | None = None,
+        failure: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        with tracked_connections():
+            # Two further connections: a waiting thread blocks the first, and other threads use the group's.
+            self._store = dist.PrefixStore("messages", cloned_store(group))
+            self._other_store = dist.PrefixStore("messages", cloned_store(group))
+        self._rank = dist.get_rank(group)
+        self._timeout = _TIMEOUT if timeout is None else timeout
+        self._failure = failure
+        self._number = 0
+        self._sent: list[str] = []
+
+    def send(self, text: str) -> None:
+        """Send the message of this step; on one rank."""
+        self.skip()
+        self._sent.append(f"{self._number}")
+        self._store.set(self._sent[-1], f"+{text}")
+
+    def skip(self) -> None:
+        """Advance by a step in which this rank neither sends nor waits."""
+        self._number += 1
+
+    def wait(self) -> str:
+        """Return the message of this step; raise `OtherRankError` if a rank has failed."""
+        self.skip()
+        failure = self._failure()
+        if failure is not None:
+            raise OtherRankError(failure)
+        self._store.wait([f"{self._number}"], self._timeout)
+        text = self._store.get(f"{self._number}").decode()
+        if text.startswith("-"):
+            raise OtherRankError(text[1:])
+        return text[1:]
+
+    def interrupt(self) -> None:
+        """End `wait` on this rank, from another thread, after a failure."""
+        failure = self._failure()
+        if failure is not None:
+            # A later `wait` asks for the failure itself, after it has advanced the number.
+            self._other_store.set(f"{self._number}", f"-{failure}")
+
+    def close(self) -> None:
+        """Raise an error on the ranks that wait for this one, which ends its run without an error."""
+        gone = f"rank {self._rank} ended the run while others still waited. End it on all ranks, or raise an error."
+        with contextlib.suppress(dist.DistError):  # the other ranks may be gone
+            self._store.set(f"{self._number + 1}", f"-{gone}")
+
+    def forget(self) -> None:
+        """Delete the messages of this rank; call when every rank has read them."""
+        for key in self._sent:
+            self._store.delete_key(key)
+        self._sent = []

@@ -1,4 +1,4 @@
-"""Many small tensors as few large ones."""
+"""Many small tensors sent in a few flat buckets."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,16 +12,7 @@ _BUCKET_BYTES = 25 * 2**20  # what torch's own DistributedDataParallel uses
 
 
 def send_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Send tensors to a device in flat buckets: one transfer per bucket instead of one per tensor.
-
-    Args:
-        tensors: Tensors on one device, of any shape, type and layout.
-        device: Where they are needed.
-
-    Returns:
-        Tensors of the same values on the device, in the same order: the ones given if they are there already,
-        otherwise, if they are dense, views of the buckets.
-    """
+    """Return tensors of one device on another device, in flat buckets: one transfer per bucket, not per tensor."""
     if not tensors or tensors[0].device == device:
         return list(tensors)
     dense = _dense(tensors)
@@ -38,29 +29,20 @@ def send_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 @torch.no_grad()
 def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Give tensors the values that they have on one rank, in flat buckets: few messages instead of many.
-
-    Args:
-        tensors: Dense tensors of any shape and type, alike on every rank; others are left as they are.
-        group: The ranks.
-        source: The rank that has the values.
-    """
+    """Overwrite dense tensors with the values of one rank, in flat buckets; sparse tensors stay unchanged."""
     for bucket in divide_into_buckets(tensors, _dense(tensors)):
         members = [tensors[position] for position in bucket]
         flat = flatten(members)
-        # As bytes: not every backend has every type.
+        # As bytes: no backend supports every dtype.
         dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
         overwrite(members, flat, [True] * len(members))
 
 
 @torch.no_grad()
 def overwrite(targets: Sequence[Tensor], flat: Tensor, wanted: Sequence[bool]) -> None:
-    """Write values into tensors in few kernel launches; where elements share memory, as after `expand`, once.
+    """Write flat values into the wanted ones of several non-empty tensors, in few kernel launches.
 
-    Args:
-        targets: Tensors of one type and device, none of them empty.
-        flat: The elements of all, in a row.
-        wanted: For each tensor, whether it is to be written.
+    Elements that share memory, as after `expand`, are written once.
     """
     are_rows = all(target.dim() == 1 for target in targets)
     parts = torch.split(flat, list(map(torch.numel, targets))) if are_rows else views_of(flat, targets)

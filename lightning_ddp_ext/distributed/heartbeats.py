@@ -1,8 +1,8 @@
-"""Signs of life of all ranks, through the store where they have met.
+"""Heartbeats of all ranks through the store of the process group.
 
-A thread of each rank writes about once a second that it lives and where its main thread is, and reads what others have
-written. So a rank that is slow is told from one that has been stopped or lost, and whatever one rank has failed of
-reaches all of them, also when the connections between them are gone.
+About once a second, a thread of each rank writes the location of its main thread and reads the heartbeats of the other
+ranks. So a slow rank is distinguished from a stopped or lost one, and the first failure reaches all ranks even after
+their connections are gone.
 """
 
 import json
@@ -15,67 +15,38 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-_FAILURE = "failure"
+_FAILURE = "failure"  # key in the store
 _LOOK = 0.05  # seconds
-_STOP_LIMIT = 2.0  # seconds that the end of a run waits for the last word to be written
-_FAREWELL = 3.0  # seconds that rank 0 stays for others, since the store ends with its process
-MOST_READERS = 64  # ranks up to which every rank reads all others; above, others than rank 0 read rank 0 only at first
+_STOP_LIMIT = 2.0  # seconds for the last heartbeat to be written at the end of a run
+_FAREWELL = 3.0  # seconds that rank 0 stays for other ranks, since the store ends with its process
+MOST_READERS = 64  # up to this world size every rank reads all others; above, only rank 0 does at first
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a run ends; the first one that any rank has told.
-
-    Attributes:
-        kind: `"failed"` if a rank raised an error, `"lost"` if a process or connection is gone, `"stalled"` if there
-            is no sign of life of a rank.
-        text: What happened, with the rank and where it was.
-    """
+    """The first failure that any rank has reported: an error, a lost process or connection, or a silent rank."""
 
     kind: Literal["failed", "lost", "stalled"]
-    text: str
+    text: str  # with the rank and its location
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What is known about a rank.
-
-    Attributes:
-        number: Number of its last heartbeat.
-        silence: Seconds since this rank has seen another one.
-        stillness: Seconds since this rank has seen another state.
-        state: Where the rank was, see `Heartbeats`.
-        has_ended: Whether it has ended its run properly.
-        knows: Whether it has heard why the run ends.
-    """
+    """The last heartbeat of a rank, and the seconds since it or its state changed."""
 
     number: int
     silence: float
     state: Mapping[str, Any]
     stillness: float = 0.0
     has_ended: bool = False
-    knows: bool = False
+    knows: bool = False  # the rank has received the failure
 
 
 class Heartbeats:
-    """Writes the heartbeats of this rank and reads those of others, in a thread.
+    """Exchanges heartbeats in a thread, over a connection to the store that nothing else uses.
 
-    Calls to a store whose process is stopped, or whose host is gone, do not return. So this thread decides nothing;
-    what it found is in the attributes, and `exchanges` tells whether it still gets answers.
-
-    Args:
-        store: Of this run alone, over a connection that nothing else uses.
-        rank: This rank.
-        world_size: Number of ranks.
-        interval: Seconds between two heartbeats.
-        describe: Returns where this rank is, of what JSON can hold; called in the thread.
-
-    Attributes:
-        peers: What is known about each rank that has been heard of: this one and all others, or, of more than
-            `MOST_READERS` on another rank than 0, only rank 0 until `read_all`.
-        failure: Why the run ends, if it does.
-        exchanges: How often the store has answered.
-        lost_store: Why the store is gone, if it is: it belongs to the process of rank 0, or to torchrun's agent.
+    Calls to the store of a stopped process do not return, so this thread makes no decisions: other threads read
+    `peers`, `failure`, the number of completed `exchanges`, and `lost_store`, the error if the store is gone.
     """
 
     def __init__(
@@ -95,34 +66,29 @@ class Heartbeats:
         self.lost_store: str | None = None
         self._read_ranks = range(world_size) if rank == 0 or world_size <= MOST_READERS else range(1)
         self._number = 0
-        self._told: Failure | None = None
+        self._report: Failure | None = None
         self._has_ended = False
         self._leaves_at = math.inf
         self._wake = threading.Event()
         self._last = time.monotonic()
-        # The thread alone holds the store, so that it is gone when the thread ends.
+        # The thread alone holds the store, so that the connection is closed when the thread ends.
         self._thread = threading.Thread(target=self._run, args=(store, describe), name="heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End with a last word, so that others do not miss this rank."""
+        """Write a last heartbeat, so that other ranks do not miss this one, and end the thread."""
         self._leaves_at = time.monotonic() + _FAREWELL
         self._has_ended = True
         self._wake.set()
-        # It may never come back from a store that does not answer; it is a daemon.
+        # The thread may be stuck in a store that does not answer; it is a daemon.
         self._thread.join(_STOP_LIMIT + (_FAREWELL if self.rank == 0 else 0))
 
-    def tell(self, failure: Failure, limit: float = _STOP_LIMIT) -> None:
-        """Tell all ranks why the run ends, unless one has told already.
-
-        Args:
-            failure: What happened.
-            limit: Seconds to wait until it has been written.
-        """
-        self._told = failure
+    def report(self, failure: Failure, limit: float = _STOP_LIMIT) -> None:
+        """Report a failure to all ranks, unless another was reported before; wait until it is written, or the limit."""
+        self._report = failure
         self._wake.set()
         deadline = time.monotonic() + limit
         while self.failure is None and self.lost_store is None and time.monotonic() < deadline:
@@ -131,15 +97,15 @@ class Heartbeats:
             self.failure = failure
 
     def read_all(self) -> None:
-        """Read all ranks from now on, also one of many that has left the others to rank 0."""
+        """Read the heartbeats of all ranks from now on."""
         self._read_ranks = range(self.world_size)
 
-    def ask(self) -> None:
-        """Look at once what there is, rather than at the next heartbeat."""
+    def read_now(self) -> None:
+        """Read at once instead of at the next heartbeat."""
         self._wake.set()
 
     def silent(self, limit: float) -> list[int]:
-        """Return the ranks that have been heard of, have not ended, and have been silent for so many seconds."""
+        """Return the other known ranks that have not ended and have been silent for so many seconds."""
         return [
             rank
             for rank, peer in sorted(self.peers.items())
@@ -151,18 +117,18 @@ class Heartbeats:
             is_last, knew = self._has_ended, self.failure is not None
             try:
                 self._exchange(store, describe(), is_last)
-            except Exception as error:  # whatever it is, it must not be taken for a rank that has stalled
+            except Exception as error:  # any error ends the heartbeats, and must not look like a stalled rank
                 self.lost_store = str(error).partition("\n")[0] or type(error).__name__
                 return
             self.exchanges += 1
             if is_last and not self._is_needed():
                 return
-            learnt = self.failure is not None and not knew  # let rank 0 know at once
-            self._wake.wait(_LOOK if is_last or learnt else self.interval)
+            is_news = self.failure is not None and not knew  # rank 0 has to see soon that this rank knows
+            self._wake.wait(_LOOK if is_last or is_news else self.interval)
             self._wake.clear()
 
     def _is_needed(self) -> bool:
-        """Whether another rank has still to end, or to hear why the run ends, before the store may go."""
+        """Return True if rank 0 has to keep the store for a rank that has not ended or received the failure."""
         has_failed = self.failure is not None
         waiting = [
             rank
@@ -175,9 +141,9 @@ class Heartbeats:
         self._number += 1
         beat = {"number": self._number, "has_ended": is_last, "knows": self.failure is not None}
         store.set(_key(self.rank), json.dumps({**beat, "state": dict(state)}))
-        told, self._told = self._told, None
-        if told is not None:
-            store.compare_set(_FAILURE, "", json.dumps(asdict(told)))  # unless another rank was first
+        report, self._report = self._report, None
+        if report is not None:
+            store.compare_set(_FAILURE, "", json.dumps(asdict(report)))  # unless another rank was first
         if self.failure is None and store.check([_FAILURE]):
             self.failure = Failure(**json.loads(store.get(_FAILURE)))
         self._read_others(store)
@@ -190,11 +156,11 @@ class Heartbeats:
         ranks = [*self.peers, *found]
         values = store.multi_get(list(map(_key, ranks))) if ranks else []
         now = time.monotonic()
-        # A process that was stopped itself must not blame the others for the time that it has missed.
+        # After this process itself was stopped, the missed time must not be held against other ranks.
         passed, self._last = min(now - self._last, 2 * self.interval), now
-        heard = zip(ranks, map(json.loads, values), strict=True)
-        # A new dictionary: other threads go through the old one.
-        self.peers = {rank: _update(self.peers.get(rank), beat, passed) for rank, beat in heard}
+        beats = zip(ranks, map(json.loads, values), strict=True)
+        # A new dictionary, since other threads iterate over the old one.
+        self.peers = {rank: _update(self.peers.get(rank), beat, passed) for rank, beat in beats}
 
 
 def _update(known: Peer | None, beat: dict[str, Any], passed: float) -> Peer:

@@ -1,4 +1,4 @@
-"""What is said when ranks do not go on: which one is where, since when, and what to do about it."""
+"""The stall report: the location of every rank, the time since its last heartbeat, and a remedy."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from lightning_ddp_ext.distributed.exchange import list_ranks
 from lightning_ddp_ext.distributed.heartbeats import Failure, Heartbeats, Peer
 
 _OURS = "lightning_ddp_ext"
-# Code of ours that does nothing but exchange tensors and messages with other ranks.
+# Modules that do nothing but exchange tensors and messages with other ranks.
 _EXCHANGING = tuple(
     f"{_OURS}.{module}"
     for module in (
@@ -23,40 +23,32 @@ _EXCHANGING = tuple(
         "consistency.",
         "distributed.exchange",
         "distributed.flat_tensors",
-        "distributed.serialization",
         "join.active_ranks",
-        "join.store_mailbox",
     )
 )
-_WAITING = (*_EXCHANGING, f"{_OURS}.join.lockstep_loader")  # waits for ranks without a function of torch
+_WAITING = (*_EXCHANGING, f"{_OURS}.join.lockstep_loader")  # it waits for ranks without a collective
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _LIBRARIES = {"torch", "lightning", "torchmetrics", _OURS}
-_ENTRY = ("lightning.pytorch.trainer.call", "_call_and_handle_interrupt")  # what is outside says nothing
+_ENTRY = ("lightning.pytorch.trainer.call", "_call_and_handle_interrupt")  # callers of this function are not shown
 
 _Line = tuple[FrameType, int]
 
 
 @dataclass(frozen=True, slots=True)
 class StackLocation:
-    """Where a thread is.
-
-    Attributes:
-        collective: The function of `torch.distributed` that it is in, or what of ours waits there; empty elsewhere.
-        code: Functions around it with files and lines, the innermost first.
-        waits: Whether it can only be waiting for other ranks, or be about to.
-    """
+    """The location of a thread: its collective if any, the functions around it, and whether it waits for ranks."""
 
     collective: str
     code: str
     waits: bool = False
 
     def __str__(self) -> str:
-        is_said = self.code.startswith(f"{self.collective} (")
-        return " <- ".join(part for part in ("" if is_said else self.collective, self.code) if part)
+        is_in_code = self.code.startswith(f"{self.collective} (")
+        return " <- ".join(part for part in ("" if is_in_code else self.collective, self.code) if part)
 
 
 def find_main_thread() -> StackLocation:
-    """Return where the main thread is. It is not stopped for that, and may be elsewhere by now."""
+    """Return the location of the main thread, which keeps running meanwhile."""
     return find_stack_location(_main_frame())
 
 
@@ -67,26 +59,22 @@ def describe_main_stack() -> str:
 
 
 def find_stack_location(frame: FrameType | None) -> StackLocation:
-    """Return where a thread is.
-
-    Args:
-        frame: Its innermost frame.
-    """
-    return _make_place(list(_walk(frame)))
+    """Return the location of a thread from its innermost frame."""
+    return _make_location(list(_walk(frame)))
 
 
 def find_error(error: BaseException) -> StackLocation:
-    """Return where an error was raised."""
+    """Return the location where an error was raised."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    return _make_place(frames[::-1])
+    return _make_location(frames[::-1])
 
 
-def _make_place(frames: list[_Line]) -> StackLocation:
+def _make_location(frames: list[_Line]) -> StackLocation:
     collective = ""
     waits = bool(frames) and (_module(frames[0]) == _COLLECTIVES or _module(frames[0]).startswith(_EXCHANGING))
     while frames and _module(frames[0]).split(".")[0] == "torch":
         inner = frames.pop(0)
-        # The outermost function is the one that was called: an `all_gather_object` is made of several collectives.
+        # The outermost function is the one in the user's code: `all_gather_object` calls several collectives.
         if _module(inner).startswith("torch.distributed") and _function(inner) != "wrapper":
             collective = _function(inner)
     if not frames:
@@ -133,29 +121,24 @@ _REMEDY = "Restart the run from its last checkpoint."
 
 
 def describe_own_state(position: Callable[[], Mapping[str, Any]], received: int | None = None) -> dict[str, Any]:
-    """Return where this rank is, for a heartbeat.
-
-    Args:
-        position: Returns the step and the phase; what it raises while a run begins or ends does no harm.
-        received: How many bytes have come from other ranks; None if that is not known.
-    """
-    place = find_main_thread()
+    """Return the state of this rank for a heartbeat, with the number of bytes received from other ranks if known."""
+    location = find_main_thread()
     state = {
         "host": socket.gethostname(),
         "process": os.getpid(),
-        "where": str(place),
-        "collective": place.collective,
-        "waits": place.waits,
+        "where": str(location),
+        "collective": location.collective,
+        "waits": location.waits,
         "received": received,
     }
     try:
         return {**state, **position()}
-    except Exception:  # attributes of a run that come and go; a heartbeat must not fail for them
+    except Exception:  # attributes of a Trainer change meanwhile; a heartbeat must not fail because of them
         return state
 
 
-def describe_place(state: Mapping[str, Any]) -> str:
-    """Return where a rank is, in words, from the state of its heartbeat."""
+def describe_position(state: Mapping[str, Any]) -> str:
+    """Return the step, the phase and the location of a rank in words."""
     parts = [f"step {state['step']}"] if "step" in state else []
     parts += [str(state["phase"])] if state.get("phase") else []
     parts += [f"in {state['where']}"] if state.get("where") else []
@@ -163,36 +146,22 @@ def describe_place(state: Mapping[str, Any]) -> str:
 
 
 def describe_silent(beats: Heartbeats, ranks: Sequence[int]) -> str:
-    """Say of ranks without a sign of life since when, and where they were last."""
+    """Describe the silence and the last location of ranks."""
     seconds = min(beats.peers[rank].silence for rank in ranks)
     last = "; ".join(
-        f"rank {rank} was last seen on host {beats.peers[rank].state['host']} at {_place_of(beats, rank)}"
+        f"rank {rank} was last seen on host {beats.peers[rank].state['host']} at {_position_of(beats, rank)}"
         for rank in ranks
     )
     return f"no sign of life of {list_ranks(list(ranks))} for {seconds:.0f} s. {last}."
 
 
-def describe_deadlock(beats: Heartbeats, seconds: float) -> str:
-    """Say what each rank waits for, while nothing comes."""
-    return (
-        f"every rank waits for another one, and nothing has come for {seconds:.0f} s. {describe_all(beats)}."
-        " Call the same collectives in the same order on every rank."
-    )
-
-
 def describe_all(beats: Heartbeats) -> str:
-    """Say where all ranks are that are known."""
-    return "; ".join(f"rank {rank}: {_place_of(beats, rank)}" for rank in sorted(beats.peers))
+    """Describe the positions of all known ranks."""
+    return "; ".join(f"rank {rank}: {_position_of(beats, rank)}" for rank in sorted(beats.peers))
 
 
 def make_report(beats: Heartbeats, failure: Failure, own_state: Mapping[str, Any]) -> str:
-    """Return the report of this rank: a table of all ranks, and its own Python stack.
-
-    Args:
-        beats: The heartbeats.
-        failure: Why the run ends.
-        own_state: Where this rank is now.
-    """
+    """Return the report of this rank: a table of all ranks, and its own Python stack."""
     peers = {**beats.peers, beats.rank: Peer(0, 0.0, own_state)}
     rows = [_COLUMNS, *(_make_row(rank, peers[rank], rank == beats.rank) for rank in sorted(peers))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
@@ -226,6 +195,6 @@ def _make_row(rank: int, peer: Peer, is_own: bool) -> tuple[str, ...]:
     return (str(rank), *cells, sign)
 
 
-def _place_of(beats: Heartbeats, rank: int) -> str:
+def _position_of(beats: Heartbeats, rank: int) -> str:
     peer = beats.peers[rank]
-    return "the end of its run" if peer.has_ended else describe_place(peer.state)
+    return "the end of its run" if peer.has_ended else describe_position(peer.state)

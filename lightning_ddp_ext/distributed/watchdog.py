@@ -1,4 +1,4 @@
-"""Ending a run on all ranks when one of them fails, is gone, or gives no sign of life."""
+"""End a run on all ranks when one of them fails, is gone, or gives no sign of life."""
 
 import ctypes
 import multiprocessing
@@ -14,168 +14,38 @@ import torch.distributed as dist
 from lightning_ddp_ext._compat.collectives import abort_groups, keeps_store_in_file, port_of_store
 from lightning_ddp_ext.distributed.connections import break_connections, count_received
 from lightning_ddp_ext.distributed.exchange import list_ranks
-from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Failure, Heartbeats, Peer
+from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Failure, Heartbeats
 from lightning_ddp_ext.distributed.stall_report import (
     describe_all,
-    describe_deadlock,
     describe_own_state,
-    describe_place,
+    describe_position,
     describe_silent,
     find_error,
     find_main_thread,
     make_report,
 )
 
-_MISSED = 2  # heartbeats that a rank misses before it is taken for gone, where a connection is gone too
-_LOOK = 0.1  # seconds
-
-
-def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
-    """Find out why a connection is gone, or nobody came; takes some heartbeats if no rank has told.
-
-    Args:
-        beats: The heartbeats.
-        error: What this rank has seen.
-    """
-    missed = _MISSED * beats.interval
-    deadline = time.monotonic() + missed + 2 * beats.interval + 1
-    exchanges = beats.exchanges
-    beats.read_all()
-    beats.ask()
-    while time.monotonic() < deadline and beats.lost_store is None and not beats.silent(missed):
-        if beats.world_size <= MOST_READERS:  # more would ask too much of the store
-            beats.ask()
-        time.sleep(_LOOK)
-        if beats.failure is not None:
-            return beats.failure
-    said = str(error).partition("\n")[0]
-    if silent := beats.silent(missed):
-        return Failure("lost", f"the process of {list_ranks(silent)} is gone: {describe_silent(beats, silent)}")
-    if beats.lost_store is not None:
-        return describe_lost_store(beats)
-    if beats.exchanges <= exchanges + 1:  # one may have been under way
-        return Failure("lost", f"the store of {_owner()} does not answer rank {beats.rank} ({said}). {_LOOK_AT_OWNER}")
-    if ended := [rank for rank, peer in beats.peers.items() if peer.has_ended]:
-        return _describe_ended(beats, ended)
-    if unheard := [rank for rank in range(beats.world_size) if rank not in beats.peers]:
-        return _describe_unheard(beats, unheard, said)
-    return Failure(
-        "lost",
-        f"rank {beats.rank} waited in vain for another one ({said}). All ranks live: {describe_all(beats)}. Look at the"
-        " rank that is elsewhere than the others; if it is only slow, raise `timeout`.",
-    )
-
-
-def describe_lost_store(beats: Heartbeats) -> Failure:
-    """Say what it means that the store is gone."""
-    rank_0 = beats.peers.get(0)
-    if rank_0 is not None and rank_0.has_ended:
-        return _describe_ended(beats, [0])
-    return Failure(
-        "lost",
-        f"the process of {_owner()} is gone, and its store with it ({beats.lost_store}). Look for its last lines of"
-        " output, and whether its host ran out of memory.",
-    )
-
-
-def find_stall(beats: Heartbeats, unanswered: float, limit: float) -> Failure | None:
-    """Tell whether a rank has stalled.
-
-    Args:
-        beats: The heartbeats.
-        unanswered: Seconds for which the store has not answered.
-        limit: Seconds without a sign of life, or in which every rank has waited for another one.
-    """
-    if unanswered >= limit:
-        return Failure(
-            "stalled",
-            f"{_owner()} has stalled: its store has not answered rank {beats.rank} for {unanswered:.0f} s."
-            f" {_LOOK_AT_OWNER}",
-        )
-    if silent := beats.silent(limit):
-        return Failure(
-            "stalled",
-            f"{list_ranks(silent)} stalled: {describe_silent(beats, silent)} A process has been stopped, or a host or"
-            " the link to it is gone.",
-        )
-    peers = beats.peers.values()
-    if len(peers) == beats.world_size and all(_waits_in_vain(peer, limit) for peer in peers):
-        return Failure("stalled", describe_deadlock(beats, min(peer.stillness for peer in peers)))
-    return None
-
-
-def _waits_in_vain(peer: Peer, limit: float) -> bool:
-    """Whether a rank waits for others, and no byte has come; one that takes its time, or much data, is left alone."""
-    waits = bool(peer.state.get("waits")) and peer.state.get("received") is not None
-    return waits and peer.stillness >= limit and not peer.has_ended
-
-
-_LOOK_AT_OWNER = "Its process has been stopped, or its host or the link to it is gone."
-
-
-def _describe_ended(beats: Heartbeats, ranks: list[int]) -> Failure:
-    return Failure(
-        "lost",
-        f"{list_ranks(ranks)} ended the run while rank {beats.rank} still waited. Run equally many steps on every"
-        " rank.",
-    )
-
-
-def _describe_unheard(beats: Heartbeats, ranks: list[int], said: str) -> Failure:
-    return Failure(
-        "lost",
-        f"rank {beats.rank} waited in vain for another one ({said}), and there has been no sign of life of"
-        f" {list_ranks(ranks)}. Look for the last lines of output there, and whether the process has been started.",
-    )
-
-
-def _owner() -> str:
-    """Return whose process has the store."""
-    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else "rank 0"
-
-
 STALL_EXIT_CODE = 74
 """Exit code of a process whose main thread could not be made to end the run in an orderly way."""
 
-_INTERVAL, _INTERVAL_IN_FILE = 1.0, 2.0  # seconds between heartbeats; every one makes a file longer
+_INTERVAL, _INTERVAL_IN_FILE = 1.0, 2.0  # seconds between heartbeats; each one makes a file longer
 _BEATS = 6  # heartbeats within the limit, at least
+_MISSED = 2  # heartbeats that a rank misses before it is considered gone, after a connection is gone
+_LOOK = 0.1  # seconds
 _PATIENCE = 2.0  # seconds for a rank to notice by itself that another one has failed
-_GRACE = 4.0  # seconds for the main thread to end the run once it has been interrupted after a stall
+_GRACE = 4.0  # seconds for the main thread to end the run after it was interrupted
 _FINISH = 60.0  # seconds to end the run after an error, if there is no limit
+_STOPPED = "Its process has been stopped, or its host or the link to it is gone."
 
 
 class Interruption(BaseException):
-    """Raised in a main thread that neither waits for another rank nor ends by itself after one has failed."""
+    """Raised in a main thread that neither waits for another rank nor ends by itself after a failure."""
 
 
 class RunWatch:
-    """Watches over a run on one of its ranks.
+    """Watches a run on one of its ranks, from `start` to `stop`; report an error of the run with `fail` or `explain`.
 
-    Two threads: one exchanges heartbeats and may get stuck in a store that does not answer, the other one decides.
-
-    Args:
-        store: A store of this run alone, over a connection that nothing else uses.
-        rank: This rank.
-        world_size: Number of ranks.
-        limit: Seconds without a sign of life after which a rank counts as stalled; None for never.
-        position: Returns the `"step"` and the `"phase"` of this rank; called about once a second in a thread.
-        before_exit: Called before this process is ended the hard way, for a second at most.
-
-    Attributes:
-        wakers: Called in a thread when a failure is known, for a second at most.
-
-    Example:
-        ```python
-        watch = RunWatch(store.clone(), rank, world_size, 60.0, lambda: {"step": step}, lambda: None)
-        watch.start()
-        try:
-            train()
-        except Exception as error:
-            watch.fail(error)
-            raise
-        finally:
-            watch.stop()
-        ```
+    One thread exchanges heartbeats and may get stuck in a store that does not answer; the other one decides.
     """
 
     def __init__(
@@ -190,29 +60,28 @@ class RunWatch:
         interval = _INTERVAL_IN_FILE if keeps_store_in_file(store) else _INTERVAL
         interval = interval if limit is None else min(interval, limit / _BEATS)
         self._position = position
-        self._counts = dist.get_backend() == dist.Backend.GLOO  # others have ways that are no sockets
+        self._counts_bytes = dist.get_backend() == dist.Backend.GLOO  # other backends do not use sockets alone
         self._port = port_of_store(store)
-        self._last_state: Mapping[str, Any] | None = None  # where this rank was when it met an error
+        self._last_state: Mapping[str, Any] | None = None  # of this rank when it met an error
         self._beats = Heartbeats(store, rank, world_size, interval, self._describe)
         self._limit = limit
-        self._before_exit = before_exit
-        self.wakers: list[Callable[[], object]] = []
+        self._before_exit = before_exit  # called before the process ends without an exception
+        self.wakers: list[Callable[[], object]] = []  # called in a thread after a failure, each for at most a second
         self._is_leaving = threading.Event()  # the main thread has an error, and ends the run
         self._is_over = threading.Event()
         self._has_reported = False
         self._exchanges = -1
-        self._unanswered = 0.0  # seconds
-        self._stuck = 0.0
-        self._place = ""
+        self._unanswered = self._stuck = 0.0  # seconds
+        self._location = ""
         self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start both threads."""
         self._beats.start()
         self._thread.start()
 
     def stop(self) -> None:
-        """End with the run; nothing that happens to other ranks concerns this one any more."""
+        """End with the run; later failures of other ranks are ignored."""
         self._is_over.set()
         self._is_leaving.set()
         self._beats.stop()
@@ -221,53 +90,42 @@ class RunWatch:
 
     @property
     def failure(self) -> str | None:
-        """Why the run ends, if any rank has told."""
+        """The first failure that any rank has reported."""
         failure = self._beats.failure
         return None if failure is None else failure.text
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error of this rank, and shut down its connections so that no rank waits for it."""
+        self._leave(error)
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        at = describe_position(self._describe())
+        self._beats.report(Failure("failed", f"rank {self._beats.rank} failed: {text} (at {at})"))
+        break_connections()
+
+    def explain(self, error: BaseException) -> str:
+        """Return the reason for a lost connection, and report it; takes a few heartbeats if no rank has reported."""
+        self._leave(error)
+        self._beats.report(self._beats.failure or find_reason(self._beats, error))
+        break_connections()
+        assert self._beats.failure is not None
+        return self._beats.failure.text
+
+    def _leave(self, error: BaseException) -> None:
+        location = find_error(error)
+        self._last_state = {**self._describe(), "where": str(location), "collective": location.collective}
+        self._is_leaving.set()
 
     def _describe(self) -> Mapping[str, Any]:
         if self._last_state is not None:
             return self._last_state
-        received = count_received(self._port) if self._counts else None
-        return describe_own_state(self._position, received)
-
-    def _leave(self, error: BaseException) -> None:
-        place = find_error(error)
-        self._last_state = {**self._describe(), "where": str(place), "collective": place.collective}
-        self._is_leaving.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed, and let nobody wait for what it does no more.
-
-        Args:
-            error: What it has failed of.
-        """
-        self._leave(error)
-        told = f"{type(error).__name__}: {error}".rstrip(": ")
-        at = describe_place(self._describe())
-        self._beats.tell(Failure("failed", f"rank {self._beats.rank} failed: {told} (at {at})"))
-        break_connections()
-
-    def explain(self, error: BaseException) -> str:
-        """Say what has happened to which rank, where this one only sees that a connection is gone.
-
-        Takes a few heartbeats if no rank has told. Other ranks are told.
-
-        Args:
-            error: What this rank sees.
-        """
-        self._leave(error)
-        self._beats.tell(self._beats.failure or find_reason(self._beats, error))
-        break_connections()
-        assert self._beats.failure is not None
-        return self._beats.failure.text
+        return describe_own_state(self._position, count_received(self._port) if self._counts_bytes else None)
 
     def _watch(self) -> None:
         pause = self._beats.interval / 2
         last = time.monotonic()
         while not self._is_over.wait(pause):
             now = time.monotonic()
-            # If this process was stopped itself, or without Python's lock, the others are not to blame.
+            # After this process itself was stopped, the missed time must not be held against other ranks.
             passed, last = min(now - last, 2 * pause), now
             failure = self._beats.failure or self._find_stall(passed)
             if failure is not None:
@@ -278,38 +136,33 @@ class RunWatch:
         beats, limit = self._beats, self._limit
         if limit is None:
             return None
-        if beats.lost_store is not None:
-            return self._find_stuck(passed, limit)
-        self._unanswered = self._unanswered + passed if beats.exchanges == self._exchanges else 0.0
-        self._exchanges = beats.exchanges
-        return find_stall(beats, self._unanswered, limit)
-
-    def _find_stuck(self, passed: float, limit: float) -> Failure | None:
-        """Without a store, what remains to be seen is whether this rank goes on."""
-        place = find_main_thread()
-        is_stuck = bool(place.collective) and str(place) == self._place
+        if beats.lost_store is None:
+            self._unanswered = self._unanswered + passed if beats.exchanges == self._exchanges else 0.0
+            self._exchanges = beats.exchanges
+            return find_stall(beats, self._unanswered, limit)
+        # Without the store, only the main thread of this rank shows whether the run continues.
+        location = find_main_thread()
+        is_stuck = bool(location.collective) and str(location) == self._location
         self._stuck = self._stuck + passed if is_stuck else 0.0
-        self._place = str(place)
-        return describe_lost_store(self._beats) if self._stuck >= limit else None
+        self._location = str(location)
+        return _describe_lost_store(beats) if self._stuck >= limit else None
 
     def _end(self, failure: Failure) -> None:
-        """See to it that the main thread ends the run, or end the process."""
+        """Make the main thread end the run, or end the process."""
         is_stall = failure.kind == "stalled"
         if is_stall:
-            self._report(failure)
-            self._beats.tell(failure, limit=0)
+            self._print_report(failure)
+            self._beats.report(failure, limit=0)
             self._let_others_report()
         for wake in self.wakers:
             _run_briefly(wake)
         if is_stall or not self._is_leaving.wait(_PATIENCE):
             self._interrupt()
-        if not self._is_leaving.wait(_GRACE):
-            self._exit(failure)
-        if not self._is_over.wait(_GRACE if is_stall else self._limit or _FINISH):
+        if not self._is_leaving.wait(_GRACE) or not self._is_over.wait(_GRACE if is_stall else self._limit or _FINISH):
             self._exit(failure)
 
     def _let_others_report(self) -> None:
-        """Wait until all have heard of a stall, and have had time to say where they are while they still are there."""
+        """Wait until all living ranks know of a stall, and have had time to describe their location."""
         deadline = time.monotonic() + 2 * self._beats.interval
         while time.monotonic() < deadline and self._beats.lost_store is None:
             if all(peer.knows for peer in self._beats.peers.values() if peer.silence < 2 * self._beats.interval):
@@ -318,30 +171,121 @@ class RunWatch:
         time.sleep(self._beats.interval)
 
     def _interrupt(self) -> None:
-        """Make the main thread raise an error, whether it waits for another rank or is busy."""
+        """Raise an error in the main thread, whether it waits for another rank or is busy."""
         break_connections(lasting=True)
         _run_briefly(abort_groups)
         main = threading.main_thread().ident
         if not self._is_leaving.wait(_PATIENCE / 2) and main is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(Interruption))
 
-    def _report(self, failure: Failure) -> None:
+    def _print_report(self, failure: Failure) -> None:
         self._has_reported = True
         report = make_report(self._beats, failure, self._describe())
         _run_briefly(lambda: print(report, file=sys.stderr, flush=True))
 
     def _exit(self, failure: Failure) -> None:
         if not self._has_reported:
-            self._report(failure)
+            self._print_report(failure)
         _run_briefly(self._before_exit)
-        for child in multiprocessing.active_children():  # workers of loaders, which would look for us for seconds
+        for child in multiprocessing.active_children():  # workers of loaders, which poll for this process for seconds
             child.kill()
         _run_briefly(sys.stdout.flush)
         os._exit(STALL_EXIT_CODE)
 
 
 def _run_briefly(function: Callable[[], object], limit: float = 1.0) -> None:
-    """Run something that may not come back, and go on after a second."""
+    """Run a function that may not return, and continue after a second."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(limit)
+
+
+def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
+    """Find the reason for a lost connection or a timeout; takes a few heartbeats if no rank has reported."""
+    missed = _MISSED * beats.interval
+    deadline = time.monotonic() + missed + 2 * beats.interval + 1
+    exchanges = beats.exchanges
+    beats.read_all()
+    beats.read_now()
+    while time.monotonic() < deadline and beats.lost_store is None and not beats.silent(missed):
+        if beats.world_size <= MOST_READERS:  # more readers would overload the store
+            beats.read_now()
+        time.sleep(_LOOK)
+        if beats.failure is not None:
+            return beats.failure
+    seen = str(error).partition("\n")[0]
+    waited = f"rank {beats.rank} waited in vain for another one ({seen})"
+    if silent := beats.silent(missed):
+        return Failure("lost", f"the process of {list_ranks(silent)} is gone: {describe_silent(beats, silent)}")
+    if beats.lost_store is not None:
+        return _describe_lost_store(beats)
+    if beats.exchanges <= exchanges + 1:  # one exchange may have been under way
+        return Failure("lost", f"the store of {_owner()} does not answer rank {beats.rank} ({seen}). {_STOPPED}")
+    if ended := [rank for rank, peer in beats.peers.items() if peer.has_ended]:
+        return _describe_ended(beats, ended)
+    if unheard := [rank for rank in range(beats.world_size) if rank not in beats.peers]:
+        return Failure(
+            "lost",
+            f"{waited}, and there has been no sign of life of {list_ranks(unheard)}. Look for the last lines of output"
+            " there, and whether the process has been started.",
+        )
+    return Failure(
+        "lost",
+        f"{waited}. All ranks live: {describe_all(beats)}. Look at the rank that is elsewhere than the others; if it is"
+        " only slow, raise `timeout`.",
+    )
+
+
+def find_stall(beats: Heartbeats, unanswered: float, limit: float) -> Failure | None:
+    """Return a stall if the store, a rank, or every rank in a collective has been still for `limit` seconds."""
+    if unanswered >= limit:
+        return Failure(
+            "stalled",
+            f"{_owner()} has stalled: its store has not answered rank {beats.rank} for {unanswered:.0f} s. {_STOPPED}",
+        )
+    if silent := beats.silent(limit):
+        return Failure(
+            "stalled",
+            f"{list_ranks(silent)} stalled: {describe_silent(beats, silent)} A process has been stopped, or a host or"
+            " the link to it is gone.",
+        )
+    peers = beats.peers.values()
+    # A rank that receives bytes is not still: a large or slow transfer is no deadlock.
+    is_deadlock = len(peers) == beats.world_size and all(
+        peer.state.get("waits")
+        and peer.state.get("received") is not None
+        and peer.stillness >= limit
+        and not peer.has_ended
+        for peer in peers
+    )
+    if not is_deadlock:
+        return None
+    return Failure(
+        "stalled",
+        f"every rank waits for another one, and nothing has come for {min(peer.stillness for peer in peers):.0f} s."
+        f" {describe_all(beats)}. Call the same collectives in the same order on every rank.",
+    )
+
+
+def _describe_lost_store(beats: Heartbeats) -> Failure:
+    rank_0 = beats.peers.get(0)
+    if rank_0 is not None and rank_0.has_ended:
+        return _describe_ended(beats, [0])
+    return Failure(
+        "lost",
+        f"the process of {_owner()} is gone, and its store with it ({beats.lost_store}). Look for its last lines of"
+        " output, and whether its host ran out of memory.",
+    )
+
+
+def _describe_ended(beats: Heartbeats, ranks: list[int]) -> Failure:
+    return Failure(
+        "lost",
+        f"{list_ranks(ranks)} ended the run while rank {beats.rank} still waited. Run equally many steps on every"
+        " rank.",
+    )
+
+
+def _owner() -> str:
+    """Return the owner of the process with the store."""
+    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else "rank 0"

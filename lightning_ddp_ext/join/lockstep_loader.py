@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed.exchange import gather_integer, list_ranks
-from lightning_ddp_ext.distributed.serialization import broadcast_packed, pack, unpack
+from lightning_ddp_ext.distributed.exchange import broadcast_bytes, gather_integer, list_ranks
+from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.reducer.control import StepControl
 
@@ -110,7 +110,7 @@ class LockstepLoader:
     Yields pairs of a batch and a `StepParticipation`.
     On a shadow step the batch is a copy of the last one that the rank had, so that
     hooks see something of the right form; a rank that never had any gets the first batch of another rank, as far as it
-    can be sent without running code, see `packing.pack`.
+    can be sent without running code, see `serialization.pack`.
 
     Where every rank knows its length, no vote is needed. Otherwise ranks vote on whether there is another step, one
     batch ahead, see `HasNextBatch`.
@@ -228,24 +228,25 @@ class LockstepLoader:
         needed = gather_integer(not self._has_filler and not self._present[self._rank], self._group)
         if not any(needed):
             return
-        sent = broadcast_packed(pack(batch) if self._rank == source else None, self._group, source)
+        data = broadcast_bytes(pack(batch).data if self._rank == source else None, self._group, source)
+        filler, skipped = unpack(data)
         lacking = list_ranks([rank for rank, needs in enumerate(needed) if needs])
-        if "" in sent.left_out:
+        if "" in skipped:
             raise UnsupportedFeatureError(
                 f"{lacking} never had a batch that can be copied, and cannot be given one of rank {source}:"
-                f" {sent.name_left_out()} can only be sent by running code on the other side. Give every rank at least"
+                f" {name_skipped(skipped)} can only be sent by running code on the other side. Give every rank at least"
                 " one batch, of tensors without gradients and what `copy.deepcopy` copies."
             )
         if not needed[self._rank]:
             return
-        if sent.left_out:
+        if skipped:
             warnings.warn(
                 f"rank {self._rank} never had a batch that can be copied, and hooks see one of rank {source} in its"
-                f" place, with None instead of {sent.name_left_out()}, which cannot be sent.",
+                f" place, with None instead of {name_skipped(skipped)}, which cannot be sent.",
                 category=UserWarning,
                 stacklevel=2,
             )
-        self._keep(unpack(sent))
+        self._keep(filler)
 
     def _keep(self, batch: Any) -> None:
         """Keep a copy of the last batch, to stand in for those that are missing, if it can be copied."""

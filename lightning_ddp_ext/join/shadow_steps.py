@@ -27,15 +27,13 @@ from lightning_ddp_ext._compat.torchmetrics import (
     unwatch_synchronization,
     watch_synchronization,
 )
-from lightning_ddp_ext.distributed.exchange import gather_integers, own_group
-from lightning_ddp_ext.distributed.serialization import header_of, receive_tensors, send_tensors
+from lightning_ddp_ext.distributed.exchange import StoreMailbox, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
 from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, ResumableLockstepLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepParticipation, UnevenInputs
 from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.join.metric_states import synchronize_states
-from lightning_ddp_ext.join.store_mailbox import StoreMailbox
 from lightning_ddp_ext.join.training_state import StepMirror
 from lightning_ddp_ext.ranks.rank_steps import RankContext, RankSteps
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
@@ -62,7 +60,7 @@ class Lockstep(RankSteps):
         self._has_next_batch = HasNextBatch(self.group, None if reducer is None else reducer.control)
         self._mirror = None if reducer is None else StepMirror(self.trainer, self.module, reducer)
         self._messages = StoreMailbox(self.group, context.timeout, context.watch.failure)
-        context.watch.on_failure(self._messages.wake)
+        context.watch.on_failure(self._messages.interrupt)
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
         self._weight = 0.0  # of a batch in evaluation and in the uneven phase
@@ -88,7 +86,7 @@ class Lockstep(RankSteps):
     def close(self) -> None:
         self.module.allow_zero_length_dataloader_with_multiple_devices = self._allowed_no_batch
         if self._watch.has_exited:
-            self._messages.leave()
+            self._messages.close()
         self._batch_stack.close()
         self._active_collectives.close()
         unwatch_logging(self.trainer)
@@ -192,13 +190,13 @@ class Lockstep(RankSteps):
         try:
             changes = self._mirror.changes(1.0 if math.isnan(self._weight) else self._weight)
         except UnsupportedFeatureError as error:
-            self._messages.publish(json.dumps({"problem": str(error)}))
+            self._messages.send(json.dumps({"problem": str(error)}))
             raise
-        header = None if changes is None else header_of(changes)
-        self._messages.publish(json.dumps({"logged": self.logged.describe(), "changes": header}))
+        size = None if changes is None else changes.numel()
+        self._messages.send(json.dumps({"logged": self.logged.describe(), "changes": size}))
         if changes is not None:
-            ranks = set(range(self.trainer.world_size)).difference(self.participation.active)
-            send_tensors(changes, self.group, sorted(ranks))
+            for rank in sorted(set(range(self.trainer.world_size)).difference(self.participation.active)):
+                dist.send(changes, group=self.group, group_dst=rank)
 
     def _adopt(self, message: Mapping[str, Any]) -> None:
         """Apply the effects of a step that another rank has published."""
@@ -208,7 +206,9 @@ class Lockstep(RankSteps):
             raise UnsupportedFeatureError(message["problem"])
         self.logged.adopt(message["logged"])
         if message["changes"] is not None:
-            self._mirror.take(receive_tensors(message["changes"], self.group, self.participation.active[0]))
+            changes = torch.empty(message["changes"], dtype=torch.uint8)
+            dist.recv(changes, group=self.group, group_src=self.participation.active[0])
+            self._mirror.take(changes)
 
     def _shadow_output(self) -> STEP_OUTPUT:
         """Return the last output of this rank with a loss of zero."""
@@ -284,7 +284,7 @@ class Lockstep(RankSteps):
         if self.participation is None or not self.participation.is_uneven:
             return
         if self._is_source:
-            self._messages.publish(describe())
+            self._messages.send(describe())
         else:
             self._messages.skip()
 

@@ -22,7 +22,7 @@ from lightning_ddp_ext._compat.torch import version_of, versions_of
 from lightning_ddp_ext.consistency.fingerprints import fingerprint
 from lightning_ddp_ext.consistency.setups import find_ignored
 from lightning_ddp_ext.distributed.flat_tensors import overwrite
-from lightning_ddp_ext.distributed.serialization import Packed, pack, unpack
+from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.buffers import same_values
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
@@ -107,8 +107,8 @@ class StepMirror:
         self._schedules = [vars(scheduler).copy() for scheduler in self._schedulers()]
 
     @torch.no_grad()
-    def changes(self, samples: float) -> Packed | None:
-        """Return what has changed since `remember`; None if nothing has.
+    def changes(self, samples: float) -> Tensor | None:
+        """Return what has changed since `remember`, serialised; None if nothing has.
 
         Args:
             samples: Samples of the batch. A number raised by it counts samples, and belongs to the rank.
@@ -128,26 +128,25 @@ class StepMirror:
         if not state:
             return None
         packed = pack(state)
-        strange = {place: value for place, value in packed.left_out.items() if not isinstance(value, _CODE)}
+        strange = {place: value for place, value in packed.skipped.items() if not isinstance(value, _CODE)}
         if not strange:
-            return packed
-        what = Packed(None, [], strange).name_left_out()
+            return packed.data
         raise UnsupportedFeatureError(
             "`ddp_join` sends the state of optimizers and schedulers that `training_step` changes to ranks without"
-            f" data, and it holds {what}, which is neither a number nor a tensor."
+            f" data, and it holds {name_skipped(strange)}, which is neither a number nor a tensor."
             ' Use `uneven_inputs="stop"`.'
         )
 
     @torch.no_grad()
-    def take(self, packed: Packed) -> None:
+    def take(self, changes: Tensor) -> None:
         """Take over what has changed on the rank that has run the step.
 
         Raises:
             UnsupportedFeatureError: If it cannot be taken over.
         """
-        state = unpack(packed)
-        if packed.left_out:
-            state = unpack(packed, pack(self._own_counterpart(state)).left_out)
+        state, skipped = unpack(changes)
+        if skipped:
+            state, _ = unpack(changes, pack(self._own_counterpart(state)).skipped)
         self._take_tensors(state)
         for place, path, before, after in state.get("attributes", ()):
             self._take_attribute(place, path, before, after)

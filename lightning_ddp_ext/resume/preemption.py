@@ -1,34 +1,48 @@
-"""Leaving a run together when a process is told to end, so that it can be resumed where it was."""
+"""End a run on all ranks after a signal, with one checkpoint that is either complete or not written."""
 
 import atexit
+import contextlib
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
+from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io, is_wrapping
 from lightning_ddp_ext._compat.loops import preemption_path, replace_signal_handling
 from lightning_ddp_ext.reducer.control import StepControl
 
-_SEEDS_WORKERS = "PL_SEED_WORKERS"  # what `seed_everything(workers=True)` leaves for Lightning
+STOP, REQUEUE = 1, 2
+
+_SEEDS_WORKERS = "PL_SEED_WORKERS"  # set by Lightning's `seed_everything(workers=True)`
+_ENDING = 10.0  # seconds that child processes have to end after this one
+_SHELL = 128  # added to the number of a signal in the exit code
 
 
 @dataclass(frozen=True)
 class _Shielded:
-    """Initialises a worker, in a process group of its own.
+    """Initialises a worker in a separate process group of the operating system.
 
-    torchrun, `timeout` and some schedulers signal whole groups. A worker that ends of that takes its rank along before
-    the rank has saved. The rank itself can still end it.
+    torchrun, `timeout` and some schedulers signal whole groups. A worker that ended would end its rank too, before the
+    rank has saved a checkpoint.
     """
 
     initialize: Callable[[int], object] | None
@@ -42,13 +56,7 @@ class _Shielded:
 
 
 def shield_workers(loader: object, rank: int, requeue_signal: signal.Signals) -> None:
-    """Let the workers of a loader go on when the processes of a run are told to end, until their rank ends them.
-
-    Args:
-        loader: What Lightning is about to use; nothing is done if it has no workers.
-        rank: This rank, for the seeds that Lightning gives workers that have no `worker_init_fn`.
-        requeue_signal: The signal after which a job is requeued.
-    """
+    """Keep the workers of a loader alive after a signal to the process group, until their rank ends them."""
     if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, _Shielded):
         return
     initialize = loader.worker_init_fn
@@ -57,29 +65,15 @@ def shield_workers(loader: object, rank: int, requeue_signal: signal.Signals) ->
     loader.worker_init_fn = _Shielded(initialize, requeue_signal)
 
 
-STOP, REQUEUE = 1, 2
-
-_ENDING = 10.0  # seconds that processes started by this one have to end after it
-_SHELL = 128  # added to the number of a signal in the exit code of a process that ends because of it
-
-
 class PreemptionHandler:
-    """Lets all ranks leave training after the same batch, with one checkpoint, when any of them has been told to end.
+    """Ends training on all ranks after the same batch, with one checkpoint, when any rank receives a signal.
 
-    A signal only sets a flag, which travels with the next gradient synchronisation. All ranks leave after that batch,
-    before the next is fetched: they save where Lightning looks for the checkpoint of a preempted run,
-    `ckpt_path="hpc"`, and end with the exit code of the signal, 128 and its number. A requeueing signal (SIGUSR1, or
-    what `SLURMEnvironment` says) also has SLURM requeue the job. If another package has a handler for that signal, such
-    as submitit, it is called when the checkpoint has been saved.
+    The signal only sets a flag, which is sent with the next gradient synchronisation. After that batch all ranks save
+    the checkpoint that Lightning finds by `ckpt_path="hpc"`, and exit with 128 plus the number of the signal. After
+    the requeueing signal (SIGUSR1, or the `requeue_signal` of `SLURMEnvironment`) SLURM requeues the job; a handler
+    that another package, such as submitit, has set for it is called when the checkpoint is saved.
 
-    Lightning saves within the signal handler instead; where a signal interrupts a collective, that hangs.
-
-    Args:
-        trainer: The Trainer, while it fits and before it registers its signal handlers.
-        control: Carries the request of this rank, `STOP` or `REQUEUE`, to all ranks.
-
-    Attributes:
-        requeue_signal: The signal after which a job is requeued.
+    Lightning saves within the signal handler instead, which hangs if the signal interrupts a collective.
     """
 
     def __init__(self, trainer: Trainer, control: StepControl) -> None:
@@ -90,11 +84,7 @@ class PreemptionHandler:
         replace_signal_handling(trainer, self._register)
 
     def stop_if_agreed(self) -> None:
-        """Save and leave, if that has been agreed; to be called between two batches.
-
-        Raises:
-            SIGTERMException: To end the process.
-        """
+        """Save and raise `SIGTERMException` if a rank has asked all ranks to stop. Call between two batches."""
         request = 0 if self._control.exchanged is None else self._control.exchanged.stop
         if not request:
             return
@@ -105,8 +95,8 @@ class PreemptionHandler:
         trainer.save_checkpoint(path, weights_only=False)
         code = _SHELL + signum
         rank_zero_info(
-            f"{signum.name} was received: all ranks leave after step {trainer.global_step}, exit code {code}. Saved"
-            f' {path}; fitting with `ckpt_path="hpc"` and this `default_root_dir` goes on from there.'
+            f"{signum.name} was received: all ranks end after step {trainer.global_step}, exit code {code}. Saved"
+            f' {path}; fit with `ckpt_path="hpc"` and this `default_root_dir` to resume.'
         )
         if request == REQUEUE:
             self._requeue()
@@ -117,15 +107,17 @@ class PreemptionHandler:
             if self._postponed:
                 for handler in self._postponed:
                     handler()
-            elif self._trainer.is_global_zero and _requeues(self._trainer):
-                requeue_job(os.environ)
+            elif self._trainer.is_global_zero:
+                environment = _slurm(self._trainer)
+                if environment is not None and environment.auto_requeue:
+                    requeue_job(os.environ)
         finally:
-            # A rank that ends earlier has `srun -K` end the step, and rank 0 with it.
+            # If a rank ended earlier, `srun -K` would end rank 0 too.
             self._trainer.strategy.barrier("requeued")
 
     def _register(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python allows handlers there only
+            return  # Python allows signal handlers in the main thread only
         self._replace(signal.SIGTERM, STOP)
         self._replace(self.requeue_signal, REQUEUE)
 
@@ -144,13 +136,9 @@ class PreemptionHandler:
 
 
 def exit_on_sigterm(trainer: Trainer) -> None:
-    """End this process when it receives SIGTERM, in a run that has nothing to save.
+    """End this process and its children on SIGTERM, in a run without a checkpoint to save.
 
-    Lightning's handler communicates. Other ranks notice that this one has gone, and processes that it has started are
-    told to end too.
-
-    Args:
-        trainer: The Trainer, before it registers its signal handlers, for anything but fitting.
+    Lightning's own handler uses collectives, and would hang. Call before the Trainer registers its signal handlers.
     """
 
     def leave(signum: int, frame: Any) -> None:
@@ -164,20 +152,13 @@ def exit_on_sigterm(trainer: Trainer) -> None:
             signal.signal(signal.SIGTERM, leave)
             requeue = None if _slurm(trainer) is None else _requeue_signal(trainer)
             if requeue is not None and signal.getsignal(requeue) is signal.SIG_DFL:
-                signal.signal(requeue, signal.SIG_IGN)  # it comes before the time limit; there is nothing to go on from
+                signal.signal(requeue, signal.SIG_IGN)  # it announces the time limit; there is nothing to save
 
     replace_signal_handling(trainer, register)
 
 
 def requeue_job(environ: Mapping[str, str]) -> bool:
-    """Have SLURM requeue the job of this process.
-
-    Args:
-        environ: SLURM's variables.
-
-    Returns:
-        Whether it does; a warning says why not.
-    """
+    """Requeue the SLURM job of this process; return False after a warning if that fails."""
     job = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in environ:
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
@@ -193,11 +174,6 @@ def requeue_job(environ: Mapping[str, str]) -> bool:
     return False
 
 
-def _requeues(trainer: Trainer) -> bool:
-    environment = _slurm(trainer)
-    return environment is not None and environment.auto_requeue
-
-
 def _requeue_signal(trainer: Trainer) -> signal.Signals:
     environment = _slurm(trainer)
     own = None if environment is None else environment.requeue_signal
@@ -210,10 +186,7 @@ def _slurm(trainer: Trainer) -> SLURMEnvironment | None:
 
 
 def _let_children_end(trainer: Trainer) -> None:
-    """Let processes that this one has started end as it does itself: with an exit code that is not 0.
-
-    Lightning watches them, takes that for a crash, and kills this process.
-    """
+    """Let child processes end with the exit code of the signal, which Lightning would treat as a crash of the run."""
     children: list[subprocess.Popen[bytes]] = getattr(trainer.strategy.launcher, "procs", [])
     for child in children:
         atexit.register(_wait, child)
@@ -225,3 +198,71 @@ def _wait(child: "subprocess.Popen[bytes]") -> None:
         child.wait(_ENDING)
     except subprocess.TimeoutExpired:
         child.kill()
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint to a partial file in the same folder, and renames it when it is complete and on the disk.
+
+    A killed process or a full disk leaves the previous checkpoint unchanged. The base class writes to the folder for
+    temporary files instead, and copies from another disk. It still writes to remote file systems (`s3://...`).
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Lightning would take any file with the name of a checkpoint in its own name for that checkpoint.
+        partial = target.with_name(f".{zlib.crc32(target.name.encode()):08x}.partial")
+        try:
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        except BaseException as error:
+            is_full = _is_full(target.parent, error)
+            partial.unlink(missing_ok=True)
+            if is_full:
+                raise OSError(
+                    errno.ENOSPC, "no space left for the checkpoint. Free some, or choose another disk", path
+                ) from error
+            raise
+        _sync_folder(target.parent)
+
+
+class AtomicSaveMixin(Strategy):
+    """Replaces Lightning's `TorchCheckpointIO` by `AtomicCheckpointIO`; stands before the strategy in the bases."""
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        given = given_checkpoint_io(self)
+        if given is None:
+            self.checkpoint_io = given = AtomicCheckpointIO()
+        elif is_wrapping(given):
+            given.checkpoint_io = AtomicCheckpointIO()  # ignored if it has one already
+        return given
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        give_checkpoint_io(self, io)
+
+
+def _is_full(folder: Path, error: BaseException) -> bool:
+    """Return True if the disk is full, which torch's writer does not report."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOSPC
+    return isinstance(error, RuntimeError) and folder.is_dir() and shutil.disk_usage(folder).free < 2**20
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the new name to the disk too, if the file system can synchronise folders."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

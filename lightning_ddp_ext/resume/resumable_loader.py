@@ -1,4 +1,4 @@
-"""Training data of a run that is interrupted in the middle of an epoch, and resumes there."""
+"""The training data of a run that resumes within an epoch."""
 
 from typing import Any
 
@@ -16,14 +16,9 @@ WORLD_SIZE = "world_size"
 
 
 class ResumableCombinedLoader(CountedCombinedLoader):
-    """Combines loaders as a `CombinedLoader` does, and passes over batches that an interrupted run has used.
+    """A `CombinedLoader` that skips the batches that an interrupted run has used.
 
-    Args:
-        iterables: See `CombinedLoader`.
-        mode: See `CombinedLoader`.
-        rng: Knows the RNG state of this process.
-        world_size: Number of ranks.
-        may_look_ahead: Whether the loop may fetch a batch before it is needed: not where `training_step` fetches.
+    `may_look_ahead` is False if `training_step` fetches its batches itself.
     """
 
     def __init__(
@@ -66,14 +61,14 @@ class ResumableCombinedLoader(CountedCombinedLoader):
 
     @property
     def used(self) -> int | None:
-        """How many batches of this epoch have been used; None between epochs."""
+        """Number of batches of this epoch that have been used; None between epochs."""
         if self._has_ended or self._position == self._length:
             return None
         return max(0, self._position - self._looks_ahead)
 
     @property
     def _looks_ahead(self) -> bool:
-        # Lightning looks one batch ahead if it cannot tell otherwise which one is the last.
+        # Without a length, Lightning fetches one batch ahead to recognise the last batch.
         return self._may_look_ahead and self._length is None
 
     def _state_dicts(self) -> list[dict[str, Any]]:
@@ -85,22 +80,22 @@ class ResumableCombinedLoader(CountedCombinedLoader):
         if self._skip and ranks != self._world_size:
             rank_zero_warn(
                 f"The checkpoint was saved by {ranks} ranks in the middle of an epoch, and {self._world_size} resume"
-                " it: some samples of this epoch are seen twice or never. Use `ddp_join` to deal out what is left."
+                " it: some samples of this epoch are seen twice or never. Use `ddp_join` to deal out the rest."
             )
 
 
 def position_in(states: list[dict[str, Any]]) -> int:
-    """Return how many batches had been used, from the states of a loader in a checkpoint."""
+    """Return the number of used batches from the states of a loader in a checkpoint."""
     return next((int(state[POSITION]) for state in states if POSITION in state), 0)
 
 
 def make_resumable(given: Any, rng: ResumableRng, world_size: int, may_look_ahead: bool) -> CombinedLoader:
-    """Combine the loaders of a training loop so that they resume, unless one of them has a state and does so itself."""
+    """Combine the loaders of a training loop so that they resume; a loader with a state resumes by itself."""
     iterables, mode = given, "max_size_cycle"  # as in Lightning
     if isinstance(given, CombinedLoader):
         iterables, mode = given.iterables, combination_mode(given)
     combined = ResumableCombinedLoader(iterables, mode, rng, world_size, may_look_ahead)
     if any(has_state(loader) for loader in combined.flattened):
-        rng.leave_to_loaders()
+        rng.is_bypassed = True
         return combine_counted(given, is_training=True)
     return combined

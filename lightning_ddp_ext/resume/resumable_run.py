@@ -4,10 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from lightning_ddp_ext._compat.loaders import training_loader
 from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
@@ -21,7 +19,7 @@ from lightning_ddp_ext._compat.resuming import (
     restore_training_data,
     resume_training_data,
 )
-from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_different
+from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.preemption import PreemptionHandler
 from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
@@ -52,35 +50,28 @@ class ResumableRun:
             of_ranks = resumed["of_ranks"]
             own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
             self._progress = Progress(**resumed["progress"])
-            self._load(resumed["rng"], own["loaders"])
+            self._load(FetchRecord(**own["rng"]), len(of_ranks))
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
         resume_training_data(trainer, lambda: self._ends_epoch, self._begin)
         before_each_batch(trainer, self._between_batches)
 
     def save(self, checkpoint: dict[str, Any], has_equal_weights: bool) -> None:
-        """Add the state of all ranks to a checkpoint; two collectives, or four if ranks have different reducer states.
-
-        `has_equal_weights` is restored as `resumed_equal_weights`.
-        """
+        """Add the state of all ranks to a checkpoint. Two collectives."""
         if "optimizer_states" not in checkpoint:
             return  # weights only
         progress = find_progress(self._trainer)
         used = None if progress.ends_epoch else getattr(training_loader(self._trainer), "used", None)
         reloads: int = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         record = self.rng.record(used, keeps_loaders=not reloads)
-        own, of_loaders = record.pack()
-        gathered = [torch.empty_like(own) for _ in range(self._trainer.world_size)]
-        dist.all_gather(gathered, own, group=self._group)
         reducer = self._reducer.state_dict()
-        of_rank = {"reducer": reducer.pop("of_rank"), "loaders": of_loaders}
+        of_rank = {"reducer": reducer.pop("of_rank"), "rng": asdict(record)}
         metrics = self._trainer.callback_metrics
         checkpoint[RANKS] = {
-            "rng": torch.stack(gathered),
             "seed": self.seed,
             "has_equal_weights": has_equal_weights,
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": reducer,
-            "of_ranks": gather_different(of_rank, self._group),
+            "of_ranks": gather_objects(of_rank, self._group),
             "progress": asdict(progress),
         }
 
@@ -90,13 +81,12 @@ class ResumableRun:
         restore_training_data(self._trainer)
         restore_signal_handling(self._trainer)
 
-    def _load(self, records: Tensor, of_loaders: list[Any]) -> None:
-        own, _ = self.rng.record(None).pack()
-        if records.shape == (self._trainer.world_size, *own.shape):
-            self.rng.resume(FetchRecord.unpack(records[self._trainer.global_rank], of_loaders))
+    def _load(self, record: FetchRecord, ranks: int) -> None:
+        if ranks == self._trainer.world_size and record.now.keys() == self.rng.capture().keys():
+            self.rng.resume(record)
             return
         rank_zero_warn(
-            f"The checkpoint was saved by {len(records)} ranks, and {self._trainer.world_size} resume it, or devices"
+            f"The checkpoint was saved by {ranks} ranks, and {self._trainer.world_size} resume it, or devices"
             " are of another kind. Random numbers will be others than without interruption. Resume on as many ranks and"
             " the same kind of devices to get the same."
         )

@@ -36,8 +36,7 @@ from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.synchronized_step import SynchronizedStep, check_weighable
 from lightning_ddp_ext.reducer.comm_hooks import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.resume.checkpoint_files import AtomicSaveMixin
-from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
+from lightning_ddp_ext.resume.preemption import AtomicSaveMixin, exit_on_sigterm, shield_workers
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 from lightning_ddp_ext.resume.resumable_run import RANKS, ResumableRun

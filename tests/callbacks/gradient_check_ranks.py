@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.callbacks import GradientCheck
-from lightning_ddp_ext.consistency.training_state import name_training_state
+from lightning_ddp_ext.consistency.replica_differences import name_training_state
 from lightning_ddp_ext.resume.rng_state import capture_rng_state
 from tests.callbacks.gradient_check_modules import (
     CASES,
@@ -186,7 +186,10 @@ def state_of(module: Plain, trainer: Trainer) -> dict[str, Tensor]:
     """Return everything that a check could change, each value copied."""
     state = name_training_state(module, trainer.optimizers, buffers=True)
     logged = {f"logged {name}": value for name, value in trainer.callback_metrics.items()}
-    more = {"random": capture_rng_state(), "steps": torch.tensor([module.steps, trainer.global_step])}
+    more = {
+        "random": torch.tensor([*repr(capture_rng_state()).encode()]),
+        "steps": torch.tensor([module.steps, trainer.global_step]),
+    }
     return {name: torch.as_tensor(value).clone() for name, value in {**state, **logged, **more}.items()}
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency, replica_consistency
-from lightning_ddp_ext.consistency.training_state import name_training_state
+from lightning_ddp_ext.consistency.replica_differences import name_training_state
 from tests.parity import Classifier, batches, quiet_trainer
 
 

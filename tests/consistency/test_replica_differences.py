@@ -1,11 +1,191 @@
-"""Differences between tensors are measured and put into words."""
+"""A tensor that differs on one rank is found, named and measured, and nothing else is."""
 
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lightning_ddp_ext.consistency.replica_differences import _compare, split_by_majority, union_of_keys
+from lightning_ddp_ext.consistency.replica_differences import _compare, find_difference, split_by_majority
+from lightning_ddp_ext.distributed.exchange import exchange_device, gather_integer, gather_objects
+from tests.support.processes import run_processes
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def base():
+    return {
+        "a": torch.arange(6, dtype=torch.float32).view(2, 3),
+        "b": torch.zeros(4, dtype=torch.bfloat16),
+        "c": torch.tensor(7),
+        "d": torch.eye(3).to_sparse(),
+        "e": torch.tensor([True, False]),
+        "f": torch.tensor([1 + 2j, 3.0], dtype=torch.complex64),
+    }
+
+
+def write_bits(tensors, bits):
+    tensors["a"].view(torch.int32)[0, 2] = bits
+
+
+# A change on one rank, and the message about the tensor; {} stands for the ranks.
+CHANGES = {
+    "a bit": (
+        lambda tensors: tensors["a"].view(torch.int32)[1, 1].bitwise_xor_(1),
+        "a, float32 [2, 3], of {}: 1 element differs, first at [1, 1] 4.00000048 instead of 4, by up to 4.77e-07"
+        " (relative 1.19e-07) (1 of 6 tensors differ)",
+    ),
+    "the sign of zero": (
+        lambda tensors: tensors["b"][2].neg_(),
+        "b, bfloat16 [4], of {}: 1 element differs, first at [2] -0 instead of 0, by up to 0 (relative 0)"
+        " (1 of 6 tensors differ)",
+    ),
+    "nan": (
+        lambda tensors: write_bits(tensors, 0x7FC00000),
+        "a, float32 [2, 3], of {}: 1 element differs, first at [0, 2] nan instead of 2, by up to nan (relative nan)"
+        " (1 of 6 tensors differ)",
+    ),
+    "another nan": (
+        lambda tensors: write_bits(tensors, 0x7FC00001),
+        "a, float32 [2, 3], of {}: 1 element differs, first at [0, 2] nan (0x7fc00001) instead of nan (0x7fc00000),"
+        " by up to nan (relative nan) (1 of 6 tensors differ)",
+    ),
+    "an integer": (
+        lambda tensors: tensors["c"].add_(1),
+        "c, int64 [], of {}: 1 element differs, first 8 instead of 7, by up to 1 (relative 0.125)"
+        " (1 of 6 tensors differ)",
+    ),
+    "a sparse tensor": (
+        lambda tensors: tensors.update(d=(2 * torch.eye(3)).to_sparse()),
+        "d, float32 sparse_coo [3, 3], of {}: 3 elements differ, first at [0, 0] 2 instead of 1, by up to 1"
+        " (relative 0.5) (1 of 6 tensors differ)",
+    ),
+    "booleans": (
+        lambda tensors: tensors["e"].logical_not_(),
+        "e, bool [2], of {}: 2 elements differ, first at [0] False instead of True, by up to 1 (relative 1)"
+        " (1 of 6 tensors differ)",
+    ),
+    "a complex number": (
+        lambda tensors: tensors["f"][1].fill_(3 + 1j),
+        "f, complex64 [2], of {}: 1 element differs, first at [1] 3+1j instead of 3+0j, by up to 1 (relative 0.316)"
+        " (1 of 6 tensors differ)",
+    ),
+    "two tensors": (
+        lambda tensors: (tensors["c"].add_(1), tensors["a"].add_(1)),
+        "a, float32 [2, 3], of {}: 6 elements differ, first at [0, 0] 1 instead of 0, by up to 1 (relative 0.167)"
+        " (2 of 6 tensors differ)",
+    ),
+}
+# A change of names, shapes or dtypes; the first {} stands for the odd rank, the second for the others.
+FORMS = {
+    "missing": (
+        lambda tensors: tensors.pop("b"),
+        "b is missing on {}, but bfloat16 [4] on {} (1 of 6 tensors differ)",
+    ),
+    "all missing": (
+        lambda tensors: tensors.clear(),
+        "a is missing on {}, but float32 [2, 3] on {} (6 of 6 tensors differ)",
+    ),
+    "one more": (
+        lambda tensors: tensors.update(g=torch.ones(2)),
+        "g is float32 [2] on {}, but missing on {} (1 of 7 tensors differ)",
+    ),
+    "shape": (
+        lambda tensors: tensors.update(a=tensors["a"].view(3, 2)),
+        "a is float32 [3, 2] on {}, but float32 [2, 3] on {} (1 of 6 tensors differ)",
+    ),
+    "dtype": (
+        lambda tensors: tensors.update(a=tensors["a"].double()),
+        "a is float64 [2, 3] on {}, but float32 [2, 3] on {} (1 of 6 tensors differ)",
+    ),
+}
+EQUAL = {
+    "nothing": lambda tensors: None,
+    "another order": lambda tensors: tensors.update(a=tensors.pop("a")),
+}
+
+
+def find_all(odd_rank):
+    """Return the difference that this rank finds after each change, and the collectives of two comparisons."""
+    dist.init_process_group("gloo")
+    found = {}
+    changes = {name: change for name, (change, _) in (CHANGES | FORMS).items()} | EQUAL
+    for name, change in changes.items():
+        tensors = base()
+        if name == "another nan":
+            write_bits(tensors, 0x7FC00000)
+        if dist.get_rank() == odd_rank:
+            change(tensors)
+        difference = find_difference(tensors)
+        found[name] = None if difference is None else str(difference)
+    collectives = [count_collectives(is_different) for is_different in (False, True)]
+    return found, collectives, compare_subgroup() if dist.get_world_size() == 3 else None
+
+
+def count_collectives(is_different):
+    tensors = {str(number): torch.ones(10) for number in range(100)}
+    tensors["50"] += is_different * dist.get_rank()
+    counts = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_gather_object", "broadcast", "all_reduce"):
+            original = getattr(dist, name)
+
+            def call(*args, name=name, original=original, **kwargs):
+                counts[name] = counts.get(name, 0) + 1
+                return original(*args, **kwargs)
+
+            patch.setattr(dist, name, call)
+        find_difference(tensors)
+    return counts
+
+
+def compare_subgroup():
+    """Compare ranks 1 and 2 of three."""
+    group, rank = dist.new_group([1, 2]), dist.get_rank()
+    if rank == 0:
+        return None
+    difference = find_difference({"a": torch.full((2,), float(rank))}, group)
+    return (
+        str(difference),
+        gather_integer(-(2**63) + rank, group),
+        gather_objects(10 * rank, group),
+        exchange_device(None),
+    )
+
+
+@pytest.fixture(scope="module")
+def two():
+    """The results of two ranks, of which rank 1 differs."""
+    return run_processes(find_all, 2, odd_rank=1, timeout=180)
+
+
+@pytest.fixture(scope="module")
+def three():
+    """The results of three ranks, of which rank 0 differs."""
+    return run_processes(find_all, 3, odd_rank=0, timeout=180)
+
+
+def test_every_rank_names_the_tensor_the_ranks_and_the_difference(two, three):
+    for results, odd, others in ((two, "rank 1", "rank 0"), (three, "rank 0", "ranks 1, 2")):
+        expected = {name: message.format(f"{odd} differs from {others}") for name, (_, message) in CHANGES.items()}
+        expected |= {name: message.format(odd, others) for name, (_, message) in FORMS.items()}
+        expected |= dict.fromkeys(EQUAL)
+        for found, _, _ in results:
+            assert found == expected
+
+
+def test_equal_tensors_cost_one_collective(two):
+    for _, (equal, different), _ in two:
+        assert equal == {"all_gather": 1}
+        assert different == {"all_gather": 5, "broadcast": 1}
+
+
+def test_a_subgroup_is_compared(three):
+    outside, *inside = (subgroup for _, _, subgroup in three)
+    assert outside is None
+    for found, integers, objects, device in inside:
+        assert found.startswith("a, float32 [2], of rank 2 differs from rank 1: 2 elements differ, first at [0] 2 ")
+        assert (integers, objects, device.type) == ([-(2**63) + 1, -(2**63) + 2], [10, 20], "cpu")
 
 
 @pytest.mark.parametrize(
@@ -22,40 +202,26 @@ def test_the_most_frequent_value_is_the_majority_and_the_first_of_equals(values,
     assert split_by_majority(values) == (majority, others)
 
 
-def test_keys_of_all_records_are_in_the_order_of_the_first():
-    assert union_of_keys([{"b": 1, "a": 2}, {"c": 1, "a": 2}]) == ["b", "a", "c"]
-
-
 def compare(own, reference):
     return _compare(own.flatten(), reference.flatten(), own.shape)
 
 
-def test_the_size_of_a_difference_is_that_of_its_largest_element():
+def test_the_size_of_a_difference_is_the_largest_difference_of_an_element():
     reference = torch.tensor([[1.0, 2.0], [4.0, 1000.0]])
     found = compare(reference + torch.tensor([[0.0, 0.5], [-1.0, 0.0]]), reference)
     assert (found.elements, found.index, found.values) == (2, (0, 1), ("2.5", "2"))
     assert found.absolute == 1
     assert found.relative == 1 / 4  # 1000 is equal
-
-
-def test_infinities_and_nan_are_measured_as_they_are():
     zeros = torch.zeros(3)
     assert compare(torch.tensor([0.0, math.inf, 0.0]), zeros).absolute == math.inf
     assert math.isnan(compare(torch.tensor([0.0, 1.0, math.nan]), zeros).absolute)
+    assert compare(zeros, zeros) is None
 
 
-def test_doubles_are_told_with_all_their_digits():
+def test_doubles_have_all_digits_and_small_types_do_not_overflow():
     found = compare(torch.tensor(math.nextafter(0.1, 1), dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64))
-    assert found.values == ("0.10000000000000002", "0.10000000000000001")
-    assert found.index == ()
-
-
-def test_small_types_are_measured_without_overflow():
+    assert (found.values, found.index) == (("0.10000000000000002", "0.10000000000000001"), ())
     found = compare(torch.tensor([200], dtype=torch.uint8), torch.tensor([201], dtype=torch.uint8))
     assert found.absolute == 1
     found = compare(torch.tensor([60000.0], dtype=torch.float16), -torch.tensor([60000.0], dtype=torch.float16))
     assert found.absolute == 2 * 60000
-
-
-def test_equal_tensors_have_no_deviation():
-    assert compare(torch.ones(2), torch.ones(2)) is None

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
-from lightning_ddp_ext.resume.checkpoint_files import AtomicCheckpointIO
+from lightning_ddp_ext.resume.preemption import AtomicCheckpointIO
 
 
 class Unpicklable:
@@ -77,7 +77,7 @@ def test_a_plugin_of_the_users_is_kept():
 
 SAVING = """
 import sys, torch
-from lightning_ddp_ext.resume.checkpoint_files import AtomicCheckpointIO
+from lightning_ddp_ext.resume.preemption import AtomicCheckpointIO
 for number in range(10**6):
     AtomicCheckpointIO().save_checkpoint({"number": number, "weight": torch.zeros(2**18)}, sys.argv[1])
 """

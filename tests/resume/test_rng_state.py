@@ -1,33 +1,144 @@
+"""RNG state of a process and of loaders is captured and restored."""
+
+import io
+import itertools
 import random
 
 import numpy
 import pytest
 import torch
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Subset
 
-from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers, capture_rng_state, restore_rng_state
+from lightning_ddp_ext.resume.rng_state import (
+    SharedRandomNumbers,
+    capture_rng_state,
+    capture_states,
+    find_loader_rngs,
+    restore_rng_state,
+    restore_states,
+    seed_all,
+)
+
+KINDS = {
+    "torch": lambda: torch.Generator().manual_seed(1),
+    "Python": lambda: random.Random(1),
+    "NumPy, of old": lambda: numpy.random.RandomState(1),
+    "NumPy": lambda: numpy.random.default_rng(1),
+    "NumPy, with an array": lambda: numpy.random.Generator(numpy.random.MT19937(1)),
+    "NumPy, with arrays": lambda: numpy.random.Generator(numpy.random.Philox(1)),
+}
 
 
-def draw():
+def draw(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return [generator.gauss(0.0, 1.0) for _ in range(3)]
+    return generator.standard_normal(3).tolist()
+
+
+def in_a_checkpoint(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+class Drawing(Dataset):
+    def __init__(self, generator):
+        self.samples = list(range(4))
+        self.generator = generator
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_draws_the_same_from_a_state_that_was_saved(kind):
+    generator = KINDS[kind]()
+    draw(generator)
+    saved = in_a_checkpoint(capture_states([generator]))
+    expected = draw(generator)
+    other = KINDS[kind]()
+    assert draw(other) != expected
+    restore_states([other], saved)
+    assert draw(other) == expected
+    assert draw(other) != expected
+
+
+def test_generators_of_other_kinds_are_left_alone():
+    made = [make() for make in KINDS.values()]
+    for first, second in itertools.permutations(made, 2):
+        expected = capture_states([first])
+        restore_states([first], capture_states([second]))
+        restore_states([first], capture_states([first, second]))
+        assert capture_states([first]) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_decides_what_a_generator_draws(kind):
+    generator = KINDS[kind]()
+    drawn = []
+    for seed in (5, 5, 6):
+        seed_all([generator], seed)
+        drawn.append(draw(generator))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_generators_are_found_in_loaders_samplers_and_datasets_once():
+    of_loader = torch.Generator()
+    of_sampler, first, second = (random.Random(number) for number in range(3))
+    dataset = ConcatDataset([Subset(Drawing(first), [0, 1]), Drawing(second), Drawing(first)])
+    sampler = RandomSampler(dataset, generator=of_loader)
+    sampler.other = of_sampler
+    loader = DataLoader(dataset, batch_sampler=BatchSampler(sampler, 2, drop_last=False), generator=of_loader)
+    found = find_loader_rngs([loader, loader])
+    assert len(found) == 4
+    assert {id(generator) for generator in found} == set(map(id, (of_loader, of_sampler, first, second)))
+
+
+class Anything:
+    """A dataset, and a sampler, of no class of torch's."""
+
+    def __init__(self, length):
+        self.length = length
+        self.generator = random.Random(length)
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def test_datasets_and_samplers_may_be_of_any_class():
+    dataset, sampler = Anything(3), Anything(2)
+    assert set(map(id, find_loader_rngs([DataLoader(dataset, sampler=sampler)]))) == {
+        id(dataset.generator),
+        id(sampler.generator),
+    }
+
+
+def test_what_has_no_state_is_no_generator():
+    assert find_loader_rngs([DataLoader(Drawing(random.SystemRandom()))]) == []
+
+
+def draw_from_process():
     of_numpy = numpy.random.standard_normal(), numpy.random.rand()
     return [random.gauss(0, 1), random.random(), *of_numpy, *torch.rand(3).tolist()]
 
 
-def test_the_same_numbers_come_again():
+def test_a_restored_process_draws_the_same_numbers():
     for _ in range(2):  # the second time, a Gaussian number is kept for the next call
         random.gauss(0, 1)
         numpy.random.standard_normal()
         states = capture_rng_state()
-        drawn = draw()
-        assert draw() != drawn
-        restore_rng_state(states)
-        assert draw() == drawn
-
-
-def test_states_are_equally_long_whatever_is_kept():
-    random.seed(0)
-    before = capture_rng_state()
-    random.gauss(0, 1)
-    assert capture_rng_state().shape == before.shape
+        drawn = draw_from_process()
+        assert draw_from_process() != drawn
+        restore_rng_state(in_a_checkpoint(states))
+        assert draw_from_process() == drawn
 
 
 def numbers_of_a_step(shared, seed, number=0):

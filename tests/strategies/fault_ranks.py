@@ -46,15 +46,7 @@ class Network(LightningModule):
 
 
 class Trouble(Callback):
-    """Does something on one rank, or on all, in a phase of the first epoch.
-
-    Args:
-        fault: A key of `FAULTS`.
-        culprit: The rank.
-        phase: A key of `WHEN`.
-        folder: Where the time of the fault is written down.
-        limit: The stall limit in seconds.
-    """
+    """Makes a fault of `FAULTS` in a phase of the first epoch, and writes its time into a folder."""
 
     def __init__(self, fault: str, culprit: int, phase: str, folder: Path, limit: float) -> None:
         self.fault, self.culprit, self.phase, self.folder, self.limit = fault, culprit, phase, folder, limit

@@ -33,38 +33,23 @@ _SUBREAPER = 36  # of prctl: processes whose parent has ended become ours, so th
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong where.
+    """A fault on a rank in a phase."""
 
-    Attributes:
-        kind: A key of `fault_ranks.FAULTS`.
-        rank: On which rank.
-        phase: A key of `fault_ranks.WHEN`.
-    """
-
-    kind: str
+    kind: str  # a key of `fault_ranks.FAULTS`
     rank: int
-    phase: str
+    phase: str  # a key of `fault_ranks.WHEN`
 
 
 @dataclass
 class FaultOutcome:
-    """What became of a run.
-
-    Attributes:
-        fault: What went wrong.
-        seconds: From the fault until the last rank has ended that could; None if one did not within the hard limit.
-        rows: Outcomes of the ranks, see `rank_server.describe`.
-        checkpoints: How many there are.
-        broken: Names of those that cannot be loaded.
-        left: Processes left behind.
-    """
+    """The outcome of a run."""
 
     fault: Fault
-    seconds: float | None
-    rows: list[dict[str, Any]]
+    seconds: float | None  # from the fault to the end of the last living rank; None after the hard limit
+    rows: list[dict[str, Any]]  # of the ranks, see `rank_server.describe`
     checkpoints: int
-    broken: list[str]
-    left: int = 0
+    broken: list[str]  # checkpoints that cannot be loaded
+    left: int = 0  # processes
 
     @property
     def living(self) -> list[dict[str, Any]]:
@@ -100,16 +85,7 @@ def list_faults(kinds: Sequence[str], phases: Sequence[str], ranks: Sequence[int
 def run_fault(
     fault: Fault, folder: Path, limit: float, hosts: Any = None, port: int = 29500, **options: Any
 ) -> FaultOutcome:
-    """Train on two ranks until the end, whichever it is.
-
-    Args:
-        fault: What goes wrong.
-        folder: An empty folder.
-        limit: The stall limit in seconds.
-        hosts: Hosts 1 and 2 of `tests.distributed.hosts`, for cut links; None for processes of this machine.
-        port: A free port, on hosts.
-        options: Other arguments of `fault_ranks.train`.
-    """
+    """Train on two ranks with a fault; cut links need hosts of `tests.distributed.hosts` and a free port there."""
     (folder / CHECKPOINTS).mkdir(parents=True)
     settings = {
         "folder": str(folder), "fault": fault.kind, "culprit": fault.rank, "phase": fault.phase, "limit": limit,

@@ -1,19 +1,23 @@
-"""Data and modules that draw random numbers in every way, for runs that are interrupted."""
+"""Data and modules that draw random numbers in every way, and records of runs that are interrupted."""
 
 import os
 import random
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.ddp_modules import Adversaries
-from tests.strategies.join_ranks import samples
+from tests.strategies.join_ranks import digest_of, samples
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
@@ -162,3 +166,77 @@ class StatefulLoader(DataLoader):
 
 def stateful() -> StatefulLoader:
     return StatefulLoader(list(zip(*samples(22), strict=True)), batch_size=3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that receives a signal after some batches."""
+
+    after: int
+    loader: Callable[[], Any]  # makes the training loader of this rank
+    strategy: str = "ddp_join"
+    hook: str = "on_train_batch_start"  # where the signal is sent
+    rank: int = 1
+    is_to_group: bool = False  # whether the workers of loaders receive it too
+    signum: signal.Signals = signal.SIGTERM
+    module: Callable[[], LightningModule] = Random
+    is_dealt: bool = True  # whether the strategy distributes the samples
+    options: dict[str, Any] = field(default_factory=dict)  # of the Trainer
+
+
+STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
+
+
+@dataclass
+class Trail:
+    """The record of a run on a rank."""
+
+    digests: list[str] = field(default_factory=list)  # of the replica, after each batch
+    steps: list[tuple[int, ...]] = field(default_factory=list)  # epoch and numbers of steps, after each batch
+    validated: list[tuple[int, float]] = field(default_factory=list)  # global step and loss
+    saved: tuple[int, int] | None = None  # batches and validations before the first checkpoint
+
+
+class Tracing(Callback):
+    """Follows a run, and sends a signal after some batches."""
+
+    def __init__(self, trail: Trail, case: Case | None) -> None:
+        self._trail = trail
+        self._case = case
+        self._batches = 0
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self._trail.digests.append("".join(digest_of(module, optimizer) for optimizer in trainer.optimizers))
+        loop = trainer.fit_loop.epoch_loop
+        # The last one is what loggers count.
+        counts = trainer.global_step, loop.total_batch_idx, loop._batches_that_stepped
+        self._trail.steps.append((trainer.current_epoch, *counts))
+        self._send("on_train_batch_end")
+        self._batches += 1
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._trail.validated.append((trainer.global_step, float(trainer.callback_metrics.get("val_loss", 0.0))))
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        trail = self._trail
+        trail.saved = trail.saved or (len(trail.digests), len(trail.validated))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._send("on_train_batch_start")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._send("on_before_optimizer_step")
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._send("on_validation_batch_start")
+
+    def _send(self, hook: str) -> None:
+        case = self._case
+        if case is not None and (hook, RANK) == (case.hook, case.rank) and self._batches >= case.after:
+            self._case = None
+            if case.is_to_group:
+                # By another process: a worker tells a signal of its parent from one of a stranger.
+                subprocess.run(["kill", f"-{case.signum.value}", "--", f"-{os.getpgid(0)}"], check=False)
+            else:
+                os.kill(os.getpid(), case.signum)

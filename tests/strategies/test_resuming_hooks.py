@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.strategies.ddp_ranks import quiet_trainer
 from tests.strategies.join_ranks import samples
-from tests.strategies.preemption_data import Augmented, Random, dealt, streams
-from tests.strategies.preemption_ranks import STRATEGIES, Tracing, Trail
+from tests.strategies.preemption_data import STRATEGIES, Augmented, Random, Tracing, Trail, dealt, streams
 
 BATCHES = 4  # in an epoch
 LOADERS = {"a loader": dealt(11), "a stream": streams(11)}

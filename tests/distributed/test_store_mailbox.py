@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_ext.join.store_mailbox import StoreMailbox
+from lightning_ddp_ext.distributed.exchange import StoreMailbox
 
 
 def serve(ports):
@@ -36,6 +36,6 @@ def test_leaving_is_no_error_when_all_others_have_gone(server):
     process.kill()
     process.join(60)
     for _ in range(3):  # the first one may be written to a connection that seems to be there
-        messages.leave()
+        messages.close()
     with pytest.raises(dist.DistError):
-        messages.publish("lost")
+        messages.send("lost")

@@ -1,0 +1,136 @@
+"""Ranks with different modules or settings learn it before they train, with the value of each rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_ddp_ext.distributed.rank_reports import describe_versions
+from torch import nn
+
+from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_module
+from lightning_ddp_ext.errors import ReplicaMismatchError
+from tests.support.processes import run_processes
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class Network(nn.Module):
+    def __init__(self, width=3):
+        super().__init__()
+        self.first = nn.Linear(2, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 2)
+
+
+def network(change=lambda network: None):
+    made = Network()
+    change(made)
+    return describe_module(made)
+
+
+def tie(network):
+    network.last.bias = nn.Parameter(torch.zeros(2))
+    network.again = network.last
+
+
+def hook(state, bucket):
+    pass
+
+
+def other_hook(state, bucket):
+    pass
+
+
+ARGUMENTS = {"bucket_cap_mb": 25, "hook": hook, "names": {"b", "a"}, "object": object(), "nothing": None}
+OTHER_ARGUMENTS = {"bucket_cap_mb": 25.0, "hook": other_hook, "names": {"a"}, "object": object()}
+# The description of most ranks, and of the odd rank.
+SETUPS = {
+    "equal modules": (network, network),
+    "equal versions": (describe_versions, describe_versions),
+    "equal arguments": (lambda: describe_arguments(ARGUMENTS), lambda: describe_arguments(dict(ARGUMENTS))),
+    "width": (network, lambda: describe_module(Network(4))),
+    "frozen": (network, lambda: network(lambda made: made.first.bias.requires_grad_(False))),
+    "head": (network, lambda: network(lambda made: made.add_module("head", nn.Linear(1, 1, bias=False)))),
+    "tied": (lambda: network(lambda made: made.add_module("again", nn.Linear(3, 2))), lambda: network(tie)),
+    "order": (network, lambda: network(lambda made: made.add_module("first", made._modules.pop("first")))),
+    "buffer": (network, lambda: network(lambda made: setattr(made.norm, "running_mean", torch.zeros(3).double()))),
+    "versions": (describe_versions, lambda: {**describe_versions(), "version of torch": "2.11.0"}),
+    "arguments": (lambda: describe_arguments(ARGUMENTS), lambda: describe_arguments(OTHER_ARGUMENTS)),
+    "own": (lambda: {"seed": 1}, lambda: {"seed": 2}),
+}
+
+
+def compare_all(odd_rank):
+    """Return the message of each comparison, None for equal setups."""
+    dist.init_process_group("gloo")
+    messages = {}
+    for name, descriptions in SETUPS.items():
+        try:
+            compare_setups(descriptions[dist.get_rank() == odd_rank]())
+            messages[name] = None
+        except ReplicaMismatchError as error:
+            messages[name] = str(error)
+    return messages
+
+
+@pytest.fixture(scope="module")
+def two():
+    first, second = run_processes(compare_all, 2, odd_rank=1, timeout=180)
+    assert first == second
+    return first
+
+
+MODULE = "Build the same module on every rank, with the same parameters frozen."
+PREFIX = "ranks are not set up alike: "
+
+
+def test_equal_setups_are_silent(two):
+    assert [name for name, message in two.items() if message is None] == [
+        "equal modules",
+        "equal versions",
+        "equal arguments",
+    ]
+
+
+def test_differences_of_modules_are_named(two):
+    assert two["frozen"] == (
+        f"{PREFIX}parameter `first.bias` is float32 [3] trained on rank 0 but float32 [3] frozen on rank 1. {MODULE}"
+    )
+    assert two["width"].startswith(
+        f"{PREFIX}parameter `first.weight` is float32 [3, 2] trained on rank 0 but float32 [4, 2] trained on rank 1; "
+        "parameter `first.bias` is "
+    )
+    assert two["width"].endswith(f"; and 4 more. {MODULE}")
+    assert two["head"] == (
+        f"{PREFIX}parameter `head.weight` is missing on rank 0 but float32 [1, 1] trained on rank 1. {MODULE}"
+    )
+    tied = "parameter `again.weight` is float32 [2, 3] trained on rank 0 but float32 [2, 3] trained, the same as"
+    assert tied in two["tied"]
+    assert two["order"] == (
+        f"{PREFIX}order of entries, of which number 0 is parameter `first.weight` on rank 0 but parameter `norm.weight`"
+        " on rank 1. Create and register them in the same order on every rank."
+    )
+    assert two["buffer"] == (
+        f"{PREFIX}buffer `norm.running_mean` is float32 [3] on rank 0 but float64 [3] on rank 1."
+        " Build the same module on every rank, and change it in the same steps. Exclude a buffer that holds other"
+        " values on each rank with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`."
+    )
+
+
+def test_the_ranks_of_each_value_are_named():
+    messages = run_processes(compare_all, 3, odd_rank=0, timeout=180)
+    assert messages[0] == messages[1] == messages[2]
+    assert messages[0]["frozen"] == (
+        f"{PREFIX}parameter `first.bias` is float32 [3] frozen on rank 0 but float32 [3] trained on ranks 1, 2."
+        f" {MODULE}"
+    )
+
+
+def test_versions_and_arguments_are_named(two):
+    torch_version = f"version of torch is {torch.__version__} on rank 0 but 2.11.0 on rank 1"
+    assert two["versions"] == f"{PREFIX}{torch_version}. Install the same versions on every host."
+    assert two["arguments"] == (
+        f"{PREFIX}argument `bucket_cap_mb` is 25 on rank 0 but 25.0 on rank 1; argument `hook` is"
+        f" {__name__}.hook on rank 0 but {__name__}.other_hook on rank 1; argument `names` is {{a, b}} on"
+        " rank 0 but {a} on rank 1; and 1 more. Give the strategy the same arguments on every rank."
+    )
+    assert two["own"] == f"{PREFIX}seed is 1 on rank 0 but 2 on rank 1. Make it equal on every rank."
