@@ -61,48 +61,38 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
 
 
 class CountedCombinedLoader(CombinedLoader):
-    """A `CombinedLoader` that knows how many samples were drawn for each batch.
+    """A `CombinedLoader` that counts the samples drawn for each batch.
 
-    Args:
-        iterables: See `CombinedLoader`.
-        mode: See `CombinedLoader`.
-
-    Attributes:
-        samples: See `mean_count`, for each batch that was fetched and not yet taken.
+    `samples` has the `mean_count` of each batch that was fetched and not yet taken.
     """
 
     def __init__(self, iterables: Any, mode: Any) -> None:
         super().__init__(iterables, mode)
-        # A `training_step` that fetches its batches itself takes none of the counts.
+        # Bounded, because a `training_step` that fetches its batches itself takes no counts.
         self.samples: deque[float | None] = deque(maxlen=LOOKAHEAD)
         self._counts: list[int | None] = []  # of the batches that loaders have contributed to the last fetch
-        self._combined: CombinedLoader | None = None
 
     @override
     def __iter__(self) -> "CountedCombinedLoader":
         self.samples.clear()
-        self._combined = CombinedLoader(self.iterables, self._mode)
-        self._combined.flattened = [CountedLoader(loader, self._counts) for loader in self.flattened]
-        self._combined.limits = self.limits
-        iter(self._combined)
+        loaders = self.flattened
+        self.flattened = [CountedLoader(loader, self._counts) for loader in loaders]
+        try:
+            super().__iter__()
+        finally:
+            self.flattened = loaders  # Lightning and users look at these
         return self
 
     @override
     def __next__(self) -> tuple[Any, int, int]:
-        assert self._combined is not None
         self._counts.clear()
-        fetched = next(self._combined)
+        fetched = super().__next__()
         self.samples.append(mean_count(self._counts))
         return fetched
 
     @override
-    def __len__(self) -> int:
-        return super().__len__() if self._combined is None else len(self._combined)
-
-    @override
     def reset(self) -> None:
         super().reset()
-        self._combined = None
         self.samples.clear()
 
 

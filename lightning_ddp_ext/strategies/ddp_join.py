@@ -17,8 +17,9 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.loops import leaves_out_backward
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.combined_loader import LightningInjectedRank, RankedLoader, disable_sampler_padding
+from lightning_ddp_ext.join.combined_loader import RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
+from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.join.shadow_steps import Lockstep
 from lightning_ddp_ext.join.training_state import StepMirror
 from lightning_ddp_ext.reducer.comm_hooks import takes_group
@@ -135,7 +136,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         disable_sampler_padding(dataloader)
-        if self._lockstep is None or self.world_size == 1 or self._module.trainer.predicting:
+        if self._lockstep is None or self._module.trainer.predicting:
             return dataloader
         return RankedLoader(dataloader, self._lockstep.group)
 

@@ -326,12 +326,12 @@ def test_a_step_is_one_message_whether_loaders_know_their_length_or_not(found, n
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("sized", "leaves out batches 3, 2, 0 of ranks 0 to 2, 9 samples in all, in every epoch."),
-        ("limited", "leaves out batches 1, 1, 0 of ranks 0 to 2, 4 samples in all, in every epoch."),
-        ("without last batches", "leaves out batches 3, 1, 0 of ranks 0 to 2, 8 samples in all, in every epoch."),
-        ("streams", "leaves out at least batches 1, 1, 0 of ranks 0 to 2, 3 samples."),
-        ("finished batches", "leaves out at least batches 1, 1, 0 of ranks 0 to 2."),
-        ("with short last batches", "leaves out batches 1, 1, 0 of ranks 0 to 2, 3 samples in all, in every epoch."),
+        ("sized", "drops batches 3, 2, 0 of ranks 0 to 2, 9 samples in every epoch."),
+        ("limited", "drops batches 1, 1, 0 of ranks 0 to 2, 4 samples in every epoch."),
+        ("without last batches", "drops batches 3, 1, 0 of ranks 0 to 2, 8 samples in every epoch."),
+        ("streams", "drops at least batches 1, 1, 0 of ranks 0 to 2, 3 samples."),
+        ("finished batches", "drops at least batches 1, 1, 0 of ranks 0 to 2."),
+        ("with short last batches", "drops batches 1, 1, 0 of ranks 0 to 2, 3 samples in every epoch."),
     ],
 )
 def test_what_stopping_leaves_out_is_said_once(found, name, expected):
