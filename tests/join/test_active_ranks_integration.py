@@ -52,7 +52,7 @@ EXPECTED = {
     "collective_in_a_backward_pass": (4, 4),
 }
 REFUSED = {
-    "broadcast_from_the_joined_rank": "sends what rank 1 has, but rank 1 has run out of data",
+    "broadcast_from_the_joined_rank": "sends from rank 1, but rank 1 has run out of data",
     "send_to_the_joined_rank": "a message to or from rank 1 cannot arrive, but rank 1 has run out of data",
     "a_new_group": "a new process group needs every rank",
     "new_subgroups": "a new process group needs every rank",
@@ -98,7 +98,7 @@ def test_what_cannot_be_made_right_raises_on_every_active_rank(found, name, expe
 
 
 def test_a_group_of_which_some_have_run_out_is_named(found):
-    assert "a process group of ranks 0, 1 is not that of all ranks" in found[0][0]["a_group_with_the_joined_rank"]
+    assert "a process group of ranks 0, 1 has only some of the active ranks" in found[0][0]["a_group_with_the_joined_rank"]
     assert found[2][0]["a_group_with_the_joined_rank"] == "not a member"
 
 

@@ -101,7 +101,7 @@ def test_a_metric_is_that_of_all_ranks_in_every_epoch(found):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("a_broadcast_from_a_joined_rank", "sends what rank 2 has, but rank 2 has run out of data"),
+        ("a_broadcast_from_a_joined_rank", "sends from rank 2, but rank 2 has run out of data"),
         ("keys_that_differ_in_training", "rank 1 logs `odd` with `sync_dist=True` in `training_step`, rank 0 does not"),
         (
             "keys_that_differ_in_the_uneven_phase",
