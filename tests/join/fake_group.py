@@ -46,7 +46,7 @@ def _broadcast(tensor: Tensor, group: FakeGroup, group_src: int) -> None:
 
 
 def run_ranks(world_size: int, function: Callable[[Any], T]) -> list[T]:
-    """Call a function on each rank with the group of the rank; returns the results in the order of ranks."""
+    """Call a function on each rank with the group of the rank; returns the results, or raises the first error."""
     barrier, sent = threading.Barrier(world_size), {}
 
     def run(rank: int) -> T:
@@ -65,4 +65,9 @@ def run_ranks(world_size: int, function: Callable[[Any], T]) -> list[T]:
         "broadcast": _broadcast,
     }
     with mock.patch.multiple(dist, **fakes), ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(run, range(world_size)))
+        runs = [pool.submit(run, rank) for rank in range(world_size)]
+    # The error of one rank breaks the barrier of the others.
+    errors = [run.exception() for run in runs]
+    for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [run.result() for run in runs]
