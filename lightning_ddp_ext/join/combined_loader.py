@@ -33,17 +33,19 @@ _UNKNOWN = -1
 class RankedLoader:
     """A loader, also for `isinstance`, whose length is the largest number of batches of any rank.
 
-    Its constructor communicates: `lengths` and `samples` are those of each rank, or None if any rank does not know.
+    Its constructor communicates, unless there is a single rank and thus no group. `lengths` and `samples` have a number
+    for each rank, or are None if any rank does not know its number.
     """
 
-    def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
+    def __init__(self, loader: Any, group: dist.ProcessGroup | None = None) -> None:
         batch_size = getattr(loader, "batch_size", None)
         known = (
             sized_len(loader),
             None if batch_size is None else sized_len(getattr(loader, "sampler", None)),
             batch_size,
         )
-        rows = gather_integers([_UNKNOWN if number is None else number for number in known], group)
+        own = [_UNKNOWN if number is None else number for number in known]
+        rows = [own] if group is None else gather_integers(own, group)
         columns = [None if _UNKNOWN in column else list(column) for column in zip(*rows, strict=True)]
         lengths, samples, batch_sizes = columns
         self.__dict__.update(loader=loader, lengths=lengths, samples=samples, batch_sizes=batch_sizes)
@@ -134,12 +136,13 @@ class LockstepCombinedLoader(CountedCombinedLoader):
 
     def _make_steps(self, skip: int = 0) -> Iterator[tuple[LockstepStep, int, int]]:
         """Yield steps with the indices of batch and loader, after as many steps as an interrupted run has made."""
-        loaders = [loader.loader for loader in self.flattened]
+        ranked = self._ranked
+        loaders = [loader.loader for loader in ranked]
         if self._mode == "sequential":
-            parts = [([loader], limit) for loader, limit in zip(self.flattened, self._limits_of_loaders, strict=True)]
+            parts = [([loader], limit) for loader, limit in zip(ranked, self._limits_of_loaders, strict=True)]
             combinations = [CountedCombinedLoader([loader], self._mode) for loader in loaders]
         else:
-            parts = [(self.flattened, _combine(self._mode, self._limits_of_loaders))]
+            parts = [(ranked, _combine(self._mode, self._limits_of_loaders))]
             combinations = [CountedCombinedLoader(self.iterables, self._mode)]
             combinations[0].flattened = loaders
         for dataloader_idx, (part, limit) in enumerate(parts):
@@ -172,6 +175,11 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         return iter(combined)
 
     @property
+    def _ranked(self) -> list[RankedLoader]:
+        # A single rank keeps the user's loaders, so that `trainer.train_dataloader` returns them.
+        return [one if type(one) is RankedLoader else RankedLoader(one) for one in self.flattened]
+
+    @property
     def _limits_of_loaders(self) -> list[float]:
         return self.limits or [_UNLIMITED] * len(self.flattened)
 
@@ -179,7 +187,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         """Return the number of batches of each rank: for each loader in mode "sequential", else for all together."""
         lengths = [
             [min(length, limit) for length in loader.lengths or [_UNLIMITED] * self._world_size]
-            for loader, limit in zip(self.flattened, self._limits_of_loaders, strict=True)
+            for loader, limit in zip(self._ranked, self._limits_of_loaders, strict=True)
         ]
         if self._mode == "sequential":
             return lengths
@@ -187,8 +195,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
 
     def _samples_in(self, batches: Sequence[int]) -> list[int] | None:
         """Return the number of samples in the first batches of each rank; None for several loaders, or if unknown."""
-        loader: RankedLoader = self.flattened[0]
-        return loader.samples_in(batches) if len(self.flattened) == 1 else None
+        return self._ranked[0].samples_in(batches) if len(self.flattened) == 1 else None
 
     def _report_dropped(self, lockstep: LockstepLoader) -> None:
         dropped = lockstep.dropped
@@ -315,7 +322,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
 
     def _deal_rest(self, dealt: list[list[int]], before: int, ranks: int, seed: int | None) -> None:
         """Deal out the rest of the epoch. Communicates."""
-        loader: RankedLoader = self.flattened[0]
+        loader = self._ranked[0]
         sampler = getattr(loader, "sampler", None)
         if len(self.flattened) > 1 or not isinstance(sampler, UnpaddedDistributedSampler) or loader.lengths is None:
             self._refuse(ranks)

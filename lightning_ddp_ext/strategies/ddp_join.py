@@ -136,7 +136,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         disable_sampler_padding(dataloader)
-        if self._lockstep is None or self._module.trainer.predicting:
+        if self._lockstep is None or self.world_size == 1 or self._module.trainer.predicting:
             return dataloader
         return RankedLoader(dataloader, self._lockstep.group)
 

@@ -59,7 +59,7 @@ def report(folder: str) -> dict[str, Any]:
 
 def test_a_picture_of_no_known_kind_is_refused():
     with pytest.raises(ValueError, match=r"`path` must end in \.png, \.svg, \.pdf, got 'ranks\.txt'"):
-        JoinReport(path="txt")
+        JoinReport(path="ranks.txt")
 
 
 def test_every_rank_knows_what_each_rank_did(tmp_path, capsys):
@@ -97,8 +97,8 @@ def test_the_table_has_a_row_per_epoch_and_rank():
 
 def test_the_picture_has_a_line_per_rank(tmp_path):
     records = [RankRecord(epoch, rank, 9, 72, 5 * rank, 0.5 * rank, 2.0) for epoch in range(2) for rank in range(3)]
-    draw_ranks(tmp_path / "new" / "svg", records)
-    drawn = (tmp_path / "new" / "svg").read_text()
+    draw_ranks(tmp_path / "new" / "ranks.svg", records)
+    drawn = (tmp_path / "new" / "ranks.svg").read_text()
     assert all(f"<!-- {text} -->" in drawn for text in ("rank 0", "rank 2", "epoch 1", "shadow steps"))
     assert "<!-- rank 3 -->" not in drawn
 
