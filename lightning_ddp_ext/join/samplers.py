@@ -107,7 +107,7 @@ def disable_sampler_padding(loader: object) -> None:
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
         is_wrapper = is_sampler_wrapper(sampler)
-        # Users may pass `trainer.distributed_sampler_kwargs` to a sampler class of their own, which stays.
+        # Users may pass `trainer.distributed_sampler_kwargs` to their sampler class, which stays.
         if not isinstance(sampler, DistributedSampler) or not (is_wrapper or type(sampler) is DistributedSampler):
             continue
         if isinstance(sampler.rank, LightningInjectedRank):

@@ -105,7 +105,7 @@ def combine_counted(given: Any, is_training: bool) -> CombinedLoader:
 
 
 class BatchSamples:
-    """Number of samples in the current batch of a loop; `problem` says why those of the last batch are unknown.
+    """Number of samples in the current batch of a loop; `problem` says why the last batch has no count.
 
     If the loader does not draw the samples, they are counted along dimension `batch_dim` of the batch's tensors.
     """
