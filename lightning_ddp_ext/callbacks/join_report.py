@@ -1,4 +1,4 @@
-"""What each rank of `ddp_join` trained on, and how long it had to wait for those with more data."""
+"""Batches, samples and idle time of each rank of `ddp_join`."""
 
 import time
 from dataclasses import dataclass
@@ -17,56 +17,47 @@ from lightning_ddp_ext._validation import check_flag, check_path, check_picture
 from lightning_ddp_ext.callbacks.plots import draw_ranks
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
-_MUCH = 0.2  # of an epoch
+_LARGE_IDLE_SHARE = 0.2
+_COUNTS = ("batches", "samples", "shadow_steps", "shadow_seconds", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank's part in one epoch.
-
-    Attributes:
-        epoch: The epoch.
-        rank: The rank.
-        batches: Batches it had.
-        samples: Samples in these; batches whose samples cannot be counted count once.
-        shadow_steps: Steps that it made without data.
-        shadow_seconds: Time it spent in these.
-        seconds: Time it spent in all steps.
-    """
+    """The steps of one rank in one epoch."""
 
     epoch: int
     rank: int
     batches: int
-    samples: int
-    shadow_steps: int
+    samples: int  # a batch whose samples cannot be counted adds 1
+    shadow_steps: int  # without data
     shadow_seconds: float
-    seconds: float
+    seconds: float  # of all steps
 
     @property
     def idle_share(self) -> float:
-        """Part of the time of all steps that it spent in shadow steps."""
+        """Share of shadow steps in the time of all steps."""
         return self.shadow_seconds / self.seconds if self.seconds else 0.0
 
 
 class JoinReport(Callback):
-    """Counts for every epoch what each rank had: batches, samples, and shadow steps with the time they took.
+    """Records the batches, samples and shadow steps of each rank in every epoch, and the time they took.
 
-    Rank 0 prints a table when training ends, and draws a picture if it is given a path. A warning says so when a rank
-    had no data for more than a fifth of an epoch. It costs one collective of five numbers per epoch. Under other
-    strategies than `ddp_join` it does nothing.
+    Rank 0 prints a table when training ends, and draws a timeline if `path` is given. It warns if a rank had no data
+    for more than a fifth of an epoch. The callback costs one collective of five numbers per epoch, and does nothing
+    under other strategies than `ddp_join`.
 
     Args:
-        log: Whether to give the loggers the values of every epoch, as `rank_0/batches`, `rank_0/samples`,
-            `rank_0/shadow_steps`, `rank_0/shadow_seconds` and so on.
+        log: Whether to log the values of every epoch, as `rank_0/batches`, `rank_0/samples`, `rank_0/shadow_steps`,
+            `rank_0/shadow_seconds` and so on.
         table: Whether to print the table.
-        path: A picture to write when training ends: a timeline of the ranks. Needs matplotlib.
+        path: Picture to write when training ends, a timeline of the ranks. Needs matplotlib.
 
     Attributes:
-        records: What was recorded since training was started, the same on every rank.
+        records: A `RankRecord` for each epoch and rank since training was started, the same on every rank.
 
     Raises:
-        TypeError: If an argument is of another type.
-        ValueError: If the path is that of a folder, or of no picture (PNG, SVG or PDF).
+        TypeError: If an argument has another type.
+        ValueError: If `path` is a folder, or does not end in .png, .svg or .pdf.
     """
 
     def __init__(self, log: bool = False, table: bool = True, path: str | Path | None = None) -> None:
@@ -80,8 +71,8 @@ class JoinReport(Callback):
         self._path = None if path is None else Path(path)
         self._warned = False
         self._started = 0.0
-        self._epoch: int | None = None  # that is counted
-        self._counts = [0.0] * 5  # batches, samples, shadow steps, seconds in these, seconds in all steps
+        self._epoch: int | None = None  # of the counts
+        self._counts = dict.fromkeys(_COUNTS, 0.0)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,9 +82,9 @@ class JoinReport(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Not at the end of an epoch: progress bars reduce metrics there, on rank 0 before other callbacks' turn.
-        self._take_in(trainer, pl_module)
-        self._epoch, self._counts = trainer.current_epoch, [0.0] * 5
+        # Not at the end of an epoch, when the progress bar of rank 0 reduces metrics before other callbacks run.
+        self._gather(trainer, pl_module)
+        self._epoch, self._counts = trainer.current_epoch, dict.fromkeys(_COUNTS, 0.0)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -106,15 +97,17 @@ class JoinReport(Callback):
         if not isinstance(trainer.strategy, DDPJoinStrategy):
             return
         seconds = time.perf_counter() - self._started
+        self._counts["seconds"] += seconds
         if trainer.strategy.is_shadow:
-            step = [0, 0, 1, seconds, seconds]
+            self._counts["shadow_steps"] += 1
+            self._counts["shadow_seconds"] += seconds
         else:
-            step = [1, trainer.strategy.count_samples(batch) or 1, 0, 0, seconds]
-        self._counts = [sum(pair) for pair in zip(self._counts, step, strict=True)]
+            self._counts["batches"] += 1
+            self._counts["samples"] += trainer.strategy.count_samples(batch) or 1
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._take_in(trainer, pl_module)
+        self._gather(trainer, pl_module)
         if not self.records or not trainer.is_global_zero:
             return
         if self._table:
@@ -122,25 +115,29 @@ class JoinReport(Callback):
         if self._path is not None:
             draw_ranks(self._path, self.records)
 
-    def _take_in(self, trainer: Trainer, module: LightningModule) -> None:
-        """Tell all ranks what each of them did in the last epoch."""
+    def _gather(self, trainer: Trainer, module: LightningModule) -> None:
+        """Record the counts of all ranks in the last epoch."""
         epoch, self._epoch = self._epoch, None
         if epoch is None or not isinstance(trainer.strategy, DDPJoinStrategy):
             return
-        own = torch.tensor(self._counts, dtype=torch.float64, device=module.device)
+        own = torch.tensor(list(self._counts.values()), dtype=torch.float64, device=module.device)
         by_rank = [torch.empty_like(own) for _ in range(trainer.world_size)]
         dist.all_gather(by_rank, own)
-        newest = [_record(epoch, rank, *counts.tolist()) for rank, counts in enumerate(by_rank)]
+        newest = [
+            RankRecord(epoch, rank, *map(int, counts[:3]), *counts[3:])
+            for rank, counts in enumerate(row.tolist() for row in by_rank)
+        ]
         self.records.extend(newest)
         self._warn(newest)
         if self._log:
+            metrics = {f"rank_{one.rank}/{name}": float(getattr(one, name)) for one in newest for name in _COUNTS[:-1]}
             for logger in trainer.loggers:
-                logger.log_metrics(_as_metrics(newest), step=trainer.global_step)
+                logger.log_metrics(metrics, step=trainer.global_step)
 
     def table(self) -> Table:
-        """Return what was recorded as a table to print."""
+        """Return the records as a table to print."""
         table = Table(title="Ranks", title_justify="left")
-        for column in ("epoch", "rank", "batches", "samples", "shadow steps", "seconds in these", "idle"):
+        for column in ("epoch", "rank", "batches", "samples", "shadow steps", "shadow seconds", "idle"):
             table.add_column(column, justify="right")
         for record in self.records:
             table.add_row(
@@ -156,24 +153,11 @@ class JoinReport(Callback):
 
     def _warn(self, newest: list[RankRecord]) -> None:
         idlest = max(newest, key=lambda record: record.idle_share)
-        if self._warned or idlest.idle_share <= _MUCH:
+        if self._warned or idlest.idle_share <= _LARGE_IDLE_SHARE:
             return
         self._warned = True
         rank_zero_warn(
             f"rank {idlest.rank} had no data for {idlest.idle_share:.0%} of epoch {idlest.epoch}. Give it more of the"
-            ' data, or smaller batches, if time matters; `uneven_inputs="stop"` leaves out what others have more.'
+            " data, or smaller batches, to save time; or drop the extra batches of other ranks by"
+            ' `uneven_inputs="stop"`.'
         )
-
-
-def _record(
-    epoch: int, rank: int, batches: float, samples: float, shadow_steps: float, shadow_seconds: float, seconds: float
-) -> RankRecord:
-    return RankRecord(epoch, rank, int(batches), int(samples), int(shadow_steps), shadow_seconds, seconds)
-
-
-def _as_metrics(records: list[RankRecord]) -> dict[str, float]:
-    return {
-        f"rank_{record.rank}/{name}": float(getattr(record, name))
-        for record in records
-        for name in ("batches", "samples", "shadow_steps", "shadow_seconds")
-    }

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,12 @@ _Handler = Callable[..., Any]
 
 
 class ActiveRankCollectives:
-    """Runs collectives among the ranks that still have data, the active ones, where all ranks are expected.
+    """Runs collectives on the active ranks only, although the user's code issues them on a group of all ranks.
 
-    A joined rank counts as one that contributes nothing: reductions are those of the active ranks, and what it would
-    have given to a gather or scatter is zeros, or None for objects. A broadcast from a joined rank, or a message from
-    or to one, cannot be made right and raises. What is reduced or gathered on a joined rank reaches nobody, since it
-    runs none of the code that would use it.
-
-    Nothing is redirected, and nothing costs anything, outside of `redirect`.
-
-    Args:
-        own: Process groups in which joined ranks take part themselves.
-        timeout: Time limit of a collective among active ranks; None for torch's default.
-        most_members: How many ranks the groups that are kept for later may have together. Each of them is a connection.
+    Reductions are over the active ranks. Gathers and scatters have zeros, or None for objects, in place of the parts of
+    joined ranks. A broadcast from a joined rank, and a message from or to one, raises. A reduction or gather whose root
+    is a joined rank has no result, since a joined rank runs no code that would use it. In the process
+    groups `own` joined ranks take part themselves. Outside of `redirect` this costs nothing.
     """
 
     def __init__(
@@ -40,52 +33,44 @@ class ActiveRankCollectives:
     ) -> None:
         self._own: set[Any] = {group.group_name for group in own}
         self._timeout = timeout
-        self._most_members = most_members
+        self._most_members = most_members  # of all groups kept for later; each member is a connection
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def prepare(self, active: tuple[int, ...]) -> None:
-        """Make the group of active ranks, if there is none; to be called on every rank at the same point.
-
-        Args:
-            active: Global ranks in ascending order.
-        """
+        """Make the group of the active ranks, in ascending order. Call on every rank at the same point."""
         if active in self._groups:
-            self._groups[active] = self._groups.pop(active)  # the last to be given up
+            self._groups[active] = self._groups.pop(active)  # now the last to be destroyed
             return
         while self._groups and sum(map(len, [*self._groups, active])) > self._most_members:
-            self._give_up(next(iter(self._groups)))
+            self._destroy(next(iter(self._groups)))
         with tracked_connections():
             group: dist.ProcessGroup = dist.new_group(list(active), timeout=self._timeout)
         self._groups[active] = group
 
     def group(self, active: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group that `prepare` has made; on an active rank."""
+        """Return the group made by `prepare`. Call on an active rank."""
         return self._groups[active]
 
     def close(self) -> None:
-        """Give the groups up."""
+        """Destroy the groups."""
         for active in list(self._groups):
-            self._give_up(active)
+            self._destroy(active)
 
-    def _give_up(self, active: tuple[int, ...]) -> None:
+    def _destroy(self, active: tuple[int, ...]) -> None:
         group = self._groups.pop(active)
         if dist.is_initialized() and dist.get_rank() in active:
             dist.destroy_process_group(group)
 
     @contextmanager
     def redirect(self, active: tuple[int, ...]) -> Iterator[None]:
-        """Redirect the collectives of a block, in every thread; on an active rank.
-
-        Raises:
-            RankJoinedError: From a collective that needs a joined rank.
-        """
-        redirection = ProcessGroupRedirect(active, self._groups[active], self._own)
-        with replaced_collectives(redirection.find, redirection.resolve, redirection.refuse_new_groups):
+        """Redirect the collectives of this block, in every thread. Call on an active rank."""
+        redirect = ProcessGroupRedirect(active, self._groups[active], self._own)
+        with replaced_collectives(redirect.find, redirect.resolve, redirect.refuse_new_groups):
             yield
 
 
 class ProcessGroupRedirect:
-    """What becomes of each method of a process group. Ranks are global ones unless said otherwise."""
+    """Redirects the methods of process groups to the group of active ranks. Ranks are global ranks."""
 
     _HANDLERS: ClassVar[Mapping[str, str]] = {
         "allreduce": "_all_reduce",
@@ -115,19 +100,18 @@ class ProcessGroupRedirect:
         self._own = own | {group.group_name}
 
     def find(self, group: dist.ProcessGroup, name: str) -> _Handler | None:
-        """Return what stands in for a method of a process group, as `stand_in(original, group, *args, **kwargs)`."""
+        """Return the replacement of a method, `replacement(original, group, *args, **kwargs)`, or None to keep it."""
         if not self._concerns(group):
             return None
         handler = self._HANDLERS.get(name)
-        stand_in: _Handler = partial(self._refuse, name) if handler is None else getattr(self, handler)
-        return stand_in
+        return partial(self._refuse, name) if handler is None else cast(_Handler, getattr(self, handler))
 
     def resolve(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return the group for a functional collective."""
+        """Return the group on which a functional collective runs."""
         return self._group if self._concerns(group) else group
 
     def refuse_new_groups(self) -> None:
-        """Refuse to make a process group, which all ranks would have to do."""
+        """Raise, because all ranks would have to take part in making a process group."""
         raise self._error("a new process group needs every rank")
 
     def _concerns(self, group: dist.ProcessGroup) -> bool:
@@ -137,7 +121,7 @@ class ProcessGroupRedirect:
         if members <= set(self._active):
             return False
         if not members >= set(self._active):
-            raise self._error(f"a process group of {list_ranks(sorted(members))} is not that of all ranks")
+            raise self._error(f"a process group of {list_ranks(sorted(members))} has only some of the active ranks")
         return True
 
     def _error(self, problem: str) -> RankJoinedError:
@@ -152,12 +136,12 @@ class ProcessGroupRedirect:
         raise self._error(f"`ProcessGroup.{name}` is not known to work among some of the ranks")
 
     def _positions(self, group: dist.ProcessGroup) -> list[int]:
-        """Find where in what is gathered from a group the parts of active ranks are."""
+        """Return the positions of the active ranks in a group."""
         members = dist.get_process_group_ranks(group)
         return [members.index(rank) for rank in self._active]
 
     def _root(self, group: dist.ProcessGroup, options: Any) -> int:
-        """Find the global rank of a root."""
+        """Return the global rank of a root."""
         return int(dist.get_process_group_ranks(group)[options.rootRank])
 
     def _all_reduce(self, original: _Handler, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +153,7 @@ class ProcessGroupRedirect:
         *tensors, options = args
         root = self._root(group, options)
         if root not in self._active:
-            raise self._error(f"this collective sends what rank {root} has")
+            raise self._error(f"this collective sends from rank {root}")
         options.rootRank = self._active.index(root)
         return original(self._group, *tensors, options)
 
@@ -177,7 +161,7 @@ class ProcessGroupRedirect:
 
     def _scatter(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any) -> Any:
         if self._root(group, options) not in self._active:
-            # The gradient of an all-gather comes as a scatter from each rank.
+            # The gradient of an all-gather arrives as a scatter from each rank.
             for output in outputs:
                 output.zero_()
             return _Completed()
@@ -192,7 +176,7 @@ class ProcessGroupRedirect:
 
     def _reduce(self, original: _Handler, group: dist.ProcessGroup, tensors: list[Tensor], options: Any) -> Any:
         if self._root(group, options) not in self._active:
-            tensors = [tensor.clone() for tensor in tensors]  # the stand-in for the root keeps what it has
+            tensors = [tensor.clone() for tensor in tensors]  # the rank that replaces the root keeps its tensors
         return self._to_root(original, group, options, tensors)
 
     def _gather(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any) -> Any:
@@ -203,7 +187,7 @@ class ProcessGroupRedirect:
         return self._to_root(original, group, options, chosen, inputs)
 
     def _active_parts(self, group: dist.ProcessGroup, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Choose what active ranks fill, and set the rest to zero."""
+        """Return the parts of the active ranks, and set the other parts to zero."""
         positions = self._positions(group)
         for position, part in enumerate(parts):
             if position not in positions:
@@ -273,7 +257,7 @@ class ProcessGroupRedirect:
 
 
 class _Completed:
-    """Stands in for a collective that need not run."""
+    """The work of a collective that need not run."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True

@@ -1,120 +1,54 @@
-"""Lightning's loaders in lockstep."""
+"""Lightning's combined loaders with the same number of steps on every rank."""
 
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from itertools import islice
+from typing import Any
 
-import numpy
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DistributedSampler
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.loaders import is_sampler_wrapper, wrapped_sampler
+from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
     LockstepLoader,
+    LockstepStep,
     StepParticipation,
     UnevenInputs,
-    gather_lengths,
     number_of_steps,
 )
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, position_in
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
-from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states, seed_all
 
-
-class LightningInjectedRank(int):
-    """A rank as it is handed to the samplers that Lightning injects, so that these can be told from the user's.
-
-    Args:
-        rank: The rank.
-        world_size: Number of ranks.
-        value: What a sampler takes for the rank while it is constructed; by default the rank.
-    """
-
-    rank: int
-    world_size: int
-
-    def __new__(cls, rank: int, world_size: int = 1, value: int | None = None) -> "LightningInjectedRank":  # noqa: D102
-        created = super().__new__(cls, rank if value is None else value)
-        created.rank, created.world_size = rank, world_size
-        return created
-
-
-class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
-    """Deals out what a user's sampler draws, in its order. Lightning's own wrapper pads, and shuffles it in training.
-
-    It draws from random numbers that are the same on every rank, from generators of its own too: those of ranks
-    themselves part when one runs out of data.
-    """
-
-    @override
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        given = wrapped_sampler(self)
-        if hasattr(given, "set_epoch"):
-            given.set_epoch(epoch)
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        generators = find_loader_rngs([wrapped_sampler(self)])
-        states = capture_states(generators)
-        with isolate_rng():
-            seed = (self.seed + self.epoch) % 2**32
-            random.seed(seed)
-            numpy.random.seed(seed)
-            torch.manual_seed(seed)
-            seed_all(generators, seed)
-            cast(Any, self.dataset).reset()  # draws anew
-        restore_states(generators, states)
-        return (self.dataset[index] for index in self._indices())
-
-
-def disable_sampler_padding(loader: object) -> None:
-    """Make the sampler that Lightning has injected into a loader deal out every sample exactly once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for sampler in (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)):
-        is_wrapper = is_sampler_wrapper(sampler)
-        # A class of the user's own may have been given the same arguments, `trainer.distributed_sampler_kwargs`.
-        if not isinstance(sampler, DistributedSampler) or not (is_wrapper or type(sampler) is DistributedSampler):
-            continue
-        if isinstance(sampler.rank, LightningInjectedRank):
-            kind = UnpaddedSamplerWrapper if is_wrapper else UnpaddedDistributedSampler
-            sampler.shuffle = sampler.shuffle and not is_wrapper
-            kind.take_over(sampler, sampler.rank.rank, sampler.rank.world_size)
+_UNLIMITED = float("inf")
+_UNKNOWN = -1
 
 
 class RankedLoader:
-    """A loader that knows how many batches every rank has of it. Its length is the largest of these.
+    """A loader, also for `isinstance`, whose length is the largest number of batches of any rank.
 
-    Everything else is the loader's, its class for `isinstance` too. Constructing it communicates.
-
-    Args:
-        loader: This rank's loader.
-        group: The ranks; None if there is one.
+    Its constructor communicates, unless there is a single rank and thus no group. `lengths` and `samples` have a number
+    for each rank, or are None if any rank does not know its number.
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup | None = None) -> None:
-        def gather(own: int | None) -> list[int] | None:
-            if group is None:
-                return None if own is None else [own]
-            return gather_lengths(own, group)
-
-        self.__dict__.update(
-            loader=loader,
-            lengths=gather(sized_len(loader)),
-            samples=gather(_count_samples(loader)),
-            batch_sizes=gather(getattr(loader, "batch_size", None)),
+        batch_size = getattr(loader, "batch_size", None)
+        known = (
+            sized_len(loader),
+            None if batch_size is None else sized_len(getattr(loader, "sampler", None)),
+            batch_size,
         )
+        own = [_UNKNOWN if number is None else number for number in known]
+        rows = [own] if group is None else gather_integers(own, group)
+        columns = [None if _UNKNOWN in column else list(column) for column in zip(*rows, strict=True)]
+        lengths, samples, batch_sizes = columns
+        self.__dict__.update(loader=loader, lengths=lengths, samples=samples, batch_sizes=batch_sizes)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -136,41 +70,19 @@ class RankedLoader:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.loader, name, value)
 
-    def samples_in(self, steps: Sequence[int]) -> list[int] | None:
-        """Return how many samples each rank has in so many batches of its own, if that can be known."""
+    def samples_in(self, batches: Sequence[int]) -> list[int] | None:
+        """Return the number of samples in the first batches of each rank, or None if any rank does not know."""
         if self.samples is None or self.batch_sizes is None:
             return None
-        of_ranks = zip(self.samples, self.batch_sizes, steps, strict=True)
+        of_ranks = zip(self.samples, self.batch_sizes, batches, strict=True)
         return [min(samples, number * batch_size) for samples, batch_size, number in of_ranks]
 
 
-def ranked(loader: Any) -> RankedLoader:
-    """Return a loader as one that knows the lengths of all ranks. If it is not one yet, there is one rank."""
-    return loader if type(loader) is RankedLoader else RankedLoader(loader)
-
-
-def _count_samples(loader: object) -> int | None:
-    return None if getattr(loader, "batch_size", None) is None else sized_len(getattr(loader, "sampler", None))
-
-
-ENDLESS = float("inf")
-
-
 class LockstepCombinedLoader(CountedCombinedLoader):
-    """Combines loaders as a `CombinedLoader` does on each rank, and makes the same number of steps on every rank.
+    """A `CombinedLoader` that makes the same number of steps on every rank.
 
-    A rank has run out of data when its own combination of loaders would end. One after another ("sequential"), ranks
-    are in the same loader at any time.
-
-    Args:
-        iterables: Loaders; several ranks set `flattened` to a `RankedLoader` of each.
-        mode: See `CombinedLoader`.
-        group: The ranks, over a backend that has CPU tensors.
-        uneven_inputs: See `number_of_steps`.
-        has_next_batch: How ranks vote on whether there is another step.
-
-    Attributes:
-        participations: Which ranks have data, for each batch that was fetched and not yet taken.
+    A rank runs out of data when its own `CombinedLoader` would end. In mode "sequential" all ranks use the same loader
+    at any time. `participations` has an entry for each batch that the loop has fetched and not begun yet.
     """
 
     def __init__(
@@ -187,27 +99,27 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._uneven_inputs = uneven_inputs
         self._has_next_batch = has_next_batch
-        self._said: set[int] = set()
-        self._steps: Iterator[tuple[Any, StepParticipation, float | None, int, int]] = iter(())
+        self._has_reported = False
+        self._steps: Iterator[tuple[LockstepStep, int, int]] = iter(())
 
     @override
     def __iter__(self) -> "LockstepCombinedLoader":
         self.participations.clear()
         self.samples.clear()
-        self._steps = self._one_after_another() if self._mode == "sequential" else self._together(0)
+        self._steps = self._make_steps()
         return self
 
     @override
     def __next__(self) -> tuple[Any, int, int]:
-        batch, participation, samples, batch_idx, dataloader_idx = next(self._steps)
-        self.participations.append(participation)
-        self.samples.append(samples)
-        return batch, batch_idx, dataloader_idx
+        step, batch_idx, dataloader_idx = next(self._steps)
+        self.participations.append(step.participation)
+        self.samples.append(step.samples)
+        return step.batch, batch_idx, dataloader_idx
 
     @override
     def __len__(self) -> int:
         steps = sum(number_of_steps(lengths, self._uneven_inputs) for lengths in self._lengths_of_ranks())
-        if steps == ENDLESS:
+        if steps == _UNLIMITED:
             raise TypeError("the number of batches is not known on every rank")
         return int(steps)
 
@@ -218,110 +130,97 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         self.participations.clear()
 
     def close(self) -> None:
-        """Let go of the process group; Lightning keeps loaders."""
+        """Drop the process group, because Lightning keeps a reference to the loader."""
         self.reset()
         del self._group, self._has_next_batch
 
+    def _make_steps(self, skip: int = 0) -> Iterator[tuple[LockstepStep, int, int]]:
+        """Yield steps with the indices of batch and loader, after as many steps as an interrupted run has made."""
+        ranked = self._ranked
+        loaders = [loader.loader for loader in ranked]
+        if self._mode == "sequential":
+            parts = [([loader], limit) for loader, limit in zip(ranked, self._limits_of_loaders, strict=True)]
+            combinations = [CountedCombinedLoader([loader], self._mode) for loader in loaders]
+        else:
+            parts = [(ranked, _combine(self._mode, self._limits_of_loaders))]
+            combinations = [CountedCombinedLoader(self.iterables, self._mode)]
+            combinations[0].flattened = loaders
+        for dataloader_idx, (part, limit) in enumerate(parts):
+            combined, lengths = combinations[dataloader_idx], None
+            if all(loader.lengths is not None for loader in part):
+                lengths = [int(length) for length in self._lengths_of_ranks()[dataloader_idx]]
+            lockstep = LockstepLoader(
+                self._fetch(combined, lengths, None if limit == _UNLIMITED else int(limit), skip),
+                lengths,
+                self._group,
+                self._uneven_inputs,
+                skip,
+                self._has_next_batch,
+            )
+            self._report_dropped(lockstep)
+            for batch_idx, step in enumerate(lockstep, skip):
+                yield step, batch_idx, dataloader_idx
+            self._report_dropped(lockstep)
+
+    def _fetch(
+        self, combined: CountedCombinedLoader, lengths: Sequence[int] | None, limit: int | None, skip: int
+    ) -> Iterator[tuple[Any, float | None]]:
+        """Yield the batches of this rank with their numbers of samples."""
+        # A rank skips no more batches than it has.
+        own_skip = skip if lengths is None else min(skip, lengths[self._rank])
+        for batch, _, _ in islice(self._iterate(combined, own_skip, looks_ahead=lengths is None), limit):
+            yield batch, combined.samples.pop()
+
+    def _iterate(self, combined: CountedCombinedLoader, skip: int, looks_ahead: bool) -> Iterator[tuple[Any, int, int]]:
+        return iter(combined)
+
     @property
     def _ranked(self) -> list[RankedLoader]:
-        return [ranked(loader) for loader in self.flattened]
+        # A single rank keeps the user's loaders, so that `trainer.train_dataloader` returns them.
+        return [one if type(one) is RankedLoader else RankedLoader(one) for one in self.flattened]
 
-    def _together(self, skip: int) -> Iterator[tuple[Any, StepParticipation, float | None, int, int]]:
-        combined = CountedCombinedLoader(self.iterables, self._mode)
-        combined.flattened = [loader.loader for loader in self._ranked]
-        combined.limits = self.limits
-        known = all(loader.lengths is not None for loader in self._ranked)
-        lengths = [int(length) for length in self._lengths_of_ranks()[0]] if known else None
-        limit = combine_lengths(self._mode, self.limits or [ENDLESS])
-        # A rank that has run out of data passes over no more than it has.
-        own = skip if lengths is None else min(skip, lengths[self._rank])
-        batches = self._fetched(combined, own, looks_ahead=not known)
-        yield from self._make_steps(batches, combined, lengths, limit, 0, skip)
-
-    def _fetched(self, combined: CombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:
-        """Return what is iterated over once to fetch the batches of this rank."""
-        return combined
-
-    def _one_after_another(self) -> Iterator[tuple[Any, StepParticipation, float | None, int, int]]:
-        limits = self.limits or [ENDLESS] * len(self.flattened)
-        for dataloader_idx, (loader, limit) in enumerate(zip(self._ranked, limits, strict=True)):
-            counted = CountedCombinedLoader([loader.loader], "sequential")
-            yield from self._make_steps(counted, counted, loader.lengths, limit, dataloader_idx)
-
-    def _make_steps(
-        self,
-        fetched: Iterable[tuple[Any, int, int]],
-        counted: CountedCombinedLoader,
-        lengths: list[int] | None,
-        limit: float,
-        dataloader_idx: int,
-        skip: int = 0,
-    ) -> Iterator[tuple[Any, StepParticipation, float | None, int, int]]:
-        steps = LockstepLoader(
-            _Batches(fetched),
-            lengths,
-            self._group,
-            self._uneven_inputs,
-            limit,
-            skip,
-            self._has_next_batch,
-            count=lambda: counted.samples[-1] if counted.samples else None,
-        )
-        for number, (batch, participation) in enumerate(steps, skip):
-            self._say_what_is_left_out(steps, dataloader_idx)
-            yield batch, participation, steps.samples, number, dataloader_idx
-        self._say_what_is_left_out(steps, dataloader_idx)
+    @property
+    def _limits_of_loaders(self) -> list[float]:
+        return self.limits or [_UNLIMITED] * len(self.flattened)
 
     def _lengths_of_ranks(self) -> list[list[float]]:
-        """Return the number of batches of each rank, for each loader or for all together; infinite if not known."""
-        limits = self.limits or [ENDLESS] * len(self.flattened)
+        """Return the number of batches of each rank: for each loader in mode "sequential", else for all together."""
         lengths = [
-            [min(length, limit) for length in loader.lengths or [ENDLESS] * self._world_size]
-            for loader, limit in zip(self._ranked, limits, strict=True)
+            [min(length, limit) for length in loader.lengths or [_UNLIMITED] * self._world_size]
+            for loader, limit in zip(self._ranked, self._limits_of_loaders, strict=True)
         ]
         if self._mode == "sequential":
             return lengths
-        return [[combine_lengths(self._mode, of_rank) for of_rank in zip(*lengths, strict=True)]]
+        return [[_combine(self._mode, of_rank) for of_rank in zip(*lengths, strict=True)]]
 
-    def _say_what_is_left_out(self, steps: LockstepLoader, dataloader_idx: int) -> None:
-        if dataloader_idx in self._said or not any(steps.left_out):
+    def _samples_in(self, batches: Sequence[int]) -> list[int] | None:
+        """Return the number of samples in the first batches of each rank; None for several loaders, or if unknown."""
+        return self._ranked[0].samples_in(batches) if len(self.flattened) == 1 else None
+
+    def _report_dropped(self, lockstep: LockstepLoader) -> None:
+        dropped = lockstep.dropped
+        if self._has_reported or not any(dropped):
             return
-        self._said.add(dataloader_idx)
-        batches = f"batches {', '.join(map(str, steps.left_out))} of ranks 0 to {len(steps.left_out) - 1}"
-        samples = self._count_samples_left_out(steps)
+        self._has_reported = True
+        samples = lockstep.dropped_samples
+        if lockstep.steps is not None:
+            kept = self._samples_in([lockstep.steps] * self._world_size)
+            given = self._samples_in([lockstep.steps + number for number in dropped])
+            samples = None if kept is None or given is None else sum(given) - sum(kept)
         counted = "" if samples is None else f", {samples} sample{'s' if samples > 1 else ''}"
-        at_least, each = (
-            ("at least ", "") if steps.length is None else ("", " in all, in every epoch" if counted else "")
+        # The end of a stream is known only when a rank has reached it, and other ranks may have more than one batch.
+        at_least, always = ("at least ", "") if lockstep.steps is None else ("", " in every epoch")
+        rank_zero_info(
+            f'`uneven_inputs="stop"` drops {at_least}batches {", ".join(map(str, dropped))} of ranks 0 to'
+            f" {self._world_size - 1}{counted}{always}."
         )
-        rank_zero_info(f'`uneven_inputs="stop"` leaves out {at_least}{batches}{counted}{each}.')
-
-    def _count_samples_left_out(self, steps: LockstepLoader) -> int | None:
-        if len(self.flattened) > 1:
-            return None
-        if steps.length is None:
-            return steps.left_out_samples
-        loader = self._ranked[0]
-        kept, given = (
-            loader.samples_in([steps.length + more * number for number in steps.left_out]) for more in (0, 1)
-        )
-        return None if kept is None or given is None else sum(given) - sum(kept)
 
 
-def combine_lengths(mode: str, lengths: Sequence[float]) -> float:
-    """Return how many batches a `CombinedLoader` yields, from the numbers of its loaders."""
+def _combine(mode: str, lengths: Sequence[float]) -> float:
+    """Return the number of batches of a `CombinedLoader`, given the numbers of its loaders."""
     if mode == "max_size_cycle" and not min(lengths):
         return 0  # nothing to begin the cycle again with
     return min(lengths) if mode == "min_size" else max(lengths)
-
-
-class _Batches:
-    """Batches without indices."""
-
-    def __init__(self, fetched: Iterable[tuple[Any, int, int]]) -> None:
-        self._fetched = fetched
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch for batch, _, _ in self._fetched)
 
 
 _DEALT = "dealt"
@@ -331,20 +230,11 @@ _SEED = "seed"
 
 
 class ResumableLockstepLoader(LockstepCombinedLoader):
-    """A `LockstepCombinedLoader` that begins where an interrupted run has ended.
+    """A `LockstepCombinedLoader` for training that resumes in the middle of an epoch.
 
-    Its state is the number of steps, which fits every rank. On as many ranks as before, each passes over the batches it
-    has used. On another number, the samples that nobody has used are dealt out anew, which needs to know which they
-    are: there is one loader, whose sampler is an `UnpaddedDistributedSampler`.
-
-    Args:
-        iterables: See `LockstepCombinedLoader`.
-        mode: See `LockstepCombinedLoader`.
-        group: See `LockstepCombinedLoader`.
-        uneven_inputs: See `LockstepCombinedLoader`.
-        has_next_batch: See `LockstepCombinedLoader`.
-        rng: Knows the RNG state of this process.
-        reload_after_epoch: Called if this epoch has another length than the next one, with what to do between them.
+    Its state is the number of steps, which is the same on every rank. On as many ranks as before, each rank skips the
+    batches it has used. On another number of ranks, the unused samples are dealt out again, which requires a single
+    loader with an `UnpaddedDistributedSampler`.
     """
 
     def __init__(
@@ -359,7 +249,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
     ) -> None:
         super().__init__(iterables, mode, group, uneven_inputs, has_next_batch)
         self._rng = rng
-        self._reload_after_epoch = reload_after_epoch
+        self._reload_after_epoch = reload_after_epoch  # calls a function between this epoch and a longer one
         self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
         self._before = 0  # steps in these parts
         self._skip = self._position = 0
@@ -370,7 +260,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         super().__iter__()
         skip, self._skip = self._skip, 0
         self._position, self._has_ended = self._before + skip, False
-        self._steps = self._together(skip)
+        self._steps = self._make_steps(skip)
         return self
 
     @override
@@ -389,7 +279,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
 
     @property
     def used(self) -> int | None:
-        """How many batches of this epoch this rank has used since it resumed; None between epochs."""
+        """Number of batches of this epoch that this rank has used since it resumed; None between epochs."""
         steps = self._steps_made
         has_fetched = self._position > self._before
         return steps - self._before if steps is not None and has_fetched else None
@@ -402,14 +292,14 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         return None if has_ended or (length is not None and steps >= length) else steps
 
     @override
-    def _fetched(self, combined: CombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:
+    def _iterate(self, combined: CountedCombinedLoader, skip: int, looks_ahead: bool) -> Iterator[tuple[Any, int, int]]:
         return self._rng.iterate(combined, self.flattened, skip, looks_ahead)
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         steps = self._steps_made
         state: dict[str, Any] = {POSITION: steps or 0, WORLD_SIZE: self._world_size}
         if steps:
-            taken = self._taken(steps - self._before)
+            taken = self._samples_in([steps - self._before] * self._world_size)
             seed = getattr(self.flattened[0].sampler, "seed", None) if taken else None
             state.update({_BEFORE: self._before, _DEALT: self._dealt, _TAKEN: taken, _SEED: seed})
         return [state]
@@ -430,31 +320,27 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
             self._deal_rest(dealt, before, ranks, state.get(_SEED))
         self._skip = position - before
 
-    def _taken(self, steps: int) -> list[int] | None:
-        """Return how many samples the ranks have taken in so many steps, if that can be known."""
-        loader = self._ranked[0]
-        return loader.samples_in([steps] * self._world_size) if len(self.flattened) == 1 else None
-
     def _deal_rest(self, dealt: list[list[int]], before: int, ranks: int, seed: int | None) -> None:
-        """Deal out what is left of the epoch. Communicates."""
+        """Deal out the rest of the epoch. Communicates."""
         loader = self._ranked[0]
         sampler = getattr(loader, "sampler", None)
         if len(self.flattened) > 1 or not isinstance(sampler, UnpaddedDistributedSampler) or loader.lengths is None:
             self._refuse(ranks)
         assert isinstance(sampler, UnpaddedDistributedSampler)
-        limit = ENDLESS if self.limits is None or self.limits[0] >= len(loader) else self.limits[0] - before
-        sampler.seed = sampler.seed if seed is None else seed  # what has been dealt depends on it
-        sampler.leave_out(dealt)
-        self.flattened = [RankedLoader(loader.loader, self._group)]  # with other lengths
+        limit = self._limits_of_loaders[0]
+        limit = _UNLIMITED if limit >= len(loader) else limit - before
+        sampler.seed = sampler.seed if seed is None else seed  # the interrupted run has dealt with this seed
+        sampler.skip_dealt(dealt)
+        self.flattened = [RankedLoader(loader.loader, self._group)]  # the lengths have changed
         self.limits = [max(0, limit)]
         self._dealt, self._before = dealt, before
-        self._reload_after_epoch(partial(sampler.leave_out, ()))
+        self._reload_after_epoch(partial(sampler.skip_dealt, ()))
 
     def _refuse(self, ranks: int) -> None:
         raise UnsupportedFeatureError(
             f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and"
-            f" {self._world_size} resume it. What is left can be dealt out anew only for a single"
-            " loader with a dataset that has a length and the sampler of `ddp_join`; streams, several loaders and"
-            " samplers or batch samplers of your own, and checkpoints of other strategies, need the same number of"
+            f" {self._world_size} resume it. The rest of the epoch can be dealt out again only for a single"
+            " loader with a dataset that has a length and the sampler of `ddp_join`; streams, several loaders,"
+            " your own samplers and batch samplers, and checkpoints of other strategies need the same number of"
             f" ranks. Resume on {ranks} ranks, or from a checkpoint of the end of an epoch."
         )

@@ -1,12 +1,12 @@
-"""The same number of steps on every rank, however much data each has."""
+"""The same number of steps on every rank, however much data each rank has."""
 
 import copy
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,35 +24,15 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepParticipation:
-    """Which ranks have a batch in a step.
+    """The ranks that have a batch in a step."""
 
-    Attributes:
-        active: The ranks that have one, in ascending order.
-        is_shadow: Whether this rank has none.
-        is_uneven: Whether any rank has none.
-    """
-
-    active: tuple[int, ...]
-    is_shadow: bool
-    is_uneven: bool
-
-
-def gather_lengths(length: int | None, group: dist.ProcessGroup) -> list[int] | None:
-    """Return how many batches each rank has; None if any of them does not know. One collective."""
-    lengths = gather_integer(_UNKNOWN if length is None else length, group)
-    return None if _UNKNOWN in lengths else lengths
+    active: tuple[int, ...]  # in ascending order
+    is_shadow: bool  # this rank has no batch
+    is_uneven: bool  # some rank has no batch
 
 
 def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> float:
-    """Return the number of steps that all ranks make.
-
-    Args:
-        lengths: Number of batches of each rank.
-        uneven_inputs: Until when steps go on: `"join"` until the last rank has run out, `"stop"` until the first has.
-
-    Raises:
-        UnevenInputsError: If the lengths differ, and `uneven_inputs` is `"error"`.
-    """
+    """Return the number of steps of all ranks, from their numbers of batches; raise if "error" forbids it."""
     if uneven_inputs == "error" and min(lengths) != max(lengths):
         shortest = lengths.index(min(lengths))
         raise UnevenInputsError(
@@ -104,138 +84,108 @@ class HasNextBatch:
         return flags, dist.all_reduce(flags, group=self._group, async_op=True)
 
 
+class LockstepStep(NamedTuple):
+    """A step of all ranks: the batch of this rank, or a stand-in for it on a shadow step."""
+
+    batch: Any
+    samples: float | None  # None if they cannot be counted
+    participation: StepParticipation
+
+
 class LockstepLoader:
-    """Iterates over a source, and goes on with batches that do not count while other ranks still have some.
+    """Yields the batches of this rank, and stand-ins for them as long as other ranks have batches.
 
-    Yields pairs of a batch and a `StepParticipation`.
-    On a shadow step the batch is a copy of the last one that the rank had, so that
-    hooks see something of the right form; a rank that never had any gets the first batch of another rank, as far as it
-    can be sent without running code, see `serialization.pack`.
+    A stand-in is a copy of this rank's last batch, so that hooks see a batch of the right form. A rank that never had
+    a batch gets the first batch of another rank. If `lengths` are known on every rank, no message is needed; otherwise
+    ranks agree one batch ahead on whether there is another step, see `HasNextBatch`.
 
-    Where every rank knows its length, no vote is needed. Otherwise ranks vote on whether there is another step, one
-    batch ahead, see `HasNextBatch`.
-
-    Args:
-        source: Makes the batches of this rank, each time it is iterated over.
-        lengths: Number of batches of each rank, None if that is not known.
-        group: The ranks, over a backend that has CPU tensors.
-        uneven_inputs: See `number_of_steps`.
-        limit: Number of steps after which to stop in any case.
-        skip: Steps that have been made before, in the run that this one resumes.
-        has_next_batch: How ranks vote; by default each time with a message.
-        count: Returns how many samples the source has drawn for the batch it has just yielded; None if not known.
-
-    Attributes:
-        length: Number of steps, if it is known, before the first one.
-        samples: Number of samples drawn for the batch that was yielded last; None if that is not known.
-        left_out: How many batches of each rank `uneven_inputs="stop"` leaves out. Where lengths are not known, it is
-            known after the end, and at least that many.
-        left_out_samples: How many samples these are, where lengths are not known and the source has drawn them.
-
-    Raises:
-        UnevenInputsError: While iterating, if ranks run out of data at different times and that is refused, or if the
-            source yields fewer batches than were announced.
-        UnsupportedFeatureError: While iterating, on every rank, if a rank that never had a batch that can be copied
-            cannot be given one.
+    `dropped` is the number of batches of each rank that `uneven_inputs="stop"` drops; without lengths it is known after
+    the end, at most 1 for each rank, and `dropped_samples` is the number of samples in these batches.
     """
 
     def __init__(
         self,
-        source: Iterable[Any],
+        batches: Iterable[tuple[Any, float | None]],
         lengths: Sequence[int] | None,
         group: dist.ProcessGroup,
         uneven_inputs: UnevenInputs = "join",
-        limit: float = float("inf"),
         skip: int = 0,
         has_next_batch: HasNextBatch | None = None,
-        count: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._source = source
+        self._batches = iter(batches)
         self._lengths = lengths
         self._group = group
         self._rank = dist.get_rank(group)
-        self._has_next_batch = has_next_batch or HasNextBatch(group)
         self._uneven_inputs = uneven_inputs
-        self._limit = limit
-        self._skip = skip
+        self._skip = skip  # steps that an interrupted run has made
+        self._has_next_batch = has_next_batch or HasNextBatch(group)
         self._present: Sequence[bool] = ()
         self._participation: StepParticipation | None = None
-        self._filler: Any = None
-        self._has_filler = False
-        self._count = count
-        self.samples: float | None = None
-        self.length: int | None = None
-        self.left_out: list[int] = []
-        self.left_out_samples: int | None = None
+        self._stand_in: list[Any] = []  # with one entry, if there is a stand-in
+        self.steps: int | None = None  # if known
+        self.dropped: list[int] = []
+        self.dropped_samples: int | None = None
+        if lengths is not None:
+            steps = self.steps = int(number_of_steps(lengths, uneven_inputs))
+            self.dropped = [max(0, length - steps) for length in lengths]
 
-    def __iter__(self) -> Iterator[tuple[Any, StepParticipation]]:
-        self.left_out = []
-        self._participation = None
-        yield from self._iterate_unsized() if self._lengths is None else self._iterate_sized(self._lengths)
+    def __iter__(self) -> Iterator[LockstepStep]:
+        own_skip = self._skip if self._lengths is None else min(self._skip, self._lengths[self._rank])
+        for batch, _ in deque(itertools.islice(self._batches, own_skip), maxlen=1):
+            self._keep(batch)
+        return self._iterate_unsized() if self._lengths is None else self._iterate_sized(self._lengths)
 
-    def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[tuple[Any, StepParticipation]]:
+    def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[LockstepStep]:
+        assert self.steps is not None
         own = lengths[self._rank]
-        self.length = steps = int(min(self._limit, number_of_steps(lengths, self._uneven_inputs)))
-        if self._uneven_inputs == "stop":
-            self.left_out = [int(max(0, min(self._limit, length) - steps)) for length in lengths]
-        batches = iter(self._source)
-        self._pass_over(batches, min(self._skip, own))
-        step = self._skip
-        present = [length > step for length in lengths]
-        while step < steps:
-            if step in lengths:
-                present = [length > step for length in lengths]
-            batch = self._fetch(batches, own, step) if step < own else None
-            self.samples = self._count() if step < own else None
-            if step == own - 1 < steps - 1:
+        for step in range(self._skip, self.steps):
+            batch, samples = self._fetch(own, step) if step < own else (None, None)
+            if step == own - 1 < self.steps - 1:
                 self._keep(batch)
-            yield self._make_step(present, batch)
-            step += 1
+            yield self._make_step([length > step for length in lengths], batch, samples)
 
-    def _iterate_unsized(self) -> Iterator[tuple[Any, StepParticipation]]:
-        batches = iter(self._source)
-        self._pass_over(batches, self._skip)
-        step = self._skip
-        has_batch, batch = _advance(batches)
-        samples = self._count()
-        self._has_next_batch.send(has_batch)
-        while any(present := self._has_next_batch.wait()) and step < self._limit:
-            if self._uneven_inputs != "join" and not all(present):
-                self._end_early(present, step, samples)
+    def _iterate_unsized(self) -> Iterator[LockstepStep]:
+        following = next(self._batches, None)
+        self._has_next_batch.send(following is not None)
+        for step in itertools.count(self._skip):
+            present = self._has_next_batch.wait()
+            if not any(present):
                 return
-            given, self.samples = batch, samples
-            if has_batch:
-                has_batch, batch = _advance(batches)
-                samples = self._count()
-                if not has_batch:
-                    self._keep(given)
-            self._has_next_batch.send(has_batch)
-            yield self._make_step(present, given)
-            step += 1
+            if self._uneven_inputs != "join" and not all(present):
+                self._end_early(present, step, following)
+                return
+            batch, samples = following or (None, None)
+            if following is not None:
+                following = next(self._batches, None)
+                if following is None:
+                    self._keep(batch)
+            self._has_next_batch.send(following is not None)
+            yield self._make_step(present, batch, samples)
 
-    def _make_step(self, present: Sequence[bool], batch: Any) -> tuple[Any, StepParticipation]:
+    def _make_step(self, present: Sequence[bool], batch: Any, samples: float | None) -> LockstepStep:
         if self._participation is None or present != self._present:
             self._present = present
             active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
             self._participation = StepParticipation(active, not present[self._rank], not all(present))
             if self._participation.is_uneven:
-                self._share_filler(active[0], batch)
-        # Each time another copy: hooks may change it.
-        return (copy.deepcopy(self._filler) if self._participation.is_shadow else batch), self._participation
+                self._share_stand_in(active[0], batch)
+        if self._participation.is_shadow:
+            batch = copy.deepcopy(self._stand_in[0])  # a copy for each step, since hooks may change it
+        return LockstepStep(batch, samples, self._participation)
 
-    def _share_filler(self, source: int, batch: Any) -> None:
-        """Give ranks that have never had a batch, or none that can be copied, one of another rank."""
-        needed = gather_integer(not self._has_filler and not self._present[self._rank], self._group)
+    def _share_stand_in(self, source: int, batch: Any) -> None:
+        """Give joined ranks that have no stand-in the batch of another rank."""
+        needed = gather_integer(not self._stand_in and not self._present[self._rank], self._group)
         if not any(needed):
             return
         data = broadcast_bytes(pack(batch).data if self._rank == source else None, self._group, source)
-        filler, skipped = unpack(data)
+        stand_in, skipped = unpack(data)
         lacking = list_ranks([rank for rank, needs in enumerate(needed) if needs])
         if "" in skipped:
             raise UnsupportedFeatureError(
                 f"{lacking} never had a batch that can be copied, and cannot be given one of rank {source}:"
                 f" {name_skipped(skipped)} can only be sent by running code on the other side. Give every rank at least"
-                " one batch, of tensors without gradients and what `copy.deepcopy` copies."
+                " one batch, of tensors without gradients and objects that `copy.deepcopy` copies."
             )
         if not needed[self._rank]:
             return
@@ -246,46 +196,32 @@ class LockstepLoader:
                 category=UserWarning,
                 stacklevel=2,
             )
-        self._keep(filler)
+        self._keep(stand_in)
 
     def _keep(self, batch: Any) -> None:
-        """Keep a copy of the last batch, to stand in for those that are missing, if it can be copied."""
+        """Keep a copy of a batch as the stand-in, if it can be copied."""
         try:
-            self._filler, self._has_filler = copy.deepcopy(batch), True
-        except Exception:  # whatever users' classes raise: such a batch can be trained on, and another one stands in
-            self._filler, self._has_filler = None, False
+            self._stand_in = [copy.deepcopy(batch)]
+        except Exception:  # a user's class may raise anything; the batch of another rank stands in then
+            self._stand_in = []
 
-    def _end_early(self, present: Sequence[bool], step: int, drawn: float | None) -> None:
-        missing = [rank for rank, has_batch in enumerate(present) if not has_batch]
+    def _end_early(self, present: Sequence[bool], step: int, following: tuple[Any, float | None] | None) -> None:
         if self._uneven_inputs == "error":
+            missing = [rank for rank, has_batch in enumerate(present) if not has_batch]
             raise UnevenInputsError(
                 f"{list_ranks(missing)} ran out of data after batch {step}, other ranks have more. Give all ranks"
                 ' equally many batches, or use `uneven_inputs="join"`.'
             )
-        self.left_out = [int(has_batch) for has_batch in present]
-        if not present[self._rank]:
-            drawn = 0
-        samples = gather_lengths(None if drawn is None else int(drawn), self._group)
-        self.left_out_samples = None if samples is None else sum(samples)
+        self.dropped = [int(has_batch) for has_batch in present]
+        samples = 0 if following is None else following[1]
+        counts = gather_integer(_UNKNOWN if samples is None else int(samples), self._group)
+        self.dropped_samples = None if _UNKNOWN in counts else sum(counts)
 
-    def _fetch(self, batches: Iterator[Any], length: int, step: int) -> Any:
-        has_batch, batch = _advance(batches)
-        if not has_batch:
+    def _fetch(self, length: int, step: int) -> tuple[Any, float | None]:
+        fetched = next(self._batches, None)
+        if fetched is None:
             raise UnevenInputsError(
                 f"rank {self._rank}: the loader announced {length} batches and ended after {step}. Correct the"
                 " `__len__` of its dataset, or remove it, so that ranks ask each other in every step."
             )
-        return batch
-
-    def _pass_over(self, batches: Iterator[Any], number: int) -> None:
-        """Skip batches; the last one may have to stand in for those that are missing."""
-        passed = deque(itertools.islice(batches, number), maxlen=1)
-        if passed:
-            self._keep(passed[0])
-
-
-def _advance(batches: Iterator[Any]) -> tuple[bool, Any]:
-    try:
-        return True, next(batches)
-    except StopIteration:
-        return False, None
+        return fetched

@@ -1,4 +1,4 @@
-"""What `self.log` does when ranks run in lockstep: the same keys and synchronised values on all of them."""
+"""Values of `self.log` when ranks run in lockstep: the same keys and synchronised values on all ranks."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,24 +23,15 @@ from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.join.lockstep_loader import StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import sums_and_means
 
-_HASH_BITS = 31
-_REDUCING = -1  # noted where a value is reduced outside of a step, by Lightning or by the user
+_REDUCING = -1  # sent in place of a hash when a value is reduced outside of a step, by Lightning or by the user
 
 
 class LoggedValues:
-    """Synchronises what steps log with `sync_dist=True` after the step, all of it in one message.
+    """Synchronises the values that steps log with `sync_dist=True`, all values of a step in one message.
 
-    Lightning reduces each value when it is logged. Here the value of a step is set a little later, when the gradients
-    of the step are synchronised or an evaluation step ends: with those, ranks compare the keys that they have logged.
-    The mean over ranks is one by weight, as is that of the gradients.
-
-    On a shadow step, the rank learns from an active one which keys there are. What hooks and callbacks log there does
-    not count.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        group: The ranks, over a backend for the module's device and for CPU tensors.
+    Lightning reduces each value when it is logged. Here ranks compare the keys of a step when they synchronise its
+    gradients, or when an evaluation step ends, and reduce the values then. Means are weighted like the gradients. On a
+    shadow step, a rank receives the keys from an active rank, and values that hooks and callbacks log have no weight.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup) -> None:
@@ -50,24 +41,24 @@ class LoggedValues:
         self._participation: StepParticipation | None = None
         self._in_step = False
         self._is_logging = False
-        self._logged: dict[str, Any] = {}  # in this step, by key
-        self._pending: dict[str, Any] = {}
-        self._adopted: set[str] = set()  # of this epoch, and not logged by this rank itself
-        self._begins_evaluation = True  # ranks compare keys after the first batch, and when there are any
+        self._logged: dict[str, Any] = {}  # records of this step by key
+        self._pending: dict[str, Any] = {}  # records of this step whose values are not synchronised yet
+        self._adopted: set[str] = set()  # keys of this epoch that only other ranks have logged
+        self._begins_evaluation = True  # ranks compare keys after the first batch, then only when there are keys
 
     def begin(self, participation: StepParticipation) -> None:
-        """Begin a step, in which some ranks or all have data."""
+        """Begin a step."""
         self._participation = participation
         self._logged.clear()
         self._pending.clear()
 
     def end(self) -> None:
-        """End a step: what follows concerns no batch."""
+        """End a step; values that are logged from now on belong to no batch."""
         self._participation = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Put synchronisation off within the step of a LightningModule."""
+        """Defer synchronisation in this block, which runs the step of a LightningModule."""
         self._in_step = True
         try:
             yield
@@ -80,31 +71,21 @@ class LoggedValues:
         return _hash(self._pending)
 
     def reduce(self, tensor: Tensor, operation: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Reduce a value over ranks, or put that off.
-
-        Args:
-            tensor: The value.
-            operation: `"mean"`, `"sum"`, `"max"` or `"min"`.
-            reduce: Lightning's way to do it.
-        """
+        """Reduce a value over ranks with Lightning's own `reduce`, or defer that to `synchronize`."""
         if self._is_logging and self._in_step:
             return tensor
-        if (
-            self._is_logging
-            and self._participation is not None
-            and self._participation.is_uneven
-            and self._trainer.training
-        ):
+        is_uneven = self._participation is not None and self._participation.is_uneven
+        if self._is_logging and is_uneven and self._trainer.training:
             return self._reduce_all([tensor], [operation], 1.0)[0]
-        if not self._in_step and (self._participation is None or not self._participation.is_uneven):
+        if not self._in_step and not is_uneven:
             self._agree(_REDUCING)
         return reduce(tensor)
 
     def synchronize(self, weight: float, keys_hashes: Sequence[float] | None = None) -> None:
-        """Synchronise the values that the step has logged so far; on every rank.
+        """Synchronise the values that the step has logged so far. Call on every rank.
 
-        `weight` is this rank's weight in means; a shadow step has none. `keys_hashes` are those of all ranks, if ranks
-        have exchanged them already. Raises `LoggedKeysError` if ranks have logged different keys.
+        `keys_hashes` are the hashes of all ranks, if they were exchanged with the gradients; the weight is ignored
+        on a shadow step. Raises `LoggedKeysError` if ranks have logged different keys.
         """
         if keys_hashes is None and (self._pending or self._begins_evaluation):
             keys_hashes = gather_integer(self.keys_hash, self._group)
@@ -116,21 +97,21 @@ class LoggedValues:
             return
         metrics = list(self._pending.values())
         operations = [metric.meta.sync.op for metric in metrics]
-        values = [self._neutral(metric) if self._is_shadow else latest(metric) for metric in metrics]
+        values = [torch.zeros_like(one.value) if self._is_shadow else latest(one) for one in metrics]
         reduced = self._reduce_all(values, operations, weight)
         for metric, value in zip(metrics, reduced, strict=True):
             set_latest(metric, value)
         self._pending.clear()
 
     def describe(self) -> dict[str, Any]:
-        """Describe the keys of this step for a rank that makes a shadow step, as JSON can hold it."""
+        """Return the keys of this step as JSON, for a rank that makes a shadow step."""
         return {
             "logged": [describe_logged(key, metric) for key, metric in self._logged.items()],
             "pending": list(self._pending),
         }
 
     def adopt(self, message: Mapping[str, Any]) -> None:
-        """Have the keys that another rank has described."""
+        """Add the keys that another rank has described."""
         results = current_results(self._trainer)
         assert results is not None
         for logged in message["logged"]:
@@ -147,7 +128,9 @@ class LoggedValues:
     def update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
         """Log a value as `proceed` does, and note its key if it is to be synchronised."""
         if self._is_shadow and metric.is_tensor:
-            self._take_part(metric)
+            if is_synchronised(metric, on_step=True):  # other ranks wait for the value of this hook
+                value = torch.zeros_like(metric.value)
+                set_latest(metric, self._reduce_all([value], [metric.meta.sync.op], 1.0)[0])
             metric.has_reset = False
             return
         self._is_logging = True
@@ -160,38 +143,26 @@ class LoggedValues:
         if self._in_step and is_synchronised(metric, on_step=True):
             self._pending[key] = metric
 
-    def _take_part(self, metric: Any) -> None:
-        """Let a hook's value on a shadow step count nothing, where other ranks wait for it."""
-        if is_synchronised(metric, on_step=True):
-            set_latest(metric, self._reduce_all([self._neutral(metric)], [metric.meta.sync.op], 1.0)[0])
-
-    def _neutral(self, metric: Any) -> Tensor:
-        return torch.zeros_like(metric.value)
-
     def _reduce_all(self, values: Sequence[Tensor], operations: Sequence[str], weight: float) -> list[Tensor]:
-        """Reduce values of any operations over ranks; those of a shadow step count nothing."""
+        """Reduce each value over ranks by its own operation, without the values of shadow steps."""
         stacked = torch.stack([value.detach().double() for value in values])
         sums, means = sums_and_means(stacked, None if self._is_shadow else weight, self._add_up)
-        signs = torch.tensor([-1.0 if name == "min" else 1.0 for name in operations], dtype=torch.float64)
-        signs = signs.to(stacked.device)
+        signs = stacked.new_tensor([-1.0 if operation == "min" else 1.0 for operation in operations])
         largest = torch.full_like(stacked, -torch.inf) if self._is_shadow else stacked * signs
-        if any(name in ("max", "min") for name in operations):
+        if not {"max", "min"}.isdisjoint(operations):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        reduced = []
-        for position, (value, name) in enumerate(zip(values, operations, strict=True)):
-            if name in ("max", "min"):
-                result = largest[position] * signs[position]
-            else:
-                result = means[position] if name == "mean" else sums[position]
-            reduced.append(result.to(value.dtype))
-        return reduced
+        reduced = {"sum": sums, "mean": means, "max": largest, "min": -largest}
+        return [
+            reduced[operation][position].to(value.dtype)
+            for position, (value, operation) in enumerate(zip(values, operations, strict=True))
+        ]
 
     def _add_up(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def _compare(self, notes: Sequence[float]) -> None:
-        """Refuse to go on if ranks have noted different things: they are about to reduce different values."""
+        """Raise if ranks are about to reduce different values."""
         if len(set(notes)) > 1:
             keys = self._synchronised_keys()
             own = [key for key in keys if key not in self._adopted]
@@ -210,7 +181,7 @@ class LoggedValues:
         ]
 
     def check_epoch(self) -> None:
-        """See to it that no rank goes on while another waits with a value that a hook has logged there alone."""
+        """Raise if a hook has logged a value on some ranks only, before other ranks continue without them."""
         self._agree(_hash(sorted(self._synchronised_keys())))
 
     def end_epoch(self) -> bool:
@@ -231,16 +202,11 @@ class LoggedValues:
 
 
 def _hash(keys: Iterable[str]) -> int:
-    joined = "\n".join(keys)
-    return zlib.crc32(joined.encode()) >> (32 - _HASH_BITS) if joined else 0
+    return zlib.crc32("\n".join(keys).encode()) >> 1  # 31 bits, so that two of them make a signed integer
 
 
 def _raise_difference(of_ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> None:
-    """Name a key that some ranks have and others have not.
-
-    Args:
-        of_ranks: The keys of each rank, and those of them that it has logged itself.
-    """
+    """Name a key that not all ranks have; each rank gives its keys, and the keys that it has logged itself."""
     loggers: dict[str, int] = {}
     for rank, (_, own) in enumerate(of_ranks):
         for key in own:

@@ -1,4 +1,4 @@
-"""Metrics whose states are synchronised while ranks have had any number of batches, none included."""
+"""Synchronising the states of metrics although ranks have had different numbers of batches, or none."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,29 +13,19 @@ from lightning_ddp_ext._compat.torchmetrics import Gather, list_states, tensor_s
 from lightning_ddp_ext.distributed.exchange import gather_different
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
-_OTHER = "other"  # than a tensor
+_NO_TENSOR = "no tensor"
 _NOTHING: tuple[int, str, list[int], str] = (0, "", [], "")
 
 
 def synchronize_states(
     metric: Metric, synchronize: Callable[[Gather], None], gather: Gather, group: dist.ProcessGroup | None
 ) -> None:
-    """Synchronise a metric's states, with the same collectives on all ranks whatever these have had.
+    """Synchronise a metric's states with the same collectives on all ranks, however many updates each rank has made.
 
-    torchmetrics gathers lists entry by entry, as many as this rank has; an empty list that is to be concatenated as a
-    vector of floats. And a state that takes another shape or dtype with the first update has the one it began with
-    where there was none. Here lists are filled up to the longest, and what fills them is left out of what is gathered;
-    states take the shape of ranks that have made an update, and the dtype that holds those of all.
-
-    Args:
-        metric: The metric; its states are replaced, as by `synchronize`.
-        synchronize: Gathers and reduces each state by the function that it is given.
-        gather: Returns the tensor of each rank of a group.
-        group: The ranks; None for all.
-
-    Raises:
-        UnsupportedFeatureError: If entries are no tensors and ranks have different numbers of them, or if a state has
-            different shapes on ranks.
+    `synchronize` is torchmetrics' own function. It gathers lists entry by entry, as many entries as this rank has, and
+    a state whose shape or dtype changes with the first update has the old one on ranks without an update. So lists are
+    padded to the longest list and the padding is dropped from the result; states take the shape of ranks that have made
+    an update, and a dtype that holds the values of all ranks.
     """
     tensors, lists = tensor_states(metric), list_states(metric)
     own = {
@@ -44,7 +34,7 @@ def synchronize_states(
         "lists": {name: _describe(entries) for name, entries in lists.items()},
     }
     of_ranks = gather_different(own, group)
-    if len(of_ranks) == 1:  # all have had the same
+    if len(of_ranks) == 1:  # all ranks have the same
         synchronize(gather)
         return
     for name, value in tensors.items():
@@ -55,15 +45,15 @@ def synchronize_states(
         described = [_NOTHING if row is None else row["lists"][name] for row in of_ranks]
         numbers = [number for number, *_ in described]
         _, dtype, shape, device_type = max(described, key=lambda each: each[0])
-        if dtype == _OTHER:
+        if dtype == _NO_TENSOR:
             _check_equal(numbers, metric, name)
             continue
         device = metric.device if metric.device.type == device_type else torch.device(device_type or "cpu")
         common = _common_dtype([dtype for number, dtype, *_ in described if number])
-        filled = [entry.to(common).view_as(entry) for entry in entries]  # each an object of its own
+        # Each entry another object, since `owners` refers to identities.
+        filled = [entry.to(common).view_as(entry) for entry in entries]
         while len(filled) < max(numbers):
-            # Gathering needs as many dimensions everywhere.
-            size = [0, *shape[1:]] if shape else []
+            size = [0, *shape[1:]] if shape else []  # gathering needs equally many dimensions on all ranks
             filled.append(torch.zeros(size, dtype=common, device=device))
         for position, entry in enumerate(filled):
             owners[id(entry)] = [rank for rank, number in enumerate(numbers) if number > position]
@@ -77,11 +67,11 @@ def synchronize_states(
 
 
 def _describe(entries: Sequence[Any]) -> tuple[int, str, list[int], str]:
-    """Describe a list: number, the dtype that holds all entries, and the shape and type of device of the first."""
+    """Return the number of entries, the dtype that holds all of them, and shape and device type of the first one."""
     if not entries:
         return _NOTHING
     if not all(isinstance(entry, Tensor) for entry in entries):
-        return len(entries), _OTHER, [], ""
+        return len(entries), _NO_TENSOR, [], ""
     first = entries[0]
     dtype = functools.reduce(torch.promote_types, (entry.dtype for entry in entries))
     return len(entries), str(dtype).removeprefix("torch."), list(first.shape), first.device.type
@@ -92,27 +82,21 @@ def _common_dtype(names: Sequence[str]) -> torch.dtype:
 
 
 def _in_common_form(value: Tensor, described: Sequence[Any], state: str) -> Tensor:
-    """Return a state in the shape and dtype that it has on all ranks.
-
-    Args:
-        value: This rank's.
-        described: Whether a rank has made an update, and `_describe` of it, None for one that takes no part.
-        state: What it is called.
-    """
+    """Return a state in a common form, given for each rank whether it has made an update, and `_describe` of it."""
     rows = [row for row in described if row is not None]
     made = [shape for is_updated, _, _, shape, _ in rows if is_updated] or [shape for _, _, _, shape, _ in rows]
     shape = made[0]
     if any(other != shape for other in made) or not all(_can_become(row[3], shape) for row in rows):
         shapes = ", ".join("none" if row is None else str(row[3]) for row in described)
         raise UnsupportedFeatureError(
-            f"{state} has the shapes {shapes} on ranks 0 to {len(described) - 1}, which cannot be put together. Give"
+            f"{state} has the shapes {shapes} on ranks 0 to {len(described) - 1}, which cannot be combined. Give"
             " states that differ between ranks the default `[]`, and `dist_reduce_fx='cat'`."
         )
     return value.to(_common_dtype([dtype for _, _, dtype, _, _ in rows])).expand(shape).contiguous()
 
 
 def _can_become(shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Tell whether something of a shape can be repeated to have another one."""
+    """Return True if a tensor of one shape can be expanded to another."""
     return len(shape) <= len(other) and all(
         own in (1, wanted) for own, wanted in zip(reversed(shape), reversed(other), strict=False)
     )
@@ -123,5 +107,5 @@ def _check_equal(numbers: Sequence[int], metric: Metric, name: str) -> None:
         raise UnsupportedFeatureError(
             f"`{type(metric).__name__}` keeps {min(numbers)} to {max(numbers)} entries of `{name}` on ranks 0 to"
             f" {len(numbers) - 1}, which torchmetrics can gather only if all ranks have equally many. Keep tensors in"
-            " its states, or give all ranks equally much to evaluate."
+            " its states, or give all ranks equally many samples to evaluate."
         )

@@ -19,23 +19,18 @@ from lightning_ddp_ext._compat.torch import iterate_counting, samples_of
 from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
 from lightning_ddp_ext.errors import BatchSplitError
 
-LOOKAHEAD = 2  # batches that are fetched before they are needed, at most: one by the loop, one by a vote of the ranks
+LOOKAHEAD = 2  # at most so many batches are fetched early: one by the loop, one to know if this rank has a next batch
 
 
 class CountedLoader:
-    """Iterates over a loader, and adds the number of samples of each batch to a list.
-
-    Args:
-        loader: The loader.
-        counts: The list; None is added for a batch whose samples the loader does not draw.
-    """
+    """Iterates over a loader and adds the number of samples of each batch, or None if unknown, to a list."""
 
     def __init__(self, loader: Any, counts: list[int | None]) -> None:
         self._loader = loader
         self._counts = counts
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iterate_counting(self._loader, count_drawn)  # at once, as loaders draw their seeds here
+        batches = iterate_counting(self._loader, count_drawn)  # not lazily, since loaders draw their seeds here
 
         def count(batch: Any) -> Any:
             self._counts.append(samples_of(batches))
@@ -48,7 +43,7 @@ class CountedLoader:
 
 
 def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
-    """Return the number of samples that a collate function was handed, see `iterate_counting`."""
+    """Return the number of samples that a collate function has received, see `iterate_counting`."""
     if not isinstance(samples, list):
         return None  # `__getitems__` of the dataset may return a table or a tuple of columns
     if len(samples) == 1 and batch is samples[0]:
@@ -61,75 +56,58 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
 
 
 class CountedCombinedLoader(CombinedLoader):
-    """A `CombinedLoader` that knows how many samples were drawn for each batch.
+    """A `CombinedLoader` that counts the samples drawn for each batch.
 
-    Args:
-        iterables: See `CombinedLoader`.
-        mode: See `CombinedLoader`.
-
-    Attributes:
-        samples: See `mean_count`, for each batch that was fetched and not yet taken.
+    `samples` has the `mean_count` of each batch that was fetched and not yet taken.
     """
 
     def __init__(self, iterables: Any, mode: Any) -> None:
         super().__init__(iterables, mode)
-        # A `training_step` that fetches its batches itself takes none of the counts.
+        # Bounded, because a `training_step` that fetches its batches itself takes no counts.
         self.samples: deque[float | None] = deque(maxlen=LOOKAHEAD)
         self._counts: list[int | None] = []  # of the batches that loaders have contributed to the last fetch
-        self._combined: CombinedLoader | None = None
 
     @override
     def __iter__(self) -> "CountedCombinedLoader":
         self.samples.clear()
-        self._combined = CombinedLoader(self.iterables, self._mode)
-        self._combined.flattened = [CountedLoader(loader, self._counts) for loader in self.flattened]
-        self._combined.limits = self.limits
-        iter(self._combined)
+        loaders = self.flattened
+        self.flattened = [CountedLoader(loader, self._counts) for loader in loaders]
+        try:
+            super().__iter__()
+        finally:
+            self.flattened = loaders  # Lightning and users look at these
         return self
 
     @override
     def __next__(self) -> tuple[Any, int, int]:
-        assert self._combined is not None
         self._counts.clear()
-        fetched = next(self._combined)
+        fetched = super().__next__()
         self.samples.append(mean_count(self._counts))
         return fetched
 
     @override
-    def __len__(self) -> int:
-        return super().__len__() if self._combined is None else len(self._combined)
-
-    @override
     def reset(self) -> None:
         super().reset()
-        self._combined = None
         self.samples.clear()
 
 
 def mean_count(counts: Sequence[int | None]) -> float | None:
-    """Return the number of samples of a batch that several loaders contribute to: the mean of their numbers.
-
-    If they agree, that is their number. If loaders shrink alike from one batch to another, their mean does too.
-    """
+    """Return the mean number of samples of the loaders that contribute to a batch, or None if one is unknown."""
     known = [count for count in counts if count is not None]
     return sum(known) / len(known) if counts and len(known) == len(counts) else None
 
 
 def combine_counted(given: Any, is_training: bool) -> CombinedLoader:
-    """Combine the loaders of a loop as Lightning does; a class derived from `CombinedLoader` stays."""
+    """Combine the loaders of a loop as Lightning does; keep a class that the user has derived from `CombinedLoader`."""
     if not isinstance(given, CombinedLoader):
         return CountedCombinedLoader(given, "max_size_cycle" if is_training else "sequential")
     return CountedCombinedLoader(given.iterables, combination_mode(given)) if type(given) is CombinedLoader else given
 
 
 class BatchSamples:
-    """Number of samples of the batch that a loop is at.
+    """Number of samples in the current batch of a loop; `problem` says why the last batch has no count.
 
-    Args:
-        batch_dim: The dimension of tensors that counts samples, in batches whose samples the loader does not draw.
-
-    Attributes:
-        problem: Why the samples of the last batch cannot be counted.
+    If the loader does not draw the samples, they are counted along dimension `batch_dim` of the batch's tensors.
     """
 
     def __init__(self, batch_dim: int) -> None:
@@ -138,28 +116,28 @@ class BatchSamples:
         self._drawn: float | None = None
 
     def take(self, trainer: Trainer, module: LightningModule) -> None:
-        """Take up the next batch of a loop. Call when it is moved to the device."""
+        """Begin the next batch of a loop. Call when the batch is moved to the device."""
         combined = active_combined_loader(trainer)
         if is_hook_of_loop(module, "batch_to_device"):
             self._drawn = combined.samples.popleft() if isinstance(combined, CountedCombinedLoader) else None
 
     def forget(self) -> None:
-        """End the batch. What follows may be a step that fetches its batch itself."""
+        """End the batch, since the next step may fetch its batch itself."""
         self._drawn = None
 
     def weight(self, batch: Any) -> float:
-        """Return the weight of the batch in a mean over ranks: its samples; nan if they cannot be counted."""
+        """Return the weight of the batch in a mean over ranks: its samples, or nan if they cannot be counted."""
         samples = self.count(batch)
         return math.nan if samples is None else samples
 
     def rounded(self, batch: Any) -> int | None:
-        """Return `count` as a whole number: Lightning adds these up, in one dtype on all ranks."""
+        """Return `count` as an integer, because Lightning sums the counts in one dtype on all ranks."""
         samples = self.count(batch)
         return None if samples is None else round(samples)
 
     def count(self, batch: Any) -> float | None:
-        """Return the number of samples drawn for the batch, or read from its tensors; None if there is neither."""
-        if self._drawn is not None or isinstance(batch, Iterator):  # which a step takes to fetch its batch itself
+        """Return the number of samples drawn for the batch, else the size of its tensors; None if both are unknown."""
+        if self._drawn is not None or isinstance(batch, Iterator):  # a step with `dataloader_iter` fetches its batch
             return self._drawn
         try:
             return float(count_samples(batch, self._batch_dim))
@@ -169,12 +147,7 @@ class BatchSamples:
 
 
 class WeightedLogging:
-    """Makes the mean over ranks of a value that a step logs a weighted one, as that of the gradient.
-
-    Args:
-        trainer: The Trainer.
-        samples: Knows how many samples a batch has, by which the mean of an epoch weighs.
-    """
+    """Weights the mean over ranks of a value that a step logs like the gradient of the step."""
 
     def __init__(self, trainer: Trainer, samples: BatchSamples) -> None:
         self._trainer = trainer
@@ -188,11 +161,7 @@ class WeightedLogging:
 
     @contextmanager
     def step(self, weight: float) -> Iterator[None]:
-        """Weigh what the step of a LightningModule logs.
-
-        Args:
-            weight: Weight of this rank's batch; nan if it is not known.
-        """
+        """Weight the values that the step of a LightningModule logs; nan stands for an unknown weight."""
         self._weight = weight
         try:
             yield
@@ -200,12 +169,7 @@ class WeightedLogging:
             self._weight = None
 
     def average(self, tensor: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return the weighted mean over ranks of a value that a step is logging; None for any other.
-
-        Args:
-            tensor: The value.
-            add_up: Adds a tensor up over the ranks.
-        """
+        """Return the weighted mean over ranks of a value that a step is logging, or None for any other value."""
         if self._weight is None or not self._is_logging:
             return None
         _, means = sums_and_means(tensor.detach().reshape(-1), self._weight, add_up)
@@ -220,19 +184,15 @@ class WeightedLogging:
 
 
 def sums_and_means(values: Tensor, weight: float | None, add_up: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sums and the weighted means of values over ranks, in double precision. One reduction.
+    """Return the sums and the weighted means of values over ranks in double precision, with one reduction.
 
-    If all weights are zero, or one is unknown and thus nan, the means weigh the ranks equally.
-
-    Args:
-        values: One dimension, equally many on all ranks.
-        weight: Weight of this rank; None for a rank without values, which is in no sum and no mean.
-        add_up: Adds a tensor up over the ranks.
+    If all weights are zero, or one is unknown (nan), average the ranks equally. A rank without values has the weight
+    None, and is in no sum and no mean.
     """
     own = torch.zeros(2, len(values) + 1, dtype=torch.float64, device=values.device)
     if weight is not None:
         own[0, :-1], own[0, -1] = values, 1.0
-        # The loss of a batch without weight may be a mean over nothing, thus nan.
+        # The loss of a batch without weight may be a mean over no samples, thus nan.
         own[1] = own[0] * weight if weight else 0.0
     totals = add_up(own)
     equal, weighted = totals[:, :-1] / totals[:, -1:]

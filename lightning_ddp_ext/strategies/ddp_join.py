@@ -11,8 +11,9 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.combined_loader import LightningInjectedRank, RankedLoader, disable_sampler_padding
+from lightning_ddp_ext.join.combined_loader import RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
+from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.join.shadow_steps import Lockstep
 from lightning_ddp_ext.ranks.rank_steps import RankContext, RankSteps
 from lightning_ddp_ext.reducer.comm_hooks import takes_group

@@ -17,8 +17,8 @@ from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.distributed.watchdog import STALL_EXIT_CODE, Interruption, RunWatch
 from lightning_ddp_ext.errors import OtherRankError
 from tests.distributed import rank_server
-from tests.support.processes import run_processes
 from tests.support.ports import free_port
+from tests.support.processes import run_processes
 
 LIMIT = 4.0  # seconds without a sign of life
 STEPS, WHEN = 6, 3

@@ -1,13 +1,134 @@
+"""Metrics of three ranks, of which rank r has made r updates."""
+
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torchmetrics import CatMetric, Metric
 
-from tests.join import metric_ranks as ranks
+from lightning_ddp_ext._compat.torchmetrics import unwatch_synchronization, watch_synchronization
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.join.metric_states import synchronize_states
 from tests.support.processes import RankError, RankTimeoutError, run_processes
+
+
+class Entries(Metric):
+    entries: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("entries", default=[], dist_reduce_fx=None)
+
+    def update(self, *values: torch.Tensor) -> None:
+        self.entries.extend(values)
+
+    def compute(self) -> list[list[float]]:
+        return [entry.tolist() for entry in self.entries]
+
+
+class Texts(Metric):
+    """Gathers what is no tensor by itself, as `MeanAveragePrecision` does with masks."""
+
+    texts: list[tuple[str]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("texts", default=[], dist_reduce_fx=None)
+
+    def update(self, *values: str) -> None:
+        self.texts.extend((value,) for value in values)
+
+    def compute(self) -> list[str]:
+        return [text for (text,) in self.texts]
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(dist_sync_fn, process_group)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.texts)
+        self.texts = [texts[index] for index in range(len(gathered[0])) for texts in gathered]
+
+
+class Sums(Metric):
+    """Takes the shape and the dtype of what it is given first."""
+
+    total: torch.Tensor
+    parts: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", default=torch.tensor(0, dtype=torch.int32), dist_reduce_fx="sum")
+        self.add_state("parts", default=[], dist_reduce_fx="cat")
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total = self.total + value
+        self.parts.append(value.reshape(-1))
+
+    def compute(self) -> tuple[list[float], list[float]]:
+        parts = self.parts if isinstance(self.parts, torch.Tensor) else torch.cat(self.parts)
+        return self.total.tolist(), sorted(parts.tolist())
+
+
+def synchronize() -> dict[str, Any]:
+    """Compute metrics of all ranks."""
+    dist.init_process_group("gloo")
+    watch_synchronization(synchronize_states)
+    rank, found = dist.get_rank(), {}
+    entries, numbers, shared = Entries(), CatMetric(), Entries()
+    # Rank 0 has one entry of two numbers, others as many of one number as their rank says.
+    entries.update(*([torch.zeros(2)] if rank == 0 else [torch.ones(1)] * 2 if rank == 1 else [torch.full((1,), 2.0)]))
+    for _ in range(rank):
+        numbers.update(float(rank))
+    shared.update(*[torch.tensor(float(rank))] * rank)
+    found["entries"], found["numbers"] = entries.compute(), sorted(numbers.compute().tolist())
+    found["shared"], found["kept"] = len(shared.compute()), len(shared.entries)
+    equal, unequal = Texts(), Texts()
+    equal.update(f"rank {rank}")
+    found["equal"] = equal.compute()
+    unequal.update(*["text"] * rank)
+    try:
+        unequal.compute()
+    except UnsupportedFeatureError as error:
+        found["unequal"] = str(error)
+    # Rank 0 makes no update, and others have numbers of another precision.
+    for name, value in (("number", torch.tensor(0.25)), ("vector", torch.tensor([0.25, 0.5, 0.75]))):
+        sums = Sums()
+        if rank:
+            sums.update(rank * (value.double() if rank == 2 else value))
+        found[name] = sums.compute()
+    alike, apart = Sums(), Sums()
+    alike.update(torch.tensor([float(rank)]))
+    found["alike"] = alike.compute()
+    apart.update(torch.ones(1 + rank))
+    try:
+        apart.compute()
+    except UnsupportedFeatureError as error:
+        found["apart"] = str(error)
+    unwatch_synchronization()
+    return found
+
+
+def synchronize_in_vain() -> None:
+    """Compute a metric with torchmetrics alone."""
+    dist.init_process_group("gloo")
+    entries = Entries()
+    entries.update(*[torch.ones(1)] * (1 + dist.get_rank()))
+    entries.compute()
+
+
+def synchronize_other_forms(shape: list[int]) -> Any:
+    """Compute a metric with torchmetrics alone, of which rank 1 has made no update."""
+    dist.init_process_group("gloo")
+    sums = Sums()
+    sums.parts = [torch.zeros(1)]
+    if dist.get_rank() == 0:
+        sums.update(torch.full(shape, 0.25))
+    return sums.compute()
 
 
 @pytest.fixture(scope="module")
 def found():
-    return run_processes(ranks.synchronize, 3, timeout=60)
+    return run_processes(synchronize, 3, timeout=60)
 
 
 def test_lists_of_any_length_are_gathered_and_given_back(found):
@@ -37,7 +158,7 @@ def test_states_take_the_form_of_ranks_that_have_made_an_update(found):
 def test_torchmetrics_alone_mixes_up_states_of_another_form(shape):
     """The control: the process ends, or a rank has something else."""
     try:
-        found = run_processes(ranks.synchronize_other_forms, 2, shape, timeout=20)
+        found = run_processes(synchronize_other_forms, 2, shape, timeout=20)
     except (RankTimeoutError, RankError):
         return
     expected = torch.full(shape, 0.25).tolist()
@@ -47,4 +168,4 @@ def test_torchmetrics_alone_mixes_up_states_of_another_form(shape):
 @pytest.mark.slow
 def test_torchmetrics_alone_waits_for_entries_that_there_are_not():
     with pytest.raises((RankTimeoutError, RankError), match="in barrier"):  # that of the other rank's next entry
-        run_processes(ranks.synchronize_in_vain, 2, timeout=20)
+        run_processes(synchronize_in_vain, 2, timeout=20)

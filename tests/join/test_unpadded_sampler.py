@@ -25,7 +25,7 @@ def test_ranks_share_all_samples_out_in_torchs_order(size, world_size, shuffle, 
 def test_a_sampler_is_taken_over_in_place():
     sampler = DistributedSampler(range(5), 2, 1, shuffle=False)
     assert list(sampler) == [1, 3, 0]
-    UnpaddedDistributedSampler.take_over(sampler, 1, 2)
+    UnpaddedDistributedSampler.replace(sampler, 1, 2)
     assert list(sampler) == [1, 3]
     assert len(sampler) == 2
 
@@ -46,12 +46,12 @@ def test_what_is_left_of_an_epoch_is_dealt_out(shuffle, parts, ranks):
         for rank, count in enumerate(taken):
             sampler = UnpaddedDistributedSampler(data, len(taken), rank, shuffle=shuffle)
             sampler.set_epoch(3)
-            sampler.leave_out(parts[:number])
+            sampler.skip_dealt(parts[:number])
             seen += list(sampler)[:count]
     for rank in range(ranks):
         sampler = UnpaddedDistributedSampler(data, ranks, rank, shuffle=shuffle)
         sampler.set_epoch(3)
-        sampler.leave_out(parts)
+        sampler.skip_dealt(parts)
         assert len(list(sampler)) == len(sampler)
         seen += list(sampler)
     assert sorted(seen) == data

@@ -23,43 +23,22 @@ def a_broadcast_from_a_joined_rank(folder: str) -> Any:
     fit(Broadcasting())
 
 
-class OddKeys(Classifier):
-    def __init__(self, hook: str) -> None:
-        super().__init__()
-        self.hook = hook
-
-    def _log_in(self, hook: str) -> None:
-        if RANK == 1 and hook == self.hook:
-            self.log("odd", 1.0, sync_dist=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self._log_in("training_step")
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._log_in("validation_step")
-        super().validation_step(batch, batch_idx)
-
-
-@case
-def keys_that_differ_in_training(folder: str) -> Any:
-    fit(OddKeys("training_step"))
-
-
 @case
 def keys_that_differ_in_the_uneven_phase(folder: str) -> Any:
     """Rank 0 has no data there, and has the keys of rank 1."""
 
-    class OddInTheUnevenPhase(OddKeys):
+    class Odd(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) if batch_idx else self.loss(batch)
+            if RANK == 1 and batch_idx:
+                self.log("odd", 1.0, sync_dist=True)
+            return super().training_step(batch, batch_idx)
 
-    fit(OddInTheUnevenPhase("training_step"), loader(2, 4, 4))
+    fit(Odd(), loader(2, 4, 4))
 
 
 @case
 def keys_that_differ_after_a_manual_backward(folder: str) -> Any:
-    class Manual(OddKeys):
+    class Odd(Classifier):
         automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -67,30 +46,10 @@ def keys_that_differ_after_a_manual_backward(folder: str) -> Any:
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
             optimizer.step()
-            self._log_in("training_step")
+            if RANK == 1:
+                self.log("odd", 1.0, sync_dist=True)
 
-    fit(Manual("training_step"), loader(4, 4, 4))
-
-
-class OddSteps(OddKeys):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if RANK == 1 and batch_idx == 0:
-            self.log("odd", 1.0, sync_dist=True, on_step=True)
-
-
-@case
-def keys_that_differ_in_steps_of_validation(folder: str) -> Any:
-    fit(OddSteps(""), loader(2, 2, 2), loader(4, 4, 4))
-
-
-@case
-def keys_that_differ_in_steps_of_streams(folder: str) -> Any:
-    fit(OddSteps(""), loader(2, 2, 2), loader(4, 4, 4, stream=True))
-
-
-@case
-def keys_that_differ_in_validation(folder: str) -> Any:
-    fit(OddKeys("validation_step"), loader(2, 2, 2), loader(*COUNTS))
+    fit(Odd(), loader(4, 4, 4))
 
 
 @case
