@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, number_of_steps
+from lightning_ddp_ext.reducer.control import StepControl
 from tests.join.fake_group import run_ranks
 
 LENGTHS = [(3, 3), (3, 1), (0, 2), (2, 0), (0, 0), (1, 4), (3, 1, 2), (0, 0, 2), (4, 4, 4), (0, 3, 0)]
@@ -23,7 +24,7 @@ def iterate(lengths, is_sized=True, sends_flags=False, true_lengths=None, **opti
     """Return the steps of each rank, and its loader."""
 
     def run(group):
-        has_next_batch = HasNextBatch(group, carried=sends_flags)
+        has_next_batch = HasNextBatch(group, StepControl() if sends_flags else None)
         batches = iter(batches_of(group.rank, (true_lengths or lengths)[group.rank]))
         known = list(lengths) if is_sized else None
         loader = LockstepLoader(batches, known, group, has_next_batch=has_next_batch, **options)
@@ -31,9 +32,9 @@ def iterate(lengths, is_sized=True, sends_flags=False, true_lengths=None, **opti
         for number, step in enumerate(loader):
             if sends_flags and number % 2:  # every second step exchanges the flags with the gradients
                 flags = torch.zeros(len(lengths))
-                flags[group.rank] = has_next_batch.own
+                flags[group.rank] = has_next_batch.local
                 dist.all_reduce(flags, group=group)
-                has_next_batch.take(flags.tolist())
+                has_next_batch.receive(flags.tolist())
             steps.append(step)
         return steps, loader
 

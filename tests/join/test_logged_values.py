@@ -9,8 +9,9 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepParticipation
+from lightning_ddp_ext.join.lockstep_loader import StepParticipation
 from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from tests.join.fake_group import run_ranks
@@ -30,9 +31,11 @@ class Rank:
         self.trainer.state.fn = TrainerFn.FITTING if is_training else TrainerFn.VALIDATING
         self.trainer.training, self.trainer.validating = is_training, not is_training
         self.results = self.trainer._results
-        self.values = LoggedValues(
-            self.trainer, LightningModule(), HasNextBatch(group), group, BatchSamples(0), lambda: None, lambda: None
-        )
+        self.values = LoggedValues(self.trainer, LightningModule(), group)
+        watch_logging(
+            self.trainer, self.values.update, BatchSamples(0).rounded, lambda: None, self.values.end_epoch,
+            self.values.check_epoch,
+        )  # fmt: skip
 
     def begin(self, active):
         world_size = self.group.barrier.parties
@@ -105,8 +108,8 @@ def test_all_values_of_a_step_are_in_one_message():
         step(rank, (0, 1), lambda: [rank.log("training_step", str(number), 1.0) for number in range(9)], 1.0, Queue())
         return sizes
 
-    # First the hash of the keys and the flag for the next batch, then sums and weighted sums with their weights.
-    assert run_ranks(2, run) == [[2, 20]] * 2
+    # First the hash of the keys, then sums and weighted sums with their weights.
+    assert run_ranks(2, run) == [[1, 20]] * 2
 
 
 def test_a_hook_of_the_uneven_phase_logs_the_value_of_active_ranks_at_once():
@@ -130,7 +133,7 @@ def fails(log, is_training=True, active=(0, 1, 2), steps=1):
         rank = Rank(group, is_training)
         for number in range(steps):
             own = [step(rank, active, lambda number=number: log(rank, number), 1.0, messages)]
-        rank.values._end_epoch()
+        rank.values.end_epoch()
         return own
 
     with pytest.raises(LoggedKeysError) as error:
@@ -165,7 +168,7 @@ def test_a_key_that_an_epoch_hook_logs_on_one_rank_is_an_error():
         rank = Rank(group)
         if group.rank == 2:
             rank.log("on_train_epoch_end", "odd", 1.0)
-        rank.values._check_epoch()
+        rank.values.check_epoch()
 
     with pytest.raises(LoggedKeysError, match=r"rank 2 logs `odd` .* in `on_train_epoch_end`, rank 0 does not"):
         run_ranks(3, run)
@@ -178,7 +181,7 @@ def test_values_of_an_epoch_are_reduced_in_the_same_order_on_all_ranks():
         with rank.values.step():
             for name in names:
                 rank.log("validation_step", name, 1.0, on_step=False)
-        rank.values._end_epoch()
+        rank.values.end_epoch()
         return list(rank.results)
 
     first, second = run_ranks(2, run)
@@ -192,7 +195,7 @@ def test_hashes_of_keys_that_come_with_the_gradients_are_not_sent_again():
         with rank.values.step():
             rank.log("training_step", "loss", group.rank + 1.0)
         notes = torch.zeros(2, dtype=torch.int64)
-        notes[group.rank] = rank.values.note
+        notes[group.rank] = rank.values.keys_hash
         dist.all_reduce(notes, group=group)
         rank.values.synchronize(1.0, notes.tolist())
         return rank.latest()
