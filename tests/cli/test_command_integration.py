@@ -117,7 +117,7 @@ def test_streams_of_different_length_are_read_to_their_end(tmp_path):
     done = command(
         tmp_path, "strategy=ddp_join", "experiment=stdlib_stream", "trainer.devices=2", "data.files=3",
         "data.batch_size=32", "model.width=32", "model.depth=1", "trainer.limit_val_batches=1",
-        "trainer.limit_test_batches=1", "reference=true", "trainer.precision=64-true", OMP_NUM_THREADS="1", limit=240,
+        "trainer.limit_test_batches=1", "compare_single_process=true", "trainer.precision=64-true", OMP_NUM_THREADS="1", limit=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "steps per epoch │ unknown" in " ".join(done.stdout.split())
@@ -132,7 +132,7 @@ def test_streams_of_different_length_are_read_to_their_end(tmp_path):
 @pytest.mark.slow
 def test_a_reference_can_be_asked_for_with_every_strategy(tmp_path):
     done = command(
-        tmp_path, "strategy.split=[1,3]", "reference=true", "trainer.accumulate_grad_batches=3",
+        tmp_path, "strategy.split=[1,3]", "compare_single_process=true", "trainer.accumulate_grad_batches=3",
         "trainer.max_epochs=2", "trainer.limit_train_batches=8", "trainer.precision=64-true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -159,7 +159,7 @@ def test_a_persons_own_strategy_has_its_processes(tmp_path, mode):
     (tmp_path / "conf" / "strategy").mkdir(parents=True)
     (tmp_path / "conf" / "strategy" / "plain.yaml").write_text("_target_: lightning.pytorch.strategies.DDPStrategy\n")
     done = command(
-        tmp_path, *mode, "strategy=plain", "trainer.devices=2", "trainer.max_steps=2", "test=false", "picture=false",
+        tmp_path, *mode, "strategy=plain", "trainer.devices=2", "trainer.max_steps=2", "test=false", "plot=false",
         "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", OMP_NUM_THREADS="1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ from tests.cli.commands import OWN, command
         (["+trainer.callbacks=[]"], "trainer"),
         (
             ["logger=null"],
-            "a group is null or a number. Leave it out for its default; callbacks and loggers have the option `none`",
+            "a group is null or a number. Leave it out for its default; `callbacks` and `logger` have `none`",
         ),
         (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` does not exist"),
         (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
@@ -36,8 +36,14 @@ from tests.cli.commands import OWN, command
         (["data.train_fractions=[0.7,0.3]"], "must have one number per process, got [0.7, 0.3] for 1 process."),
         (["strategy=ddp_join", "data.train_fractions=[1.0]"], "got [1.0] for 2 processes"),
         (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "`strategy=ddp` needs equally many"),
-        (["reference=true", "test=false"], "`reference=true` compares the results of the test"),
-        (["strategy=ddp_join", "strategy.start_method=spawn", "reference=true"], "`start_method=spawn` ends them"),
+        (
+            ["compare_single_process=true", "test=false"],
+            "`compare_single_process=true` compares the results of the test",
+        ),
+        (
+            ["strategy=ddp_join", "strategy.start_method=spawn", "compare_single_process=true"],
+            "`start_method=spawn` ends them",
+        ),
         (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
     ],
 )
@@ -96,7 +102,7 @@ Net.{step} = fail
     code, printed = call_main(
         "strategy=single", "model=custom", f"model._target_={step}_of_mine.Net", "+model.width=2", "data=custom",
         f"data._target_={step}_of_mine.Data", "trainer.accelerator=cpu", "trainer.max_steps=1", "callbacks=none",
-        "logger=none", "picture=false", "trainer.enable_progress_bar=false",
+        "logger=none", "plot=false", "trainer.enable_progress_bar=false",
     )  # fmt: skip
     assert code == 1
     assert "Traceback" not in printed.err

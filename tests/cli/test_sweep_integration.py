@@ -56,7 +56,7 @@ class Recording(DigitsCNN):
 SMALL = [
     "model=custom", "model._target_=recording.Recording", "+model.width=4", "trainer.max_steps=2", "test=false",
     "trainer.limit_val_batches=0", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false",
-    "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "picture=false",
+    "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "plot=false",
 ]  # fmt: skip
 
 
