@@ -117,7 +117,8 @@ def test_streams_of_different_length_are_read_to_their_end(tmp_path):
     done = command(
         tmp_path, "strategy=ddp_join", "experiment=stdlib_stream", "trainer.devices=2", "data.files=3",
         "data.batch_size=32", "model.width=32", "model.depth=1", "trainer.limit_val_batches=1",
-        "trainer.limit_test_batches=1", "compare_single_process=true", "trainer.precision=64-true", OMP_NUM_THREADS="1", limit=240,
+        "trainer.limit_test_batches=1", "compare_single_process=true", "trainer.precision=64-true",
+        OMP_NUM_THREADS="1", limit=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "steps per epoch │ unknown" in " ".join(done.stdout.split())
