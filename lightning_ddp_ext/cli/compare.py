@@ -4,7 +4,6 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +25,6 @@ _CPU = torch.device("cpu")
 
 # (epoch, index of the batch of the single process)
 _Place = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SingleProcessResult:
-    """Test metrics, relative norm of the difference of all parameters, and precision of the single process."""
-
-    results: Mapping[str, float]
-    difference: float
-    precision: str
 
 
 class BatchRecorder(Callback):
@@ -75,8 +65,11 @@ class BatchRecorder(Callback):
         dist.destroy_process_group(group)
 
 
-def train_single_process(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> SingleProcessResult:
-    """Repeat the training of `run`, whose process group is destroyed, in one process on the recorded batches."""
+def train_single_process(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> tuple[dict[str, float], float]:
+    """Repeat the training of `run`, whose process group is destroyed, in one process on the recorded batches.
+
+    Returns the test metrics, and the norm of the difference of all parameters to the run, relative to their norm.
+    """
     seed_everything(config.seed, workers=True, verbose=False)
     model: LightningModule = instantiate(config.model)
     data: LightningDataModule = instantiate(config.data)
@@ -107,7 +100,7 @@ def train_single_process(config: DictConfig, run: Trainer, recorder: BatchRecord
     trainer.fit(model, datamodule=data)
     results = merge_results(trainer.test(model, datamodule=data, verbose=False))
     assert run.lightning_module is not None
-    return SingleProcessResult(results, _difference(run.lightning_module, model), str(trainer.precision))
+    return results, _difference(run.lightning_module, model)
 
 
 def merge_results(by_loader: Sequence[Mapping[str, float]]) -> dict[str, float]:

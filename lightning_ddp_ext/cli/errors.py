@@ -52,7 +52,7 @@ def _key(text: str) -> str:
 def _describe(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"`{group}={option}` does not exist.{_suggest(option, error.options)} Valid: {_listed(error.options)}."
+        return f"`{group}={option}` does not exist.{_suggest(option, error.options)} Valid: {', '.join(error.options)}."
     if isinstance(error, OverrideParseException):
         return f"`{error.override}` is not a valid override. Write `key=value`, with lists as `key=[1,2]`."
     if isinstance(error, InstantiationException):
@@ -61,8 +61,6 @@ def _describe(error: BaseException) -> str:
         return _describe_omegaconf(error)
     if isinstance(error, ConfigCompositionException) and isinstance(error.__cause__, OmegaConfBaseException):
         return _describe_omegaconf(error.__cause__)
-    if isinstance(error, HydraException):
-        return str(error)
     if "Config group override must be a string" in str(error):
         # Hydra does not name the group.
         return "a group is null or a number. Leave it out for its default; `callbacks` and `logger` have `none`."
@@ -88,7 +86,7 @@ def _describe_omegaconf(error: OmegaConfBaseException) -> str:
                 f"`{error.full_key}` is not a setting, because no option with settings is chosen for `{group}`."
                 f" Choose an option first, `{group}=...`{_options(group)}, or add a new key, `+{error.full_key}=...`."
             )
-        return f"`{error.full_key}` is not a setting.{_suggest(str(error.key), keys)} Valid: {_listed(sorted(keys))}."
+        return f"`{error.full_key}` is not a setting.{_suggest(str(error.key), keys)} Valid: {', '.join(sorted(keys))}."
     return f"`{error.full_key}`: {_first_line(error)}." if error.full_key else f"{_first_line(error)}."
 
 
@@ -115,8 +113,4 @@ def _options(group: str) -> str:
     """List the options of a packaged group, in parentheses."""
     folder = importlib.resources.files("lightning_ddp_ext.conf").joinpath(group)
     options = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir()) if folder.is_dir() else []
-    return f" ({_listed(options)})" if options else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+    return f" ({', '.join(options)})" if options else ""

@@ -56,7 +56,7 @@ def main() -> None:
         os.environ[_FULL_ERROR] = wants_traceback or "0"
         _quieten()  # here, because submitit calls only this function in its processes
         try:
-            if in_sweep() and not _is_submitted():
+            if in_sweep() and os.environ.get("SUBMITIT_EXECUTOR") != "slurm":  # submitit starts all processes of a job
                 _train_in_sweep(config)
             else:
                 train(config)
@@ -93,27 +93,22 @@ def _train_in_sweep(config: DictConfig) -> None:
     if not has_process_group(config):
         train(config)
         return
-    job = HydraConfig.get()
-    folder = str(job.runtime.output_dir)
-    code = subprocess.call([sys.executable, "-m", "lightning_ddp_ext", *_job_arguments(folder)], cwd=job.runtime.cwd)
-    if code != 0:
-        raise LaunchError(f"it ended with exit code {code}. Its messages are above, its folder is {folder}.")
-
-
-def _job_arguments(folder: str) -> list[str]:
-    """Return the arguments of a command that runs only this job of the sweep."""
-    hydra = HydraConfig.get()
-    folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    return [
+    hydra_config = HydraConfig.get()
+    folder = str(hydra_config.runtime.output_dir)
+    folders = [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
+    arguments = [
         *(f"--config-dir={path}" for path in folders),
-        f"--config-name={hydra.job.config_name}",
-        *hydra.overrides.task,
-        *(override for override in hydra.overrides.hydra if not override.startswith("hydra.mode=")),
+        f"--config-name={hydra_config.job.config_name}",
+        *hydra_config.overrides.task,
+        *(override for override in hydra_config.overrides.hydra if not override.startswith("hydra.mode=")),
         f"hydra.run.dir={QuotedString(folder, Quote.single).with_quotes()}",
         "hydra.output_subdir=null",  # the sweep has written `.hydra` already
-        f"hydra.job.num={hydra.job.num}",
-        f"hydra.job.id={QuotedString(str(hydra.job.id), Quote.single).with_quotes()}",
+        f"hydra.job.num={hydra_config.job.num}",
+        f"hydra.job.id={QuotedString(str(hydra_config.job.id), Quote.single).with_quotes()}",
     ]
+    code = subprocess.call([sys.executable, "-m", "lightning_ddp_ext", *arguments], cwd=hydra_config.runtime.cwd)
+    if code != 0:
+        raise LaunchError(f"it ended with exit code {code}. Its messages are above, its folder is {folder}.")
 
 
 def _report_job(error: LaunchError) -> LaunchError:
@@ -123,11 +118,6 @@ def _report_job(error: LaunchError) -> LaunchError:
     problem = f"job {hydra.job.num} of the sweep, `{' '.join(hydra.overrides.task)}`: {reason}"
     sys.stderr.write(f"lightning-ddp-ext: {problem}\n")
     return LaunchError(problem)
-
-
-def _is_submitted() -> bool:
-    """Return True in a job of submitit, which starts all processes of the job."""
-    return os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
 
 
 def _quieten() -> None:

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.callbacks.plots import can_draw, draw_chunks, draw_times
-from lightning_ddp_ext.cli.compare import SingleProcessResult
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
 
@@ -84,16 +83,18 @@ def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) 
     Console().print(table)
 
 
-def print_comparison(results: Mapping[str, float], single: SingleProcessResult) -> None:
-    """Print the test results of the run beside the results of one process."""
+def print_comparison(
+    results: Mapping[str, float], single: Mapping[str, float], difference: float, trainer: Trainer
+) -> None:
+    """Print the test results of the run beside the results of one process, and the difference of the parameters."""
     table = Table(title="The same batches in one process", title_justify="left")
     for column in ("", "this run", "one process", "difference"):
         table.add_column(column, justify="right" if column else "left", style="" if column else "bold")
-    for name in sorted(results.keys() & single.results.keys()):
-        ours, theirs = results[name], single.results[name]
+    for name in sorted(results.keys() & single.keys()):
+        ours, theirs = results[name], single[name]
         table.add_row(name, f"{ours:.4f}", f"{theirs:.4f}", f"{abs(ours - theirs):.1e}")
-    table.add_row("all parameters, relative", "", "", f"{single.difference:.1e}")
-    if single.precision != "64-true":
+    table.add_row("all parameters, relative", "", "", f"{difference:.1e}")
+    if trainer.precision != "64-true":
         table.caption = "Rounding errors grow with the steps; with trainer.precision=64-true they are much smaller."
         table.caption_justify = "left"
     Console().print(table)

@@ -150,7 +150,7 @@ def _compare(config: DictConfig, run: _Run, recorder: BatchRecorder, results: Ma
     if run.trainer.is_global_zero:
         rank_zero_info("Training once more in one process, on the same batches.")
         with _explained(config, run):
-            print_comparison(results, train_single_process(config, run.trainer, recorder))
+            print_comparison(results, *train_single_process(config, run.trainer, recorder), run.trainer)
 
 
 @contextmanager

@@ -72,21 +72,15 @@ def _check_groups(config: DictConfig, choices: Any) -> None:
 def _set_devices(config: DictConfig, choices: Any) -> None:
     trainer = config.trainer
     single = choices.strategy == _SINGLE
+    has_cuda = torch.cuda.is_available()
     if trainer.accelerator is None:
-        trainer.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+        trainer.accelerator = "cuda" if has_cuda else "cpu"
     if trainer.devices is None:
-        uses_gpus = trainer.accelerator in ("cuda", "gpu") or (
-            trainer.accelerator == "auto" and torch.cuda.is_available()
-        )
-        several = torch.cuda.device_count() if uses_gpus else 2
+        several = torch.cuda.device_count() if has_cuda and trainer.accelerator in ("cuda", "gpu", "auto") else 2
         trainer.devices = 1 if single else several
-    if single and trainer.num_nodes not in (1, "1", None):
-        raise LaunchError(
-            f"`strategy=single` runs on one node, got `trainer.num_nodes={trainer.num_nodes}`. Leave it out, or choose"
-            " `strategy=ddp`."
-        )
-    if single and trainer.devices not in (1, "1"):
-        raise LaunchError(f"`strategy=single` uses one device, got `trainer.devices={trainer.devices}`. Leave it out.")
+    for key, unit in (("devices", "device"), ("num_nodes", "node")):
+        if single and trainer[key] not in (1, "1", None):
+            raise LaunchError(f"`strategy=single` uses one {unit}, got `trainer.{key}={trainer[key]}`. Leave it out.")
 
 
 def make(node: Any, key: str, kind: type[_Part]) -> _Part:
@@ -138,8 +132,13 @@ def check_run(config: DictConfig, hydra: Any, trainer: Trainer) -> None:
             " processes. Start the command without the launcher or with one task, or choose `strategy=ddp_join` with"
             " the devices and nodes of all processes."
         )
-    if isinstance(environment, SLURMEnvironment) and "_target_" not in config.cluster:
-        _check_folder(hydra)
+    folder: Any = OmegaConf.to_container(hydra.run, resolve=False)
+    is_named_by_time = hydra.mode != RunMode.MULTIRUN and "${now:" in folder["dir"]
+    if isinstance(environment, SLURMEnvironment) and "_target_" not in config.cluster and is_named_by_time:
+        raise LaunchError(
+            "this is a task of a SLURM job: without `cluster=slurm`, each task and each start of the job would have a"
+            " separate run folder and not find its checkpoints again. Add `cluster=slurm`, or set `hydra.run.dir=`."
+        )
 
 
 def _check_fractions(config: DictConfig, strategy: str, trainer: Trainer) -> None:
@@ -151,16 +150,6 @@ def _check_fractions(config: DictConfig, strategy: str, trainer: Trainer) -> Non
         raise LaunchError(
             f"`data.train_fractions={list(fractions)}` gives processes different numbers of batches, and"
             f" `strategy={strategy}` needs equally many. Use `strategy=ddp_join`."
-        )
-
-
-def _check_folder(hydra: Any) -> None:
-    """Refuse a run folder named by the time, in which the tasks and restarts of a SLURM job do not find each other."""
-    folder: Any = OmegaConf.to_container(hydra.run, resolve=False)
-    if hydra.mode != RunMode.MULTIRUN and "${now:" in folder["dir"]:
-        raise LaunchError(
-            "this is a task of a SLURM job: without `cluster=slurm`, each task and each start of the job would have a"
-            " separate run folder and not find its checkpoints again. Add `cluster=slurm`, or set `hydra.run.dir=`."
         )
 
 
