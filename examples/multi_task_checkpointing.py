@@ -1,8 +1,8 @@
 """Two tasks with a backward pass each, and layers recomputed by reentrant checkpoints: exact on two ranks.
 
 Run it with `python examples/multi_task_checkpointing.py`. The shared layers get gradients from both backward passes,
-and checkpoints compute them in separate backward passes. torch's `DistributedDataParallel` raises an error here, also with
-`find_unused_parameters` or `static_graph`. The same module is trained on two ranks and in one process.
+and checkpoints compute them in separate backward passes. torch's `DistributedDataParallel` raises an error here, also
+with `find_unused_parameters` or `static_graph`. The same module is trained on two ranks and in one process.
 """
 
 from typing import Any

@@ -167,14 +167,13 @@ def test_a_manual_cluster_is_built(composed):
     assert node.trainer.num_nodes == 2
 
 
-@pytest.mark.parametrize(
-    ("model", "data"),
-    [("digits_cnn", "digits"), ("byte_transformer", "stdlib_text"), ("byte_transformer", "stdlib_stream")],
-)
-def test_models_and_data_are_built(composed, model, data):
-    node = composed(f"model={model}", f"data={data}")
-    assert isinstance(instantiate(node.model), LightningModule)
-    assert isinstance(instantiate(node.data), LightningDataModule)
+def test_models_and_data_are_built(composed):
+    for model, data in (
+        ("digits_cnn", "digits"), ("byte_transformer", "stdlib_text"), ("byte_transformer", "stdlib_stream"),
+    ):  # fmt: skip
+        node = composed(f"model={model}", f"data={data}")
+        assert isinstance(instantiate(node.model), LightningModule)
+        assert isinstance(instantiate(node.data), LightningDataModule)
 
 
 def test_schemas_follow_the_signatures_of_constructors():

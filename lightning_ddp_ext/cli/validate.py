@@ -25,7 +25,6 @@ from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 _DEFAULT = "Leave it out for the default."
 _Part = TypeVar("_Part")
 
-_MOST_NODES = 2**16
 _MOST_PROCESSES = 1024  # of one node, on the CPU
 _LAST_SEED = 2**32 - 1  # of NumPy
 _SINGLE = "single"
@@ -45,7 +44,8 @@ def prepare_config(config: DictConfig, choices: Any) -> None:
     for name, least in _LEAST.items():
         if trainer.get(name) is not None:
             check_number(f"trainer.{name}", trainer[name], least=least, remedy=_DEFAULT)
-    check_integer("trainer.num_nodes", trainer.num_nodes, least=1, most=_MOST_NODES, remedy="Set `cluster.num_nodes`.")
+    if trainer.get("val_check_interval") == 0:
+        raise ValueError(f"`trainer.val_check_interval` must be above 0, got 0. {_DEFAULT}")
     if trainer.accelerator == "cpu" and trainer.devices != "auto":
         devices = trainer.devices
         number = int(devices) if isinstance(devices, str) and devices.strip().isdecimal() else devices

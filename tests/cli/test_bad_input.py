@@ -173,6 +173,7 @@ FOUND = [
     ["data.train_fractions=abc"],
     ["trainer.limit_train_batches=abc"],
     ["trainer.check_val_every_n_epoch=0"],
+    ["trainer.val_check_interval=0"],
     ["trainer.gradient_clip_val=-1"],
     ["trainer.max_time=abc"],
     ["trainer.fast_dev_run=abc"],
@@ -199,7 +200,6 @@ def test_what_was_found_before_is_refused(monkeypatch, tmp_path):
 
 # Mistakes that show when a run starts.
 FOUND_AT_THE_START = [
-    ["trainer.val_check_interval=0"],
     ["trainer.profiler=7"],
     ["trainer.val_check_interval=1000"],
     ["trainer.max_steps=-1", "trainer.max_epochs=-1"],
