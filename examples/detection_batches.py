@@ -1,7 +1,8 @@
-"""Images of different sizes, each with a number of boxes of its own: a mean over boxes needs a weight by boxes.
+"""Images of different sizes with different numbers of boxes: a mean over boxes needs a weight by boxes.
 
-Run it with `python examples/detection_batches.py`. In a mean over boxes a chunk counts as many boxes as it has, which
-is not its share of the images. `weight_by` says so; with the default weights the gradient is not that of one device.
+Run it with `python examples/detection_batches.py`. In a mean over boxes, the weight of a chunk is its number of boxes,
+not its number of images. `weight_by` takes a function that returns it; with the default weights the gradient differs
+from the gradient of one device.
 """
 
 from collections.abc import Callable
@@ -43,12 +44,12 @@ def scenes(number: int = 60) -> list[tuple[Tensor, Target]]:
 
 
 def collate(samples: list[tuple[Tensor, Target]]) -> Batch:
-    """Leave images and targets as tuples: they have no common shape to stack them in."""
+    """Collate images of different shapes into tuples."""
     return tuple(zip(*samples, strict=True))  # type: ignore[return-value]
 
 
 class CentreDetector(pl.LightningModule):
-    """Predicts, at the centre of each box, its class and its size; knows nothing of how it is trained."""
+    """Predicts the class and the size of each box at its centre; independent of the strategy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class FirstGradient(pl.Callback):
 
 
 def train(strategy: Any, devices: int) -> dict[str, Tensor]:
-    """Train from the same start; return what is compared."""
+    """Train from the same start; return the loss and the gradient of the first batch."""
     pl.seed_everything(0, verbose=False)
     module, first = CentreDetector(), FirstGradient()
     trainer = pl.Trainer(
@@ -100,7 +101,7 @@ def train(strategy: Any, devices: int) -> dict[str, Tensor]:
 
 
 def count_boxes(batch: Batch) -> float:
-    """Tell what a chunk counts in a mean over boxes."""
+    """Return the weight of a chunk in a mean over boxes."""
     return float(sum(len(target["boxes"]) for target in batch[1]))
 
 

@@ -1,8 +1,8 @@
-"""Test results of two ranks that are those of one process, for any number of samples.
+"""The test results of two ranks are equal to the results of one process, for any number of samples.
 
 Run it with `python examples/exact_evaluation.py`. Lightning's `ddp` gives every rank equally many samples, and repeats
-some where the number is odd; a metric cannot know which. `ddp_join` deals every sample out once: the rank with fewer
-waits. Only the name of the strategy differs.
+some if the number is odd; a metric cannot recognise these. `ddp_join` gives every sample to exactly one rank. Only the
+name of the strategy differs.
 """
 
 import lightning.pytorch as pl
@@ -19,12 +19,12 @@ SIZES = [7, 20, 51]  # samples of the test data
 
 
 class Detector(pl.LightningModule):
-    """Tells two kinds of points from each other."""
+    """Classifies two kinds of points."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)
-        self.auroc = BinaryAUROC()  # keeps all scores, in lists that differ in length between ranks
+        self.auroc = BinaryAUROC()  # keeps lists of all scores, whose lengths differ between ranks
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log the loss and the area under the ROC curve."""
@@ -56,7 +56,7 @@ def test(strategy: str, devices: int, samples: int) -> tuple[Tensor, pl.Trainer]
 
 
 def main() -> None:
-    """Test on two ranks; Lightning runs this file once more for the second of them."""
+    """Test on two ranks; Lightning runs this file again for the second rank."""
     torch.set_num_threads(1)
     results = {(name, samples): test(name, 2, samples) for name in ("ddp_join", "ddp") for samples in SIZES}
     joined = torch.stack([results["ddp_join", samples][0] for samples in SIZES])

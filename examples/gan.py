@@ -1,8 +1,8 @@
 """A generative adversarial network on two ranks: manual optimization, two optimizers, no flags.
 
-Run it with `python examples/gan.py`. Each loss is for one of the networks only; torch's `DistributedDataParallel` needs
-`find_unused_parameters` for that, and a search through the graph in every step. Here nothing is needed. The noise comes
-with the data, so that one process has the same.
+Run it with `python examples/gan.py`. Each loss is for one of the two networks. torch's `DistributedDataParallel` needs
+`find_unused_parameters` for that, and searches the graph in every step; `ddp_checkpoint` needs no flag. The noise is
+part of the data, so that one process has the same noise.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ class GAN(pl.LightningModule):
 
         generator_loss = functional.softplus(-self.discriminator(fake)).mean()
         generator_optimizer.zero_grad()
-        self.manual_backward(generator_loss)  # reaches the discriminator as well, whose gradients are not used
+        self.manual_backward(generator_loss)  # also computes gradients of the discriminator, which are not used
         generator_optimizer.step()
 
         losses = {"discriminator": discriminator_loss, "generator": generator_loss}
@@ -85,19 +85,19 @@ def train(strategy: str, devices: int) -> tuple[GAN, pl.Trainer]:
         enable_model_summary=False,
     )  # fmt: skip
     data = ring()
-    # Lightning shuffles, and deals samples to the ranks in turn; one process has to see them in the same order.
+    # The single process has to see the samples in the order in which Lightning gives them to the two ranks.
     sampler = DistributedSampler(data, num_replicas=1, rank=0) if devices == 1 else None
     trainer.fit(module, DataLoader(data, batch_size=BATCH // devices, sampler=sampler, shuffle=sampler is None))
     return module, trainer
 
 
 def flat(module: nn.Module) -> Tensor:
-    """Return all parameters in a row."""
+    """Return all parameters as one vector."""
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
 def main() -> None:
-    """Train on two ranks; Lightning runs this file once more for the second of them."""
+    """Train on two ranks; Lightning runs this file again for the second rank."""
     torch.set_num_threads(1)
     together, trainer = train("ddp_checkpoint", devices=2)
     by_rank = [torch.empty_like(flat(together)) for _ in range(2)]

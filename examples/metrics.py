@@ -1,7 +1,7 @@
-"""Every way of measuring and logging inside a step, on one device and on three replicas: the same values.
+"""Every way of measuring and logging inside a step has the same values on one device and on three replicas.
 
-Run it with `python examples/metrics.py`. Each replica updates metrics of its own with its chunk; after the step they
-are folded into those of the module, so metrics that are no mean over samples come out right as well.
+Run it with `python examples/metrics.py`. Each replica updates separate metrics with its chunk. After the step these are
+merged into the metrics of the module, so that metrics that are not means over samples are correct as well.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ CLASSES = 3
 
 
 class Trend(tm.Metric):
-    """A metric of our own, which needs its whole state, and the batches in order, for each update."""
+    """A custom metric whose updates need the whole state, and the batches in order."""
 
     full_state_update = True
 
@@ -38,12 +38,12 @@ class Trend(tm.Metric):
 
 
 class Measured(pl.LightningModule):
-    """Classifies points; `step` and `epoch` in the keys say what a value was logged for."""
+    """Classifies points; `step` and `epoch` in the keys name the rate of logging."""
 
     def __init__(self) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, CLASSES))
-        self.accuracy = classification.MulticlassAccuracy(CLASSES)  # states that are added up
+        self.accuracy = classification.MulticlassAccuracy(CLASSES)  # states that are summed
         self.auroc = classification.MulticlassAUROC(CLASSES)  # lists of all scores
         self.largest = tm.MaxMetric()
         self.pearson = tm.PearsonCorrCoef()  # states that cannot be merged one by one
@@ -74,7 +74,7 @@ class Measured(pl.LightningModule):
         self.log_dict({"accuracy": self.accuracy, "pearson": self.pearson, "trend": self.trend}, **both)
         self.log_dict({"auroc": self.auroc, "largest": self.largest}, on_step=False, on_epoch=True)
         self.log_dict({"mean": self.named["mean"], "smallest": self.named["smallest"]}, **both)
-        # What `forward` returns is a chunk's value here; what is logged is the batch's all the same.
+        # `forward` returns the value of the chunk, but the logged value is the value of the batch.
         self.log_dict({f"group {key}": value for key, value in self.group(scores, labels).items()}, **both)
         self.log_dict({f"range {key}": value for key, value in self.range(scores, labels).items()}, **both)
         self.log_dict(self.by_class(scores, labels), **both)
@@ -89,7 +89,7 @@ class Measured(pl.LightningModule):
 
 
 def train(strategy: Any, devices: int) -> dict[str, float]:
-    """Train for three epochs, the last batch of each smaller than the others; return what was logged last."""
+    """Train for three epochs, the last batch of each smaller than the others; return the last logged values."""
     pl.seed_everything(0, verbose=False)
     points = torch.randn(236, 2, dtype=torch.float64)
     labels = torch.bucketize(points.sum(1) + 0.5 * torch.randn(236), torch.tensor([-0.7, 0.7]))

@@ -1,9 +1,8 @@
-"""Two tasks, two backward passes in a step, layers recomputed through reentrant checkpoints: exact on two ranks.
+"""Two tasks with a backward pass each, and layers recomputed by reentrant checkpoints: exact on two ranks.
 
 Run it with `python examples/multi_task_checkpointing.py`. The shared layers get gradients from both backward passes,
-and checkpoints compute them in backward passes of their own. torch's `DistributedDataParallel` ends with an error here,
-as it is, with `find_unused_parameters` and with `static_graph`. The same module is trained on two ranks and in one
-process.
+and checkpoints compute them in separate backward passes. torch's `DistributedDataParallel` raises an error here, also
+with `find_unused_parameters` or `static_graph`. The same module is trained on two ranks and in one process.
 """
 
 from typing import Any
@@ -22,7 +21,7 @@ BATCH = 20  # samples of an optimizer step, on all ranks together
 
 
 class TwoTasks(pl.LightningModule):
-    """Tells for a noisy wave its kind and its frequency; nothing here knows of ranks."""
+    """Predicts the kind and the frequency of a noisy wave; independent of the strategy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class TwoTasks(pl.LightningModule):
         self.automatic_optimization = False
 
     def features(self, waves: Tensor) -> Tensor:
-        """Compute what both tasks use; each block keeps its input only."""
+        """Compute the features of both tasks; each block saves only its input."""
         hidden = self.first(waves)
         for block in self.trunk:
             hidden = hidden + checkpoint(block, hidden, use_reentrant=True)
@@ -80,19 +79,19 @@ def train(strategy: str, devices: int) -> tuple[TwoTasks, pl.Trainer]:
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     data = waves()
-    # Lightning shuffles, and deals samples to the ranks in turn; one process has to see them in the same order.
+    # The single process has to see the samples in the order in which Lightning gives them to the two ranks.
     sampler = DistributedSampler(data, num_replicas=1, rank=0) if devices == 1 else None
     trainer.fit(module, DataLoader(data, batch_size=BATCH // devices, sampler=sampler, shuffle=sampler is None))
     return module, trainer
 
 
 def flat(module: nn.Module) -> Tensor:
-    """Return all parameters in a row."""
+    """Return all parameters as one vector."""
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
 def main() -> None:
-    """Train on two ranks; Lightning runs this file once more for the second of them."""
+    """Train on two ranks; Lightning runs this file again for the second rank."""
     torch.set_num_threads(1)
     together, trainer = train("ddp_checkpoint", devices=2)
     by_rank = [torch.empty_like(flat(together)) for _ in range(2)]

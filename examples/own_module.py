@@ -13,7 +13,7 @@ import lightning_ddp_ext  # noqa: F401  registers "balanced_dp"
 
 
 class TwoMoons(pl.LightningModule):
-    """Nothing in this module knows how it is trained."""
+    """An ordinary LightningModule, independent of the strategy."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The reducer without Lightning: batches of different sizes, and a rank that runs out of them, are exact.
+"""The reducer without Lightning is exact with different batch sizes, and when a rank runs out of batches.
 
 Run it with `python examples/plain_torch_loop.py`, or `torchrun --nproc-per-node=2 examples/plain_torch_loop.py`. Rank 0
-has batches of 12 samples, rank 1 has fewer of 5. When rank 1 has none left it goes on without a backward pass: it
-counts 0, gets the same gradient as rank 0 and takes the same steps, so that its model and its optimizer stay the same.
+has 30 batches of 12 samples, rank 1 has 20 batches of 5. Rank 1 then continues without a backward pass: with weight 0,
+it receives the same gradient as rank 0 and takes the same steps, so that model and optimizer stay equal.
 """
 
 import os
@@ -36,7 +36,7 @@ def network() -> nn.Module:
 
 
 def train(batches: list[Batch]) -> tuple[nn.Module, int]:
-    """Train this rank's replica; return it, and for how many steps it had no data."""
+    """Train this rank's replica; return it, and the number of steps without data."""
     model = network()
     reducer = GradientReducer(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -59,7 +59,7 @@ def train(batches: list[Batch]) -> tuple[nn.Module, int]:
 
 
 def train_alone() -> nn.Module:
-    """Train in one process, with what all ranks have for a step as one batch."""
+    """Train in one process on the concatenation of the ranks' batches."""
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     by_rank = [batches(rank) for rank in range(WORLD_SIZE)]
@@ -73,7 +73,7 @@ def train_alone() -> nn.Module:
 
 
 def flat(model: nn.Module) -> Tensor:
-    """Return all parameters in a row."""
+    """Return all parameters as one vector."""
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 

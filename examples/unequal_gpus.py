@@ -1,8 +1,8 @@
 """Two devices, one three times as fast: it gets three quarters of every batch, and the gradient stays exact.
 
-Run it with `python examples/unequal_gpus.py`. The slower device is pretended, by sleeping, so it runs anywhere. With a
-batch size of its own on each rank nobody waits; `ddp` would then count a sample of the slower rank three times as much
-as one of the faster, which the last line shows.
+Run it with `python examples/unequal_gpus.py`. Sleeping simulates the slower device. With different batch sizes no rank
+waits for another. `ddp` would give a sample of the slower rank three times the weight of a sample of the faster rank,
+as the last line shows.
 """
 
 import time
@@ -17,23 +17,17 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import lightning_ddp_ext  # noqa: F401  registers "ddp_checkpoint"
 
-MILLISECONDS = [1.0, 3.0]  # that each rank takes for a sample
+MILLISECONDS = [1.0, 3.0]  # per sample of each rank
 
 
 class Shares(Sampler[list[int]]):
-    """This rank's part of each batch. The last batch, which is smaller, is shared in the same proportions.
-
-    Args:
-        samples: Size of the data set.
-        shares: Number of samples of each rank in a batch.
-        rank: This rank.
-    """
+    """The part of each batch for one rank; `shares` are the samples of each rank in a full batch."""
 
     def __init__(self, samples: int, shares: Sequence[int], rank: int) -> None:
         self.samples = samples
         self.batch_size = sum(shares)
         self.begin, self.end = sum(shares[:rank]), sum(shares[: rank + 1])
-        self.generator = torch.Generator().manual_seed(0)  # the same order on every rank, another in every epoch
+        self.generator = torch.Generator().manual_seed(0)  # the same order on every rank, different in every epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of this rank's samples, batch by batch."""
@@ -47,11 +41,7 @@ class Shares(Sampler[list[int]]):
 
 
 class Regression(pl.LightningModule):
-    """Learns a function of four numbers.
-
-    Args:
-        shares: Number of samples of each rank in a batch.
-    """
+    """Learns a function of four numbers, with `shares` samples per batch for each rank."""
 
     def __init__(self, shares: Sequence[int]) -> None:
         super().__init__()
@@ -76,7 +66,7 @@ class Regression(pl.LightningModule):
 
 
 class Pretend(pl.Callback):
-    """Sleeps as long as a device of the given speed would take for a batch; measures the training."""
+    """Sleeps for the time of a device of the given speed, and measures the training."""
 
     seconds = 0.0
 
@@ -110,7 +100,7 @@ def train(strategy: str, shares: Sequence[int]) -> tuple[Tensor, pl.Trainer, flo
 
 
 def main() -> None:
-    """Train on two ranks; Lightning runs this file once more for the second of them."""
+    """Train on two ranks; Lightning runs this file again for the second rank."""
     torch.set_num_threads(1)
     runs = [("ddp_checkpoint", (16, 16)), ("ddp_checkpoint", (24, 8)), ("ddp", (24, 8))]
     results = [train(strategy, shares) for strategy, shares in runs]

@@ -1,9 +1,9 @@
 """Two ranks read streams of different length, in batches with different numbers of tokens: exact, and nothing hangs.
 
-Run it with `python examples/uneven_streams.py`. Nobody knows how long a stream is before it ends. Rank 0 ends after 9
-batches of an epoch; from then on it makes shadow steps, with the same gradient as rank 1. Each batch counts its tokens.
-With Lightning's `ddp` rank 0 would go on to the next epoch, while rank 1 still is in this one. The last line counts
-samples instead of tokens, to show that it matters.
+Run it with `python examples/uneven_streams.py`. The length of a stream is unknown before its end. Rank 0 has 9 batches
+per epoch and then makes shadow steps, with the same gradient as rank 1. The weight of a batch is its number of tokens.
+With Lightning's `ddp`, rank 0 would continue with the next epoch while rank 1 is still in this one. The last line
+weights by samples instead of tokens, for comparison.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from lightning_ddp_ext.callbacks import JoinReport
 BATCHES = [9, 23]  # of each rank's stream
 LONGEST = 20  # tokens of a sequence
 
-Batch = tuple[Tensor, Tensor, Tensor]  # inputs, targets and what is no padding
+Batch = tuple[Tensor, Tensor, Tensor]  # inputs, targets and the mask of tokens without padding
 
 
 def batches(rank: int) -> Iterator[Batch]:
@@ -34,11 +34,7 @@ def batches(rank: int) -> Iterator[Batch]:
 
 
 class Stream(IterableDataset[Batch]):
-    """The streams of some ranks, merged batch by batch.
-
-    Args:
-        ranks: One rank; or all, for one process that has everything.
-    """
+    """The streams of the given ranks, concatenated batch by batch."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -52,7 +48,7 @@ class Stream(IterableDataset[Batch]):
 
 
 class Tagger(pl.LightningModule):
-    """Predicts a number for each token; nothing here knows of shadow steps."""
+    """Predicts a number for each token; independent of the strategy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,12 +74,12 @@ class Tagger(pl.LightningModule):
 
 
 def count_tokens(batch: Batch) -> int:
-    """Count what is no padding."""
+    """Return the number of tokens without padding."""
     return int(batch[2].sum())
 
 
 def train(strategy: DDPJoinStrategy | str, devices: int) -> tuple[Tensor, pl.Trainer, JoinReport]:
-    """Train for three epochs from the same start; return all parameters in a row, the Trainer and its report."""
+    """Train for three epochs from the same start; return all parameters as one vector, the Trainer and its report."""
     pl.seed_everything(0, verbose=False)
     module, report = Tagger(), JoinReport(table=False)
     trainer = pl.Trainer(
@@ -95,7 +91,7 @@ def train(strategy: DDPJoinStrategy | str, devices: int) -> tuple[Tensor, pl.Tra
 
 
 def main() -> None:
-    """Train on two ranks; Lightning runs this file once more for the second of them."""
+    """Train on two ranks; Lightning runs this file again for the second rank."""
     torch.set_num_threads(1)
     by_tokens, trainer, report = train(DDPJoinStrategy(weight_by=count_tokens), devices=2)
     by_samples, _, _ = train(DDPJoinStrategy(weight_by="samples"), devices=2)

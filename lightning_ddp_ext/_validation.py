@@ -1,4 +1,4 @@
-"""Checks of argument types and values, shared by all constructors."""
+"""Checks of arguments, shared by all constructors: a TypeError or ValueError names the argument and a remedy."""
 
 import difflib
 import inspect
@@ -9,44 +9,20 @@ from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any
 
-_LONGEST = timedelta(days=365)  # torch counts in 64-bit nanoseconds, which end after 292 years
+_LONGEST = timedelta(days=365)  # torch keeps time limits in 64-bit nanoseconds, at most 292 years
 _LARGEST_BUCKET = 2**20  # MiB
-_PICTURES = (".png", ".svg", ".pdf")
+_PLOTS = (".png", ".svg", ".pdf")
 
 
 def check_integer(name: str, value: object, *, least: int = 0, most: int | None = None, remedy: str) -> None:
-    """Check a number that counts something.
-
-    Args:
-        name: The argument.
-        value: What it was given.
-        least: Smallest value allowed.
-        most: Largest value allowed; None for any.
-        remedy: What to do, as a sentence.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is out of range.
-    """
+    """Check an integer between `least` and `most`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"`{name}` must be an integer, got {value!r}. {remedy}")
     _check_range(name, value, least, most, remedy)
 
 
 def check_number(name: str, value: object, *, least: float = 0.0, most: float | None = None, remedy: str) -> None:
-    """Check a finite number.
-
-    Args:
-        name: The argument.
-        value: What it was given.
-        least: Smallest value allowed.
-        most: Largest value allowed; None for any finite one.
-        remedy: What to do, as a sentence.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is out of range.
-    """
+    """Check a finite number between `least` and `most`."""
     if not _is_number(value):
         raise TypeError(f"`{name}` must be a number, got {value!r}. {remedy}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -66,48 +42,25 @@ def _check_range(name: str, value: Any, least: float, most: float | None, remedy
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], remedy: str) -> None:
-    """Check a word.
-
-    Args:
-        name: The argument.
-        value: What it was given.
-        choices: The words allowed.
-        remedy: What to do, as a sentence.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
+    """Check a string that has to be one of a few."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}. {remedy}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Check an argument that is on or off.
-
-    Raises:
-        TypeError: If it is neither True nor False.
-    """
+    """Check a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}. Leave it out for its default.")
 
 
 def check_text(name: str, value: object) -> None:
-    """Check an optional text.
-
-    Raises:
-        TypeError: If it is neither a string nor None.
-    """
+    """Check an optional string."""
     if value is not None and not isinstance(value, str):
         raise TypeError(f"`{name}` must be a string, got {value!r}. Leave it out for its default.")
 
 
 def check_path(name: str, value: object) -> None:
-    """Check the optional path of a file to write.
-
-    Raises:
-        TypeError: If it is neither a path nor None.
-        ValueError: If it is empty, or a folder.
-    """
+    """Check the optional path of a file to write."""
     if value is None:
         return
     if not isinstance(value, str | os.PathLike):
@@ -117,29 +70,13 @@ def check_path(name: str, value: object) -> None:
 
 
 def check_picture(name: str, path: str | os.PathLike[str] | None) -> None:
-    """Check the suffix of an optional picture to draw.
-
-    Raises:
-        ValueError: If it is that of no picture.
-    """
-    if path is not None and not os.fspath(path).endswith(_PICTURES):
-        raise ValueError(f"`{name}` must end in {', '.join(_PICTURES)}, got {str(path)!r}. Use .png if unsure.")
+    """Check the suffix of the optional path of a plot."""
+    if path is not None and not os.fspath(path).endswith(_PLOTS):
+        raise ValueError(f"`{name}` must end in {', '.join(_PLOTS)}, got {str(path)!r}. Use .png if unsure.")
 
 
 def as_timeout(name: str, value: object) -> timedelta:
-    """Read a time limit.
-
-    Args:
-        name: The argument.
-        value: What it was given: a timedelta, or a number of seconds.
-
-    Returns:
-        The time limit.
-
-    Raises:
-        TypeError: If it is neither.
-        ValueError: If it is not above zero, or longer than a year.
-    """
+    """Return a time limit of up to a year, given as a timedelta or a number of seconds."""
     remedy = "Use for example `timedelta(minutes=30)`, or 1800 seconds."
     seconds: Any = value.total_seconds() if isinstance(value, timedelta) else value
     if not _is_number(seconds):
@@ -150,12 +87,7 @@ def as_timeout(name: str, value: object) -> timedelta:
 
 
 def check_host(name: str, value: object, remedy: str) -> None:
-    """Check the name or address of a host, as far as that can be told without asking anybody.
-
-    Raises:
-        TypeError: If it is not a string.
-        ValueError: If no host can be called so.
-    """
+    """Check the name or address of a host, without resolving it."""
     if not isinstance(value, str):
         raise TypeError(f"`{name}` must be a string, got {value!r}. {remedy}")
     wrong = f"`{name}` must be the name or address of a host, got {value!r}"
@@ -168,12 +100,7 @@ def check_host(name: str, value: object, remedy: str) -> None:
 
 
 def check_bucket_cap(value: object) -> None:
-    """Check a `bucket_cap_mb`.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is not above 0, or above a tebibyte.
-    """
+    """Check a `bucket_cap_mb`, up to a tebibyte."""
     remedy = "Use 25, the default."
     if not _is_number(value):
         raise TypeError(f"`bucket_cap_mb` must be a number of MiB, got {value!r}. {remedy}")
@@ -183,7 +110,7 @@ def check_bucket_cap(value: object) -> None:
 
 
 _NOT_NEEDED = {
-    "find_unused_parameters": "parameters that no rank uses are found in every step",
+    "find_unused_parameters": "unused parameters are found in every step",
     "static_graph": "nothing is assumed about the graph",
     "gradient_as_bucket_view": "gradients are views of the buckets already",
     "broadcast_buffers": "buffers are equal after every step already",
@@ -191,19 +118,11 @@ _NOT_NEEDED = {
 
 
 def refuse_unknown(unknown: dict[str, object], strategy: type) -> None:
-    """Refuse arguments by name.
-
-    Args:
-        unknown: What was given.
-        strategy: The class whose constructor knows the other arguments.
-
-    Raises:
-        TypeError: If there are any.
-    """
+    """Refuse unknown arguments of a strategy, with the name that was probably meant."""
     for name in unknown:
         if name in _NOT_NEEDED:
             raise TypeError(f"`{name}` is not needed: {_NOT_NEEDED[name]}. Delete the argument.")
         names = list(inspect.signature(strategy).parameters)
         close = difflib.get_close_matches(name, names, n=1)
-        remedy = f"Did you mean `{close[0]}`?" if close else "See its documentation for those that are."
+        remedy = f"Did you mean `{close[0]}`?" if close else "See the documentation of its arguments."
         raise TypeError(f"`{name}` is not an argument of this strategy. {remedy}")

@@ -1,248 +1,23 @@
-"""Schemas of the packaged Hydra groups."""
+"""Schemas of the packaged Hydra groups, generated from the signatures of the constructors."""
 
-from dataclasses import dataclass, field
-from typing import Any, Optional
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Optional, Union, get_args, get_origin
 
 from hydra.core.config_store import ConfigStore
+from hydra.utils import get_object
 from omegaconf import MISSING
 
 # ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
 
 
 @dataclass(kw_only=True)
-class DigitsCNNConfig:
-    """Arguments of `DigitsCNN`."""
-
-    _target_: str = "lightning_ddp_ext.demo.digits.DigitsCNN"
-    width: int = 32
-    learning_rate: float = 0.002
-
-
-@dataclass(kw_only=True)
-class SlowedDigitsCNNConfig(DigitsCNNConfig):
-    """Arguments of `SlowedDigitsCNN`; plain lists, as checkpoints hold them."""
-
-    _target_: str = "lightning_ddp_ext.demo.digits.SlowedDigitsCNN"
-    _convert_: str = "all"
-    milliseconds_per_sample: list[float] = MISSING
-
-
-@dataclass(kw_only=True)
-class ByteTransformerConfig:
-    """Arguments of `ByteTransformer`."""
-
-    _target_: str = "lightning_ddp_ext.demo.byte_text.ByteTransformer"
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    block_size: int = 1024
-    learning_rate: float = 0.002
-
-
-@dataclass(kw_only=True)
-class DigitsDataConfig:
-    """Arguments of `DigitsData`."""
-
-    _target_: str = "lightning_ddp_ext.demo.digits.DigitsData"
-    batch_size: int = 32
-    seed: int = 1
-    train_fractions: Optional[list[float]] = None
-
-
-@dataclass(kw_only=True)
-class StdlibStreamConfig:
-    """Arguments of `StdlibStream`."""
-
-    _target_: str = "lightning_ddp_ext.demo.byte_text.StdlibStream"
-    batch_size: int = 8
-    block_size: int = 128
-    files: int = 10
-    seed: int = 1
-
-
-@dataclass(kw_only=True)
-class StdlibTextConfig:
-    """Arguments of `StdlibText`."""
-
-    _target_: str = "lightning_ddp_ext.demo.byte_text.StdlibText"
-    batch_size: int = 16
-    block_size: int = 128
-    max_bytes: int = 2_000_000
-    seed: int = 1
-
-
-@dataclass(kw_only=True)
-class ModelCheckpointConfig:
-    """Arguments of Lightning's `ModelCheckpoint`."""
-
-    _target_: str = "lightning.pytorch.callbacks.ModelCheckpoint"
-    dirpath: Optional[str] = None
-    filename: Optional[str] = None
-    enable_version_counter: bool = True
-    save_on_train_epoch_end: Optional[bool] = None
-
-
-@dataclass(kw_only=True)
-class BalanceReportConfig:
-    """Arguments of `BalanceReport`."""
-
-    _target_: str = "lightning_ddp_ext.callbacks.BalanceReport"
-    path: Optional[str] = None
-
-
-@dataclass(kw_only=True)
-class JoinReportConfig:
-    """Arguments of `JoinReport`."""
-
-    _target_: str = "lightning_ddp_ext.callbacks.JoinReport"
-    log: bool = False
-    path: Optional[str] = None
-
-
-@dataclass(kw_only=True)
-class ReplicaConsistencyConfig:
-    """Arguments of `ReplicaConsistency`."""
-
-    _target_: str = "lightning_ddp_ext.callbacks.ReplicaConsistency"
-    every_n_steps: int = 100
-    on_difference: str = "raise"
-    buffers: Optional[bool] = None
-    ignore: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class GradientCheckConfig:
-    """Arguments of `GradientCheck`."""
-
-    _target_: str = "lightning_ddp_ext.callbacks.GradientCheck"
-    batches: int = 1
-
-
-@dataclass(kw_only=True)
-class CSVLoggerConfig:
-    """Arguments of Lightning's `CSVLogger`."""
-
-    _target_: str = "lightning.pytorch.loggers.CSVLogger"
-    save_dir: str = MISSING
-    name: Optional[str] = None
-    version: Any = None
-
-
-PARTS: dict[str, dict[str, type]] = {
-    "lightning_ddp_ext/model": {
-        "byte_transformer": ByteTransformerConfig,
-        "digits_cnn": DigitsCNNConfig,
-        "slowed_digits_cnn": SlowedDigitsCNNConfig,
-    },
-    "lightning_ddp_ext/data": {
-        "digits": DigitsDataConfig,
-        "stdlib_stream": StdlibStreamConfig,
-        "stdlib_text": StdlibTextConfig,
-    },
-    "lightning_ddp_ext/callbacks": {
-        "balance_report": BalanceReportConfig,
-        "checkpoint": ModelCheckpointConfig,
-        "gradient_check": GradientCheckConfig,
-        "join_report": JoinReportConfig,
-        "replica_consistency": ReplicaConsistencyConfig,
-    },
-    "lightning_ddp_ext/logger": {"csv": CSVLoggerConfig},
-}
-
-
-# ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
-
-
-@dataclass(kw_only=True)
-class BalancedDataParallelConfig:
-    """Arguments of `BalancedDataParallelStrategy`."""
-
-    _target_: str = "lightning_ddp_ext.BalancedDataParallelStrategy"
-    gpu0_batch_size: Optional[int] = None
-    split: Optional[list[float]] = None
-    balance: Optional[str] = None
-    weight_by: Any = "samples"
-    batch_dim: int = 0
-
-
-@dataclass(kw_only=True)
-class ExplicitDDPConfig:
-    """Arguments of `ExplicitDDPStrategy`, the base of those below."""
-
-    _target_: str = "lightning_ddp_ext.ExplicitDDPStrategy"
-    process_group_backend: Optional[str] = None
-    timeout: Any = None
-    init_method: Optional[str] = None
-    network_interface: Optional[str] = None
-    start_method: str = "popen"
-    bucket_cap_mb: float = 25.0
-    weight_by: Any = "samples"
-    batch_dim: int = 0
-    activation_checkpointing: Any = None
-    stall_timeout: Any = None
-
-
-@dataclass(kw_only=True)
-class DDPCheckpointConfig(ExplicitDDPConfig):
-    """Arguments of `DDPCheckpointStrategy`."""
-
-    _target_: str = "lightning_ddp_ext.DDPCheckpointStrategy"
-
-
-@dataclass(kw_only=True)
-class DDPJoinConfig(ExplicitDDPConfig):
-    """Arguments of `DDPJoinStrategy`."""
-
-    _target_: str = "lightning_ddp_ext.DDPJoinStrategy"
-    uneven_inputs: str = "join"
-
-
-@dataclass(kw_only=True)
-class DDPConfig:
-    """Arguments of Lightning's `DDPStrategy`, with the process group and the network interface."""
-
-    _target_: str = "lightning_ddp_ext.strategies.builtin.ddp_strategy"
-    process_group_backend: Optional[str] = None
-    timeout: Any = 1800.0
-    init_method: Optional[str] = None
-    network_interface: Optional[str] = None
-    start_method: str = "popen"
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    gradient_as_bucket_view: bool = False
-
-
-@dataclass(kw_only=True)
-class FSDPConfig:
-    """Arguments of Lightning's `FSDPStrategy`, with the process group and the network interface."""
-
-    _target_: str = "lightning_ddp_ext.strategies.builtin.fsdp_strategy"
-    process_group_backend: Optional[str] = None
-    timeout: Any = 1800.0
-    init_method: Optional[str] = None
-    network_interface: Optional[str] = None
-    sharding_strategy: str = "FULL_SHARD"
-    cpu_offload: bool = False
-    state_dict_type: str = "full"
-
-
-@dataclass(kw_only=True)
-class SingleDeviceConfig:
-    """Lightning's choice for a single device."""
-
-    _target_: str = "lightning_ddp_ext.strategies.builtin.single_device_strategy"
-
-
-@dataclass(kw_only=True)
 class ProcessGroupConfig:
-    """How processes find each other.
-
-    Attributes:
-        backend: The backend; None for what suits the devices.
-        timeout_seconds: How long ranks wait for each other, and the time limit of one collective.
-        stall_timeout_seconds: How long `ddp_checkpoint` and `ddp_join` do without a sign of life; None for ever.
-        init_method: `"tcp://host:port"` or `"file:///path"`; None for what the cluster says.
-    """
+    """Settings of the process group, which the strategies refer to."""
 
     backend: Optional[str] = None
     timeout_seconds: float = 1800.0
@@ -259,102 +34,21 @@ class NetworkConfig:
 
 @dataclass(kw_only=True)
 class ClusterConfig:
-    """Where the job runs."""
+    """The number of nodes, without a cluster environment."""
 
     num_nodes: int = 1
-
-
-@dataclass(kw_only=True)
-class ManualClusterConfig:
-    """Arguments of `ManualEnvironment`."""
-
-    _target_: str = "lightning_ddp_ext.ManualEnvironment"
-    num_nodes: int = MISSING
-    node_rank: int = MISSING
-    main_address: str = MISSING
-    main_port: int = 29500
-
-
-@dataclass(kw_only=True)
-class SlurmClusterConfig:
-    """Arguments of `CheckedSLURMEnvironment`."""
-
-    _target_: str = "lightning_ddp_ext.CheckedSLURMEnvironment"
-    num_nodes: int = MISSING
-    auto_requeue: bool = True
-    requeue_signal: str = "SIGUSR1"
-
-
-@dataclass(kw_only=True)
-class TrainerConfig:
-    """Arguments of `lightning.pytorch.Trainer` that no other group sets.
-
-    `accelerator` and `devices` left empty choose the CUDA devices if there are any, and otherwise the CPU, with two
-    replicas or processes if the strategy uses several devices.
-    """
-
-    _target_: str = "lightning.pytorch.Trainer"
-    accelerator: Optional[str] = None
-    devices: Any = None
-    num_nodes: int = 1
-    precision: Any = None
-    fast_dev_run: Any = False
-    max_epochs: Optional[int] = None
-    min_epochs: Optional[int] = None
-    max_steps: int = -1
-    min_steps: Optional[int] = None
-    max_time: Any = None
-    limit_train_batches: Any = None
-    limit_val_batches: Any = None
-    limit_test_batches: Any = None
-    limit_predict_batches: Any = None
-    overfit_batches: Any = 0.0
-    val_check_interval: Any = None
-    check_val_every_n_epoch: Optional[int] = 1
-    num_sanity_val_steps: Optional[int] = None
-    log_every_n_steps: Optional[int] = None
-    enable_checkpointing: Optional[bool] = None
-    enable_progress_bar: Optional[bool] = None
-    enable_model_summary: Optional[bool] = None
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: Any = None
-    gradient_clip_algorithm: Optional[str] = None
-    deterministic: Any = None
-    benchmark: Optional[bool] = None
-    inference_mode: bool = True
-    use_distributed_sampler: bool = True
-    profiler: Any = None
-    detect_anomaly: bool = False
-    barebones: bool = False
-    plugins: Any = None
-    sync_batchnorm: bool = False
-    reload_dataloaders_every_n_epochs: int = 0
-    default_root_dir: Optional[str] = None
-    enable_autolog_hparams: bool = True
-    model_registry: Optional[str] = None
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """The whole configuration of the command.
-
-    Attributes:
-        seed: Seed of Python, NumPy and torch, in every process.
-        test: Whether to test after training.
-        picture: Whether to draw the curves of the run.
-        ckpt_path: A checkpoint to resume from.
-        weights_only: Whether to refuse checkpoints that hold more than tensors and plain values, since loading those
-            runs code.
-        reference: Whether to train once more in one process, on the same batches, and print both results. None does so
-            where `data.train_fractions` is set.
-    """
+    """The whole configuration of the command; docs/configuration.md explains the keys."""
 
     seed: int = 1
     test: bool = True
-    picture: bool = True
+    plot: bool = True
     ckpt_path: Optional[str] = None
     weights_only: bool = True
-    reference: Optional[bool] = None
+    compare_single_process: Optional[bool] = None
     strategy: Any = MISSING
     process_group: Any = None
     network: Any = None
@@ -366,32 +60,105 @@ class TrainConfig:
     logger: Any = field(default_factory=dict)
 
 
-def register_schemas() -> None:
-    """Put the schemas where the packaged files look for them, in groups below `lightning_ddp_ext`."""
-    schemas: dict[str, dict[str, type]] = {
-        "lightning_ddp_ext": {"train": TrainConfig},
-        "lightning_ddp_ext/strategy": {
-            "balanced_dp": BalancedDataParallelConfig,
-            "ddp": DDPConfig,
-            "ddp_checkpoint": DDPCheckpointConfig,
-            "ddp_join": DDPJoinConfig,
-            "fsdp": FSDPConfig,
-            "single": SingleDeviceConfig,
-        },
-        "lightning_ddp_ext/process_group": {"process_group": ProcessGroupConfig},
-        "lightning_ddp_ext/network": {"network": NetworkConfig},
-        "lightning_ddp_ext/cluster": {
-            "cluster": ClusterConfig,
-            "manual": ManualClusterConfig,
-            "slurm": SlurmClusterConfig,
-        },
-        "lightning_ddp_ext/trainer": {"trainer": TrainerConfig},
-        **PARTS,
+def make_schema(
+    path: str, *, base: str | None = None, without: Collection[str] = (), **options: bool | str | None
+) -> type:
+    """Return a dataclass with the arguments of a constructor as fields, except those in `without`.
+
+    `base` is the constructor that receives `*args` and `**kwargs`. `options` are further keys with their defaults.
+    """
+    parameters: dict[str, inspect.Parameter] = {}
+    for target in (base, path):
+        if target is not None:
+            parameters.update(inspect.signature(get_object(target), eval_str=True).parameters)
+    fields: list[Any] = [("_target_", str, field(default=path))]
+    for parameter in parameters.values():
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name not in without:
+            fields.append((parameter.name, _field_type(parameter.annotation), _field(parameter.default)))
+    fields += [(name, type(default), field(default=default)) for name, default in options.items()]
+    return make_dataclass(f"{path.rpartition('.')[2]}Config", fields, kw_only=True)
+
+
+def _field_type(annotation: Any) -> Any:
+    """Return the type that OmegaConf checks: `Any` unless the annotation is one plain type, possibly optional."""
+    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    kinds = {_plain_type(choice) for choice in choices if choice is not NoneType}
+    if len(kinds) > 1 or Any in kinds:
+        return Any
+    return Optional[kinds.pop()] if NoneType in choices else kinds.pop()
+
+
+def _plain_type(annotation: Any) -> Any:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in (bool, int, float, str):
+        return annotation
+    if annotation is Path or (origin is Literal and all(isinstance(choice, str) for choice in arguments)):
+        return str
+    if origin in (list, Sequence):
+        return list[_plain_type(arguments[0])]  # type: ignore[misc]
+    return Any
+
+
+def _field(default: Any) -> Any:
+    if default is inspect.Parameter.empty:
+        return field(default=MISSING)
+    if isinstance(default, list | tuple):
+        return field(default_factory=lambda: list(default))
+    return field(default=default.total_seconds() if isinstance(default, timedelta) else default)
+
+
+# Arguments of the strategies that take objects, which a configuration cannot hold.
+OBJECTS = (
+    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_comm_state",
+    "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period",
+)  # fmt: skip
+GROUPS = ("strategy", "callbacks", "logger")  # arguments of the Trainer that other groups set
+_EXPLICIT_DDP = "lightning_ddp_ext.ExplicitDDPStrategy"
+
+
+def make_schemas() -> dict[str, type]:
+    """Return all schemas, by group and name."""
+    callbacks, demo = "lightning_ddp_ext.callbacks", "lightning_ddp_ext.demo"
+    builtin = "lightning_ddp_ext.strategies.builtin"
+    return {
+        "train": TrainConfig,
+        "strategy/balanced_dp": make_schema("lightning_ddp_ext.BalancedDataParallelStrategy", without=OBJECTS),
+        "strategy/ddp_checkpoint": make_schema("lightning_ddp_ext.DDPCheckpointStrategy", without=OBJECTS),
+        "strategy/ddp_join": make_schema("lightning_ddp_ext.DDPJoinStrategy", base=_EXPLICIT_DDP, without=OBJECTS),
+        "strategy/ddp": make_schema(
+            f"{builtin}.ddp_strategy", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=False
+        ),
+        "strategy/fsdp": make_schema(
+            f"{builtin}.fsdp_strategy", sharding_strategy="FULL_SHARD", cpu_offload=False, state_dict_type="full"
+        ),
+        "strategy/single": make_schema(f"{builtin}.single_device_strategy"),
+        "process_group/process_group": ProcessGroupConfig,
+        "network/network": NetworkConfig,
+        "cluster/local": ClusterConfig,
+        "cluster/manual": make_schema("lightning_ddp_ext.ManualEnvironment"),
+        "cluster/slurm": make_schema("lightning_ddp_ext.CheckedSLURMEnvironment"),
+        "trainer/trainer": make_schema("lightning.pytorch.Trainer", without=GROUPS),
+        "model/byte_transformer": make_schema(f"{demo}.byte_text.ByteTransformer"),
+        "model/digits_cnn": make_schema(f"{demo}.digits.DigitsCNN"),
+        "model/slowed_digits_cnn": make_schema(f"{demo}.digits.SlowedDigitsCNN", _convert_="all"),
+        "data/digits": make_schema(f"{demo}.digits.DigitsData"),
+        "data/stdlib_stream": make_schema(f"{demo}.byte_text.StdlibStream"),
+        "data/stdlib_text": make_schema(f"{demo}.byte_text.StdlibText"),
+        "callbacks/balance_report": make_schema(f"{callbacks}.BalanceReport"),
+        "callbacks/checkpoint": make_schema("lightning.pytorch.callbacks.ModelCheckpoint"),
+        "callbacks/gradient_check": make_schema(f"{callbacks}.GradientCheck"),
+        "callbacks/join_report": make_schema(f"{callbacks}.JoinReport"),
+        "callbacks/replica_consistency": make_schema(f"{callbacks}.ReplicaConsistency"),
+        "logger/csv": make_schema("lightning.pytorch.loggers.CSVLogger"),
     }
+
+
+def register_schemas() -> None:
+    """Store the schemas in groups below `lightning_ddp_ext`, where the packaged files look for them."""
     store = ConfigStore.instance()
-    for group, nodes in schemas.items():
-        for name, node in nodes.items():
-            store.store(group=group, name=name, node=node, provider="lightning_ddp_ext")
+    for path, schema in make_schemas().items():
+        group, _, name = f"lightning_ddp_ext/{path}".rpartition("/")
+        store.store(group=group, name=name, node=schema, provider="lightning_ddp_ext")
 
 
 register_schemas()

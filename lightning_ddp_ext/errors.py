@@ -1,42 +1,42 @@
-"""Errors raised once a run has been set up.
+"""Errors raised after construction.
 
-Wrong arguments raise `TypeError` or `ValueError` in the constructor; what can only be known later raises one of:
+Wrong arguments raise `TypeError` or `ValueError` in the constructor. Later, one of these is raised:
 
     DDPExtError (RuntimeError)
-    |-- UnsupportedFeatureError        a Trainer feature or launch that the strategy cannot do right
-    |-- BatchSplitError                a batch that cannot be cut into chunks, or whose size is ambiguous
-    |-- ActivationCheckpointingError   a policy that finds no module, or a module that cannot be recomputed
-    |-- UnsynchronizedGradientsError   an optimizer step with gradients that are this rank's own
+    |-- UnsupportedFeatureError        a Trainer feature or launch that the strategy does not support
+    |-- BatchSplitError                a batch that cannot be split, or whose size is ambiguous
+    |-- ActivationCheckpointingError   a policy that matches no module, or a module that cannot be recomputed
+    |-- UnsynchronizedGradientsError   an optimizer step with gradients that are not synchronised
     |-- RanksOutOfStepError            ranks that synchronise gradients of different backward passes
-    |-- RankJoinedError                a collective that needs a rank which has run out of data
-    |-- UnevenInputsError              ranks with different amounts of data where that is refused
-    |-- LoggedKeysError                ranks that log different keys, or in another order
-    |-- OtherRankError                 another rank that failed, is gone, gives no sign of life, or did not come
-    |-- ReplicaMismatchError           ranks that were not set up alike, or are no replicas of each other any more
+    |-- RankJoinedError                a collective that needs a rank without data
+    |-- UnevenInputsError              ranks with different amounts of data where that is not allowed
+    |-- LoggedKeysError                ranks that log different keys, or the same keys in a different order
+    |-- OtherRankError                 another rank that failed, ended, stalled or is missing
+    |-- ReplicaMismatchError           ranks with different setups, or replicas that differ
     |-- CheckpointRefusedError         a checkpoint that holds more than tensors and plain values
-    |-- ClusterError                   a job whose processes are not those that the run needs
+    |-- ClusterError                   a job whose processes are not the ranks of the run
     |-- BackendError                   a communication backend that this installation or launch cannot use
-    |-- RendezvousError                processes of a run that do not find each other
-    `-- NetworkInterfaceError          a network interface that a host lacks, or that does not reach the other hosts
+    |-- RendezvousError                ranks that do not find each other
+    `-- NetworkInterfaceError          a network interface that is missing, or does not reach the other nodes
 """
 
 from collections.abc import Sequence
 
 
 class DDPExtError(RuntimeError):
-    """Base of every error this package raises after construction."""
+    """Base class of all errors that this package raises after construction."""
 
 
 class UnsupportedFeatureError(DDPExtError):
-    """The Trainer asks for something that the strategy refuses because it could not be done right."""
+    """The Trainer is configured with a feature or launch that the strategy does not support."""
 
 
 class BatchSplitError(DDPExtError):
-    """A batch has no unambiguous batch size, or holds an entry that cannot be cut.
+    """The batch size is ambiguous, or the batch holds an entry that cannot be split.
 
     Args:
-        problem: What is wrong.
-        remedy: What to do about it.
+        problem: Description of the batch.
+        remedy: Remedy, as a sentence.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -45,44 +45,44 @@ class BatchSplitError(DDPExtError):
 
 
 class ActivationCheckpointingError(DDPExtError):
-    """A policy finds no module whose forward pass could be recomputed, or a forward pass cannot be."""
+    """The policy matches no module, or a module cannot be recomputed."""
 
 
 class UnsynchronizedGradientsError(DDPExtError):
-    """An optimizer is about to step with gradients that have not been synchronised: ranks would drift apart."""
+    """An optimizer is about to step with gradients that are not synchronised, so that ranks would diverge."""
 
 
 class RanksOutOfStepError(DDPExtError):
-    """Ranks synchronise the gradients of different batches or backward passes, or might after an error."""
+    """Ranks synchronise gradients of different batches or backward passes, or could do so after an error."""
 
 
 class RankJoinedError(DDPExtError):
-    """A step issues a collective that needs a rank which has run out of data."""
+    """A step issues a collective that needs a rank without data."""
 
 
 class UnevenInputsError(DDPExtError):
-    """Ranks have different amounts of data where that is refused, or a loader has fewer batches than it announced."""
+    """Ranks have different amounts of data where that is not allowed, or a loader ends before its length."""
 
 
 class LoggedKeysError(DDPExtError):
-    """Ranks log different keys with `sync_dist=True`, which would be added up with each other."""
+    """Ranks log different keys with `sync_dist=True`, whose values would be added to each other."""
 
 
 class OtherRankError(DDPExtError):
-    """Another rank has failed, is gone, gives no sign of life, or did not come in time; this one ends with it."""
+    """Another rank failed, ended, stalled or did not arrive within the time limit."""
 
 
 class ReplicaMismatchError(DDPExtError):
-    """Ranks were not set up alike, or their parameters, buffers or optimizer states differ."""
+    """Ranks have different setups, or their parameters, buffers or optimizer states differ."""
 
 
 class CheckpointRefusedError(DDPExtError):
-    """A checkpoint holds something whose loading would run code, or is no checkpoint.
+    """Loading the checkpoint would run code, or the file is not a checkpoint.
 
     Args:
-        problem: What is wrong.
-        remedy: What to do about it.
-        names: What loading it would import or call.
+        problem: Description of the file.
+        remedy: Remedy, as a sentence.
+        names: Names that loading would import or call.
     """
 
     def __init__(self, problem: str, remedy: str, names: Sequence[str] = ()) -> None:
@@ -92,16 +92,16 @@ class CheckpointRefusedError(DDPExtError):
 
 
 class ClusterError(DDPExtError):
-    """The processes that a cluster has started, or will start, are not those that the run needs."""
+    """The processes of a cluster job are not the ranks of the run."""
 
 
 class BackendError(DDPExtError):
-    """The communication backend is not part of this torch, or does not suit the devices or the launcher."""
+    """The communication backend is missing in this torch, or does not suit the devices or the launcher."""
 
 
 class RendezvousError(DDPExtError):
-    """The processes of a run did not find each other within the time limit, or disagree about the run."""
+    """The ranks did not find each other within the time limit, or have different settings."""
 
 
 class NetworkInterfaceError(DDPExtError):
-    """The chosen network interface does not exist on a host, or does not reach the other hosts."""
+    """The network interface is missing on a node, or does not reach the other nodes."""

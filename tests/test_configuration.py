@@ -5,8 +5,10 @@ import inspect
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -14,6 +16,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import lightning_ddp_ext
 from lightning_ddp_ext import (
@@ -25,8 +28,10 @@ from lightning_ddp_ext import (
     ManualEnvironment,
     config,
 )
+from lightning_ddp_ext.callbacks import ReplicaConsistency
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.demo.byte_text import count_tokens
+from lightning_ddp_ext.demo.digits import DigitsData
 from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
@@ -39,56 +44,43 @@ def composed():
         yield lambda *overrides: compose("train", overrides=list(overrides))
 
 
-@pytest.mark.parametrize(
-    ("override", "place"),
-    [
+def test_addresses_of_the_documentation_can_be_typed(composed):
+    for override, endpoint in (
         ('process_group.init_method="tcp://[fd00::1]:29500"', RendezvousEndpoint("fd00::1", 29500)),
         ("process_group.init_method=tcp://node1:29500", RendezvousEndpoint("node1", 29500)),
         ("process_group.init_method=file:///shared/7.0.0", RendezvousEndpoint(path=Path("/shared/7.0.0"))),
-    ],
-)
-def test_the_meeting_places_of_the_documentation_can_be_typed(composed, override, place):
-    chosen = composed("strategy=ddp", "process_group=gloo", override)
-    assert parse_init_method(chosen.strategy.init_method) == place
-
-
-def test_an_address_of_ipv6_can_be_typed(composed):
+    ):
+        chosen = composed("strategy=ddp", "process_group=gloo", override)
+        assert parse_init_method(chosen.strategy.init_method) == endpoint
     by_hand = composed("cluster=manual", "cluster.num_nodes=2", "cluster.node_rank=1", "cluster.main_address=fd00::1")
     assert by_hand.cluster.main_address == "fd00::1"
 
 
-def options(group):
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-def test_the_groups_are_these():
-    groups = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__")
-    assert groups == [
+def test_every_option_of_every_group_composes(composed):
+    found = {}
+    for path in sorted(CONF.glob("*/*.yaml")):
+        assert composed(f"{path.parent.name}={path.stem}")
+        found.setdefault(path.parent.name, []).append(path.stem)
+    assert sorted(found) == [
         "callbacks", "cluster", "data", "experiment", "logger", "model", "network", "process_group", "strategy",
         "trainer",
     ]  # fmt: skip
+    assert found["strategy"] == ["balanced_dp", "ddp", "ddp_checkpoint", "ddp_join", "fsdp", "single"]
 
 
 @pytest.mark.parametrize(
-    ("group", "option"),
-    [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml"))],
+    ("option", "expected"),
+    [
+        ("balanced_dp", BalancedDataParallelStrategy),
+        ("ddp", DDPStrategy),
+        ("ddp_checkpoint", DDPCheckpointStrategy),
+        ("ddp_join", DDPJoinStrategy),
+        ("fsdp", FSDPStrategy),
+        ("single", str),
+    ],
 )
-def test_every_option_composes(composed, group, option):
-    assert composed(f"{group}={option}") is not None
-
-
-@pytest.mark.parametrize("option", options("strategy"))
-def test_every_strategy_is_built(composed, option):
-    strategy = instantiate(composed(f"strategy={option}").strategy)
-    expected = {
-        "balanced_dp": BalancedDataParallelStrategy,
-        "ddp": DDPStrategy,
-        "ddp_checkpoint": DDPCheckpointStrategy,
-        "ddp_join": DDPJoinStrategy,
-        "fsdp": FSDPStrategy,
-        "single": str,
-    }
-    assert isinstance(strategy, expected[option])
+def test_every_strategy_is_built(composed, option, expected):
+    assert isinstance(instantiate(composed(f"strategy={option}").strategy), expected)
 
 
 @pytest.mark.parametrize("option", ["ddp", "ddp_checkpoint", "ddp_join", "fsdp"])
@@ -120,12 +112,9 @@ def test_the_stall_limit_reaches_the_strategy(composed, option, given, limit):
     assert instantiate(composed(f"strategy={option}", *given).strategy)._watch.limit == limit
 
 
-def test_uneven_inputs_reach_the_strategy(composed):
+def test_uneven_inputs_and_token_weights_reach_the_strategy(composed):
     assert instantiate(composed("strategy=ddp_join").strategy).uneven_inputs == "join"
     assert instantiate(composed("strategy=ddp_join", "strategy.uneven_inputs=stop").strategy).uneven_inputs == "stop"
-
-
-def test_the_stream_experiment_counts_tokens(composed):
     strategy = instantiate(composed("strategy=ddp_join", "experiment=stdlib_stream").strategy)
     assert strategy.weight_by is count_tokens
 
@@ -148,15 +137,15 @@ def run_folder(*overrides):
         return compose("train", overrides=list(overrides), return_hydra_config=True).hydra.run.dir
 
 
-def test_the_folder_of_a_slurm_job_is_that_of_its_tasks_and_of_its_restarts(monkeypatch):
+def test_all_tasks_and_restarts_of_a_slurm_job_have_one_folder(monkeypatch):
     job = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_STEP_ID": "2"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    of_job = run_folder("cluster=slurm")
-    assert of_job == "runs/slurm/8/2"
+    folder = run_folder("cluster=slurm")
+    assert folder == "runs/slurm/8/2"
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert run_folder("cluster=slurm") == of_job
+    assert run_folder("cluster=slurm") == folder
     assert run_folder("cluster=slurm", "hydra.run.dir=mine") == "mine"
     assert not run_folder().startswith("runs/slurm")
 
@@ -178,47 +167,62 @@ def test_a_manual_cluster_is_built(composed):
     assert node.trainer.num_nodes == 2
 
 
-@pytest.mark.parametrize(
-    ("model", "data"),
-    [("digits_cnn", "digits"), ("byte_transformer", "stdlib_text"), ("byte_transformer", "stdlib_stream")],
-)
-def test_models_and_data_are_built(composed, model, data):
-    node = composed(f"model={model}", f"data={data}")
-    assert isinstance(instantiate(node.model), LightningModule)
-    assert isinstance(instantiate(node.data), LightningDataModule)
+def test_models_and_data_are_built(composed):
+    for model, data in (
+        ("digits_cnn", "digits"), ("byte_transformer", "stdlib_text"), ("byte_transformer", "stdlib_stream"),
+    ):  # fmt: skip
+        node = composed(f"model={model}", f"data={data}")
+        assert isinstance(instantiate(node.model), LightningModule)
+        assert isinstance(instantiate(node.data), LightningDataModule)
 
 
-OF_EXPLICIT_DDP = {
-    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_comm_state",
-    "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "unknown",
-}  # fmt: skip
+def test_schemas_follow_the_signatures_of_constructors():
+    schemas = config.make_schemas()
+    checked = {
+        "strategy/balanced_dp": (BalancedDataParallelStrategy,),
+        "strategy/ddp_checkpoint": (ExplicitDDPStrategy,),
+        "strategy/ddp_join": (ExplicitDDPStrategy, DDPJoinStrategy),
+        "trainer/trainer": (Trainer,),
+        "callbacks/replica_consistency": (ReplicaConsistency,),
+        "data/digits": (DigitsData,),
+    }
+    for name, targets in checked.items():
+        parameters = {key: one for target in targets for key, one in inspect.signature(target).parameters.items()}
+        plain = {key for key, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+        fields = {field.name for field in dataclasses.fields(schemas[name])} - {"_target_"}
+        assert len(fields) > 2, name
+        assert fields <= plain, name
+        assert plain - fields <= {*config.OBJECTS, *config.GROUPS}, name
 
 
-@pytest.mark.parametrize(
-    ("schema", "target", "given_elsewhere"),
-    [
-        (
-            config.BalancedDataParallelConfig,
-            BalancedDataParallelStrategy,
-            {"accelerator", "parallel_devices", "checkpoint_io", "precision_plugin"},
-        ),
-        (config.DDPCheckpointConfig, DDPCheckpointStrategy, OF_EXPLICIT_DDP),
-        (config.ExplicitDDPConfig, ExplicitDDPStrategy, OF_EXPLICIT_DDP),
-        (config.TrainerConfig, Trainer, {"strategy", "logger", "callbacks"}),
-    ],
-)
-def test_schemas_have_every_argument_of_what_they_describe(schema, target, given_elsewhere):
-    fields = {field.name for field in dataclasses.fields(schema)} - {"_target_"}
-    parameters = set(inspect.signature(target.__init__).parameters) - {"self"}
-    assert fields == parameters - given_elsewhere
+class Constructed:
+    def __init__(
+        self,
+        needed: int,
+        share: float | None,
+        kind: Literal["a", "b"] = "a",
+        names: Sequence[str] = ("x",),
+        path: str | Path | None = None,
+        limit: timedelta | float = timedelta(minutes=1),
+        **options: object,
+    ) -> None:
+        """Take one argument of every sort."""
 
 
-def test_the_schema_of_ddp_join_has_the_arguments_of_its_base_and_its_own():
-    base, own = (
-        {field.name for field in dataclasses.fields(schema)}
-        for schema in (config.ExplicitDDPConfig, config.DDPJoinConfig)
-    )
-    assert own - base == set(inspect.signature(DDPJoinStrategy).parameters) - {"args", "options"}
+def test_a_schema_has_types_and_defaults_of_the_arguments():
+    schema = config.make_schema(f"{__name__}.Constructed", without=["kind"], extra=False)
+    fields = {field.name: field.type for field in dataclasses.fields(schema)}
+    assert fields == {
+        "_target_": str, "needed": int, "share": float | None, "names": list[str], "path": str | None,
+        "limit": Any, "extra": bool,
+    }  # fmt: skip
+    assert OmegaConf.structured(schema(needed=1, share=None)) == {
+        "_target_": f"{__name__}.Constructed", "needed": 1, "share": None, "names": ["x"], "path": None, "limit": 60.0,
+        "extra": False,
+    }  # fmt: skip
+    assert OmegaConf.missing_keys(OmegaConf.structured(schema)) == {"needed", "share"}
+    with pytest.raises(OmegaConfBaseException):
+        OmegaConf.merge(OmegaConf.structured(schema), {"needed": "abc"})
 
 
 def test_the_checkouts_own_configuration_is_disjoint_and_composes():

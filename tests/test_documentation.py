@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def run(*arguments):
-    # Without a buffer, Python writes a line and its end apart, and those of two ranks mix.
+    # Without a buffer, Python writes a line in two parts, and the lines of two ranks mix.
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=True, cwd=ROOT, env=buffered
@@ -52,18 +52,24 @@ def test_the_examples_of_docstrings_are_true(name):
 
 
 @pytest.mark.slow
-def test_the_example_prints_that_both_runs_agree():
-    printed = run("examples/own_module.py")
-    assert "one device: {'loss': '0.187834'" in printed
-    assert "two replicas: {'loss': '0.187834'" in printed
-
-
-@pytest.mark.slow
-def test_the_detection_example_prints_that_weights_by_boxes_agree():
-    printed = run("examples/detection_batches.py")
-    assert "one device: loss 0.547670" in printed
-    assert "weight_by=count_boxes: loss 0.547670" in printed
-    assert 'weight_by="samples": loss 0.55' in printed
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("own_module", ["one device: {'loss': '0.187834'", "two replicas: {'loss': '0.187834'"]),
+        (
+            "detection_batches",
+            [
+                "one device: loss 0.547670",
+                "weight_by=count_boxes: loss 0.547670",
+                'weight_by="samples": loss 0.55',
+            ],
+        ),
+    ],
+)
+def test_an_example_prints_that_replicas_agree_with_one_device(name, lines):
+    printed = run(f"examples/{name}.py")
+    for line in lines:
+        assert line in printed
 
 
 @pytest.mark.slow

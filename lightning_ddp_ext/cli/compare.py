@@ -1,10 +1,9 @@
-"""The same training once more in one process, to compare a run with."""
+"""The same training in one process, on the concatenation of the recorded batches of all ranks."""
 
 import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,45 +23,21 @@ from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _CPU = torch.device("cpu")
 
-# (epoch, number of the batch of the reference in it)
+# (epoch, index of the batch of the single process)
 _Place = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What came of the training in one process.
-
-    Attributes:
-        results: Test metrics by name.
-        difference: Norm of the difference of all parameters between the run and this one, relative to theirs.
-        precision: The precision of both.
-    """
-
-    results: Mapping[str, float]
-    difference: float
-    precision: str
-
-
 class BatchRecorder(Callback):
-    """Keeps every training batch of every rank, in memory.
+    """Keeps every training batch of every rank in memory, and collects them on rank 0 at the end.
 
-    Strategies that weigh micro-batches make an accumulation window equal to one large batch, and so does the reference.
-    Others accumulate as Lightning does; the reference then accumulates too.
-
-    Attributes:
-        batches: What makes up each batch of the reference, one rank's after another's; complete on rank 0 when training
-            has ended.
-        length: Batches of an epoch of the reference, None if that is not known.
-        accumulated: Batches per optimizer step of the reference.
-
-    Raises:
-        UnsupportedFeatureError: In training, if a batch of one of several ranks cannot be sent to rank 0.
+    With our strategies, an accumulation window has the gradient of one large batch, and the single process trains on
+    one concatenated batch per window. Other strategies average batches, and the single process accumulates as well.
     """
 
     def __init__(self) -> None:
         self.batches: dict[_Place, list[Any]] = defaultdict(list)
-        self.length: int | None = None
-        self.accumulated = 1
+        self.length: int | None = None  # batches per epoch of the single process, if known
+        self.accumulated = 1  # batches per optimizer step of the single process
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -90,16 +65,10 @@ class BatchRecorder(Callback):
         dist.destroy_process_group(group)
 
 
-def train_alone(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> Reference:
-    """Repeat a training in one process: from the same start, it steps on the concatenation of the ranks' batches.
+def train_single_process(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> tuple[dict[str, float], float]:
+    """Repeat the training of `run`, whose process group is destroyed, in one process on the recorded batches.
 
-    Args:
-        config: The composed configuration of the run.
-        run: Its Trainer; the process group has to be gone.
-        recorder: What it was trained on.
-
-    Raises:
-        UnsupportedFeatureError: If batches cannot be concatenated.
+    Returns the test metrics, and the norm of the difference of all parameters to the run, relative to their norm.
     """
     seed_everything(config.seed, workers=True, verbose=False)
     model: LightningModule = instantiate(config.model)
@@ -112,7 +81,7 @@ def train_alone(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> Re
         num_nodes=1,
         plugins=config.trainer.plugins or [LightningEnvironment()],
         callbacks=[_StopAfter(run.global_step)],
-        # The recorded batches are what is left after these.
+        # The recorded batches are already limited by these arguments.
         accumulate_grad_batches=recorder.accumulated,
         limit_train_batches=None,
         overfit_batches=0.0,
@@ -131,18 +100,11 @@ def train_alone(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> Re
     trainer.fit(model, datamodule=data)
     results = merge_results(trainer.test(model, datamodule=data, verbose=False))
     assert run.lightning_module is not None
-    return Reference(results, _difference(run.lightning_module, model), str(trainer.precision))
+    return results, _difference(run.lightning_module, model)
 
 
 def merge_results(by_loader: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Put the results of all test loaders together; Lightning tells their names apart.
-
-    Args:
-        by_loader: What `trainer.test` returns.
-
-    Returns:
-        All values by name.
-    """
+    """Merge the results of all test loaders, whose names Lightning makes distinct."""
     return {name: value for results in by_loader for name, value in results.items()}
 
 
@@ -151,17 +113,17 @@ def _check_sendable(batch: Any, rank: int) -> None:
     if skipped:
         raise UnsupportedFeatureError(
             f"rank {rank}: a batch holds {name_skipped(skipped)}, which cannot be sent to rank 0 without running code"
-            " there, and the reference of one process needs all batches. Set `reference=false`."
+            " there, and the comparison with one process needs all batches. Set `compare_single_process=false`."
         )
 
 
 def _window(trainer: Trainer) -> int:
-    """Return how many batches of the run make up a batch of the reference."""
+    """Return the number of batches of a rank in one batch of the single process."""
     return trainer.accumulate_grad_batches if isinstance(trainer.strategy, ExplicitDDPStrategy) else 1
 
 
 class _Replay:
-    """A loader of recorded batches."""
+    """A loader of the recorded batches."""
 
     def __init__(self, recorder: BatchRecorder, trainer: Trainer, concatenate: Callable[[Sequence[Any]], Any]) -> None:
         self._recorder = recorder
@@ -194,8 +156,9 @@ def _concatenate(batches: Sequence[Any]) -> Any:
         return gather(batches, [count_samples(batch) for batch in batches], _CPU)
     except RuntimeError as error:
         raise UnsupportedFeatureError(
-            f"the batches of the ranks cannot be concatenated ({error}), which the reference of one process needs. Give"
-            " the data module a method `concatenate_batches(self, batches)`, or set `reference=false`."
+            f"the batches of the ranks cannot be concatenated ({error}), which the comparison with one process needs."
+            " Give the data module a method `concatenate_batches(self, batches)`, or set"
+            " `compare_single_process=false`."
         ) from error
 
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_ddp_ext.cli.errors import LaunchError, describe
-from lightning_ddp_ext.cli.validation import (
+from lightning_ddp_ext.cli.validate import (
     check_run,
     find_slurm_problems,
     has_process_group,
@@ -358,7 +358,7 @@ def _check(options: _Options, diagnosis: Diagnosis) -> None:
     connection = _take_connection(config, options.timeout)
     plugins = make_plugins(config)
     trainer = _make_trainer(config, plugins)
-    check_run(config, config.hydra, trainer, plugins)
+    check_run(config, config.hydra, trainer)
     strategy = trainer.strategy
     if connection is None or not isinstance(strategy, DDPStrategy | FSDPStrategy):
         if trainer.world_size > 1:

@@ -1,4 +1,4 @@
-"""Turning what goes wrong before a run starts into one readable message."""
+"""One readable message for every error before a run starts."""
 
 import difflib
 import importlib.resources
@@ -14,11 +14,11 @@ from hydra.errors import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-_SETTINGS, _SHOWN = 8, 100  # settings in a message, and letters of each
+_SETTINGS, _LETTERS = 8, 100  # largest number of settings in a message, and of letters of each
 
 
 class LaunchError(Exception):
-    """A run that cannot start; the message says why, and what would be valid."""
+    """A run that cannot start; the message gives the reason and a remedy."""
 
 
 _SENTENCES = (
@@ -27,29 +27,21 @@ _SENTENCES = (
 
 
 def describe(error: BaseException, arguments: Sequence[str] = ()) -> str:
-    """Explain an error of composing or instantiating a configuration, or of starting a run.
-
-    Args:
-        error: What Hydra, OmegaConf, a constructor or Lightning raised.
-        arguments: Those of the command, to name them if the error names none.
-
-    Returns:
-        One line that names the key and what would be valid.
-    """
+    """Return one line about an error of the configuration or of the launch, for a command with these arguments."""
     message = " ".join([_describe(error), *getattr(error, "__notes__", ())])
     return _name_settings(" ".join(message.split()), arguments)
 
 
 def _name_settings(message: str, arguments: Sequence[str]) -> str:
-    """Put what was set in front of a message that names none of it."""
+    """Prepend the settings of the command to a message that names none of them."""
     given = [text for text in arguments if text[:1] != "-" and ("=" in text or text[:1] == "~")]
     given = [text for text in given if not text.lstrip("+~").startswith("hydra.")]
-    # The choice of a group is named by most messages, and seldom what is wrong if there is a setting, too.
+    # Most messages name the chosen option of a group, which is seldom wrong if there are settings, too.
     for text in [text for text in given if "." in _key(text)] or given:
         key = _key(text)
         if f"`{key}" in message or f"`{key.rpartition('.')[2]}" in message or ("." in key and key in message):
             return message
-    shown = ", ".join(f"`{text[:_SHOWN]}`" for text in given[-_SETTINGS:])
+    shown = ", ".join(f"`{text[:_LETTERS]}`" for text in given[-_SETTINGS:])
     return f"with {shown}: {message}" if given else message
 
 
@@ -60,7 +52,7 @@ def _key(text: str) -> str:
 def _describe(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"`{group}={option}` does not exist.{_suggest(option, error.options)} Valid: {_listed(error.options)}."
+        return f"`{group}={option}` does not exist.{_suggest(option, error.options)} Valid: {', '.join(error.options)}."
     if isinstance(error, OverrideParseException):
         return f"`{error.override}` is not a valid override. Write `key=value`, with lists as `key=[1,2]`."
     if isinstance(error, InstantiationException):
@@ -69,18 +61,14 @@ def _describe(error: BaseException) -> str:
         return _describe_omegaconf(error)
     if isinstance(error, ConfigCompositionException) and isinstance(error.__cause__, OmegaConfBaseException):
         return _describe_omegaconf(error.__cause__)
-    if isinstance(error, HydraException):
-        return str(error)
     if "Config group override must be a string" in str(error):
-        # Hydra does not say which.
-        return (
-            "a group is null or a number. Leave it out for its default; callbacks and loggers have the option `none`."
-        )
+        # Hydra does not name the group.
+        return "a group is null or a number. Leave it out for its default; `callbacks` and `logger` have `none`."
     return _text(error)
 
 
 def _text(error: BaseException) -> str:
-    """Return what an error says; the words of some are only a key or a number."""
+    """Return the message of an error, with its type unless the message is a sentence."""
     text = str(error)
     if not text:
         return type(error).__name__
@@ -95,10 +83,10 @@ def _describe_omegaconf(error: OmegaConfBaseException) -> str:
         if not keys:
             group = str(error.full_key).partition(".")[0]
             return (
-                f"`{error.full_key}` is not a setting, because nothing is chosen for `{group}` that has any."
+                f"`{error.full_key}` is not a setting, because no option with settings is chosen for `{group}`."
                 f" Choose an option first, `{group}=...`{_options(group)}, or add a new key, `+{error.full_key}=...`."
             )
-        return f"`{error.full_key}` is not a setting.{_suggest(str(error.key), keys)} Valid: {_listed(sorted(keys))}."
+        return f"`{error.full_key}` is not a setting.{_suggest(str(error.key), keys)} Valid: {', '.join(sorted(keys))}."
     return f"`{error.full_key}`: {_first_line(error)}." if error.full_key else f"{_first_line(error)}."
 
 
@@ -122,11 +110,7 @@ def _suggest(wrong: str, valid: Iterable[str]) -> str:
 
 
 def _options(group: str) -> str:
-    """List the options of a packaged group, in brackets."""
+    """List the options of a packaged group, in parentheses."""
     folder = importlib.resources.files("lightning_ddp_ext.conf").joinpath(group)
     options = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir()) if folder.is_dir() else []
-    return f" ({_listed(options)})" if options else ""
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+    return f" ({', '.join(options)})" if options else ""

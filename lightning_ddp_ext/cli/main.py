@@ -1,119 +1,131 @@
-"""Entry point: where configuration is looked for, and how errors leave the process."""
+"""Entry point: the search path of the configuration, the jobs of a sweep, and one message per error."""
 
 import logging
 import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
-from lightning_ddp_ext.cli import sweep
 from lightning_ddp_ext.cli.doctor import doctor
 from lightning_ddp_ext.cli.errors import LaunchError, describe
 from lightning_ddp_ext.cli.train import train
+from lightning_ddp_ext.cli.validate import find_launcher, has_process_group
 from lightning_ddp_ext.clusters.process_group_options import in_sweep
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _DOCTOR = "doctor"
 
-# Warnings that every run would print and nobody can act on.
+# Warnings of every run that no user can act on.
 _UPSTREAM_WARNINGS = (
-    r"Experiment logs directory .* exists and is not empty",  # the run folder already holds Hydra's files
+    r"Experiment logs directory .* exists and is not empty",  # Hydra has written its files there
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # lightning 2.6.6 on torch 2.13
-    r"The `srun` command is available on your system but is not used",  # `cluster=slurm` knows when that is wrong
+    r"The `srun` command is available on your system but is not used",  # `cluster=slurm` checks it
 )
 
 
 def main() -> None:
-    """Run the command with the arguments of the process.
+    """Run the command, which ends with one message and exit code 1 if the run cannot start.
 
-    The working directory is searched for people's own classes (`_target_`), and its folder `conf` for their
-    configuration. With `doctor` as the first argument nothing is trained, see `cli.doctor`. An error before the run
-    starts ends with one message and exit code 1; `HYDRA_FULL_ERROR=1` asks for the traceback.
+    `HYDRA_FULL_ERROR=1` asks for the traceback. Classes and the folder `conf` of the working directory are found.
     """
-    _protect_files()
+    os.umask(os.umask(0o077) | 0o002)  # no file or folder that every user of the machine can write
     sys.path.insert(0, os.getcwd())
     if sys.argv[1:2] == [_DOCTOR]:
         _quieten()
         raise SystemExit(doctor(sys.argv[2:]))
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
-        # In front: processes that a strategy starts put overrides behind the arguments.
+        # In front, because strategies append overrides to the arguments of the processes that they start.
         sys.argv.insert(1, "--config-dir=conf")
-    _leave_hydras_files_to_rank_0()
+    rank = os.environ.get("SLURM_PROCID", "0")
+    if rank != "0":  # only rank 0 of a SLURM step writes `.hydra`, and each rank a separate log
+        sys.argv += ["hydra.output_subdir=null", f"hydra.job.name=train_rank_{rank}"]
     wants_traceback = os.environ.get(_FULL_ERROR)
-    # Hydra prints and exits by itself unless told to raise; the run then gets its own setting back.
+    # Without this, Hydra prints errors of the configuration and exits. The run gets the user's setting back.
     os.environ[_FULL_ERROR] = "1"
     failed: list[LaunchError] = []
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_ddp_ext.conf", config_name="train")
     def application(config: DictConfig) -> None:
         os.environ[_FULL_ERROR] = wants_traceback or "0"
-        _quieten()  # here, as submitit calls nothing else in its processes
+        _quieten()  # here, because submitit calls only this function in its processes
         try:
-            _run(config)
+            if in_sweep() and os.environ.get("SUBMITIT_EXECUTOR") != "slurm":  # submitit starts all processes of a job
+                _train_in_sweep(config)
+            else:
+                train(config)
         except LaunchError as error:
             if wants_traceback == "1":
                 raise
             if in_sweep():
-                failed.append(_fail_job(error))
+                failed.append(_report_job(error))
                 raise failed[-1] from None
             _exit(error.__cause__ or error)
         finally:
             if failed:
-                # At its end a sweep raises the error of the first job that failed; Hydra lets it through to `main`.
+                # At its end, a sweep raises the error of the first failed job, which Hydra then passes to `main`.
                 os.environ[_FULL_ERROR] = "1"
 
     try:
         application()
     except Exception as error:
-        # Whatever Hydra and OmegaConf raise. The run itself is not meant here: Hydra prints its errors and exits.
+        # Any error of Hydra and OmegaConf. Errors of the run do not arrive here: Hydra prints them and exits.
         if wants_traceback == "1":
             raise
         _exit(error)
 
 
-def _run(config: DictConfig) -> None:
-    if not in_sweep():
+def _train_in_sweep(config: DictConfig) -> None:
+    """Run one job of a sweep, in a new process if its strategy starts processes by repeating the command."""
+    variable = find_launcher()
+    if variable is not None:
+        tasks = os.environ[variable]
+        raise LaunchError(
+            f"`--multirun` was started {tasks} times (`{variable}={tasks}`), and each would run all jobs. Start it"
+            " once, with `hydra/launcher=submitit_slurm` for jobs of several tasks."
+        )
+    if not has_process_group(config):
         train(config)
         return
-    sweep.check_start(config)
-    if sweep.needs_processes_of_its_own(config):
-        sweep.run_in_own_processes()
-    else:
-        train(config)
+    hydra_config = HydraConfig.get()
+    folder = str(hydra_config.runtime.output_dir)
+    folders = [source.path for source in hydra_config.runtime.config_sources if source.provider == "command-line"]
+    arguments = [
+        *(f"--config-dir={path}" for path in folders),
+        f"--config-name={hydra_config.job.config_name}",
+        *hydra_config.overrides.task,
+        *(override for override in hydra_config.overrides.hydra if not override.startswith("hydra.mode=")),
+        f"hydra.run.dir={QuotedString(folder, Quote.single).with_quotes()}",
+        "hydra.output_subdir=null",  # the sweep has written `.hydra` already
+        f"hydra.job.num={hydra_config.job.num}",
+        f"hydra.job.id={QuotedString(str(hydra_config.job.id), Quote.single).with_quotes()}",
+    ]
+    code = subprocess.call([sys.executable, "-m", "lightning_ddp_ext", *arguments], cwd=hydra_config.runtime.cwd)
+    if code != 0:
+        raise LaunchError(f"it ended with exit code {code}. Its messages are above, its folder is {folder}.")
 
 
-def _fail_job(error: LaunchError) -> LaunchError:
-    """Say which job of a sweep failed and why; the sweep goes on with the next."""
-    problem = sweep.describe_job(describe(error.__cause__ or error))
+def _report_job(error: LaunchError) -> LaunchError:
+    """Print which job of a sweep failed and why; the sweep continues with the next job."""
+    hydra = HydraConfig.get()
+    reason = describe(error.__cause__ or error)
+    problem = f"job {hydra.job.num} of the sweep, `{' '.join(hydra.overrides.task)}`: {reason}"
     sys.stderr.write(f"lightning-ddp-ext: {problem}\n")
     return LaunchError(problem)
-
-
-def _leave_hydras_files_to_rank_0() -> None:
-    """Let only rank 0 of a SLURM step write `.hydra`, and each rank a log of its own, as Lightning does on one host."""
-    rank = os.environ.get("SLURM_PROCID", "0")
-    if rank != "0":
-        sys.argv += ["hydra.output_subdir=null", f"hydra.job.name=train_rank_{rank}"]
 
 
 def _quieten() -> None:
     for message in _UPSTREAM_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
-
-
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
     # Lightning advertises another package at every start.
-    return "litlogger" not in record.getMessage()
-
-
-def _protect_files() -> None:
-    """Leave no folder and no file behind that every user of the machine can write, whatever the umask."""
-    os.umask(os.umask(0o077) | 0o002)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(lambda record: "litlogger" not in record.getMessage())
 
 
 def _exit(error: BaseException) -> NoReturn:

@@ -1,1 +1,1 @@
-"""Models and data of the command's default runs (extra `demo`): real data that packages ship, nothing is downloaded."""
+"""Models and real data that ship with installed packages, for the default runs of the command (extra `demo`)."""

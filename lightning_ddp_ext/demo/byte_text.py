@@ -1,4 +1,4 @@
-"""Byte-level language modelling: model and data."""
+"""Byte-level language modelling on the source code of Python's standard library: model and data."""
 
 import math
 import sysconfig
@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ddp_ext.demo.training import check_learning_rate, check_seed, check_sizes, cosine_adamw
+from lightning_ddp_ext.demo.training import check_options, cosine_adamw
 
 _BYTES = 256
 
@@ -43,27 +43,13 @@ class _Block(nn.Module):
 
 
 class ByteTransformer(LightningModule):
-    """A decoder-only transformer over bytes.
-
-    Args:
-        width: Model width.
-        depth: Number of blocks.
-        heads: Attention heads per block.
-        block_size: Longest sequence, in bytes.
-        learning_rate: First learning rate of AdamW; it falls to zero along a cosine.
-
-    Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If an argument is out of range, or `width` is not divisible by `heads`.
-        MisconfigurationException: When it is run, if the data has longer sequences than `block_size`.
-    """
+    """A decoder-only transformer over bytes, for sequences of up to `block_size` bytes."""
 
     def __init__(
         self, width: int = 128, depth: int = 4, heads: int = 4, block_size: int = 1024, learning_rate: float = 2e-3
     ) -> None:
         super().__init__()
-        check_sizes(width=width, depth=depth, heads=heads, block_size=block_size)
-        check_learning_rate(learning_rate)
+        check_options(width=width, depth=depth, heads=heads, block_size=block_size, learning_rate=learning_rate)
         if width % heads:
             raise ValueError(
                 f"`width` must be divisible by `heads`, got {width} and {heads}. Use for example 128 and 4."
@@ -77,7 +63,7 @@ class ByteTransformer(LightningModule):
         self.head = nn.Linear(width, _BYTES)
 
     def setup(self, stage: str) -> None:
-        """Check that there is a position for every byte of a sequence."""
+        """Refuse data whose sequences are longer than the position embedding."""
         longest = getattr(getattr(self.trainer, "datamodule", None), "block_size", 0)
         if longest > self.position_embedding.num_embeddings:
             raise MisconfigurationException(
@@ -134,49 +120,24 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return {"inputs": window[:-1], "targets": window[1:]}
 
 
-class StdlibText(LightningDataModule):
-    """The top-level modules of the standard library: 90 % to train, 5 % each to validate and to test.
+class _StdlibData(LightningDataModule):
+    """Modules of the standard library in a random order, with windows of text for validation and testing."""
 
-    Args:
-        batch_size: Windows per batch, over all devices of a process.
-        block_size: Bytes per window.
-        max_bytes: How much of the source to read.
-        seed: Seed of the order of files.
+    val_data: ByteWindows
+    test_data: ByteWindows
 
-    Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If an argument is out of range.
-        MisconfigurationException: When it is read, if `max_bytes` are too few for a window of each part.
-    """
-
-    def __init__(self, batch_size: int = 16, block_size: int = 128, max_bytes: int = 2_000_000, seed: int = 1) -> None:
+    def __init__(self, batch_size: int, block_size: int, seed: int) -> None:
         super().__init__()
-        check_sizes(batch_size=batch_size, block_size=block_size, max_bytes=max_bytes)
-        check_seed(seed)
+        check_options(batch_size=batch_size, block_size=block_size, seed=seed)
         self.batch_size = batch_size
         self.block_size = block_size
-        self.max_bytes = max_bytes
         self.seed = seed
 
-    def setup(self, stage: str) -> None:
-        """Read the source files and cut them into windows."""
+    def shuffled_files(self) -> list[Path]:
+        """List the source files in the order of the seed."""
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         order = torch.randperm(len(files), generator=torch.Generator().manual_seed(self.seed)).tolist()
-        source = b"".join(files[index].read_bytes() for index in order)[: self.max_bytes]
-        text = torch.frombuffer(bytearray(source), dtype=torch.uint8)
-        train, val, test = text.tensor_split([int(0.9 * len(text)), int(0.95 * len(text))])
-        self.train_data = ByteWindows(train, self.block_size)
-        self.val_data = ByteWindows(val, self.block_size)
-        self.test_data = ByteWindows(test, self.block_size)
-        if min(len(part) for part in (train, val, test)) <= self.block_size:
-            raise MisconfigurationException(
-                f"`max_bytes={self.max_bytes}` of text, of which a twentieth is for testing, has no window of"
-                f" `block_size={self.block_size}`. Use more text, `data.max_bytes`."
-            )
-
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return the shuffled training batches."""
-        return DataLoader(self.train_data, self.batch_size, shuffle=True)
+        return [files[index] for index in order]
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return the validation batches."""
@@ -187,28 +148,47 @@ class StdlibText(LightningDataModule):
         return DataLoader(self.test_data, self.batch_size)
 
 
-_NO_TARGET = -100  # what torch's cross-entropy leaves out
+class StdlibText(_StdlibData):
+    """The first `max_bytes` of the standard library: 90 % for training, 5 % each for validation and testing."""
+
+    def __init__(self, batch_size: int = 16, block_size: int = 128, max_bytes: int = 2_000_000, seed: int = 1) -> None:
+        super().__init__(batch_size, block_size, seed)
+        check_options(max_bytes=max_bytes)
+        self.max_bytes = max_bytes
+
+    def setup(self, stage: str) -> None:
+        """Read the source files and cut them into windows."""
+        text = _read(self.shuffled_files())[: self.max_bytes]
+        parts = text.tensor_split([int(0.9 * len(text)), int(0.95 * len(text))])
+        self.train_data, self.val_data, self.test_data = (ByteWindows(part, self.block_size) for part in parts)
+        if min(map(len, parts)) <= self.block_size:
+            raise MisconfigurationException(
+                f"`max_bytes={self.max_bytes}` is too little text: a twentieth of it is for testing, and has no window"
+                f" of `block_size={self.block_size}`. Set a larger `data.max_bytes`."
+            )
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Return the shuffled training batches."""
+        return DataLoader(self.train_data, self.batch_size, shuffle=True)
+
+
+_NO_TARGET = -100  # ignored by torch's cross-entropy
 
 
 def count_tokens(batch: dict[str, Tensor]) -> int:
-    """Count the bytes of a batch that are to be predicted, those of the padding left out: for `weight_by`."""
+    """Return the number of bytes to predict in a batch, without padding: a function for `weight_by`."""
     return int((batch["targets"] != _NO_TARGET).sum())
 
 
 class Paragraphs(IterableDataset[Tensor]):
-    """The paragraphs of text files, as bytes; nobody knows how many there are before they have been read.
-
-    Args:
-        files: What to read.
-        block_size: Bytes after which a paragraph is cut.
-    """
+    """A stream of the paragraphs of text files, in pieces of 2 to `block_size` + 1 bytes."""
 
     def __init__(self, files: Sequence[Path], block_size: int) -> None:
         self.files = files
         self.block_size = block_size
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield pieces of 2 to `block_size` + 1 bytes."""
+        """Read one file after the other."""
         for file in self.files:
             for paragraph in file.read_bytes().split(b"\n\n"):
                 text = torch.frombuffer(bytearray(paragraph + b"\n"), dtype=torch.uint8).long()
@@ -216,64 +196,38 @@ class Paragraphs(IterableDataset[Tensor]):
 
 
 def pad(pieces: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Make a batch of pieces of different lengths; the padding has nothing to predict."""
+    """Collate pieces of different lengths into a batch whose padding has no targets."""
     return {
         "inputs": pad_sequence([piece[:-1] for piece in pieces], batch_first=True),
         "targets": pad_sequence([piece[1:] for piece in pieces], batch_first=True, padding_value=_NO_TARGET),
     }
 
 
-class StdlibStream(LightningDataModule):
-    """Modules of the standard library as streams: each process trains on files of its own.
+class StdlibStream(_StdlibData):
+    """The standard library as streams, in which each rank trains on different files.
 
-    Files are dealt out to the processes in turn. They differ in size, so that processes have different numbers of
-    batches, and batches have different numbers of bytes.
-
-    Args:
-        batch_size: Paragraphs per batch of a process.
-        block_size: Bytes after which a paragraph is cut.
-        files: How many files to train on; two more are for validation, and two for testing.
-        seed: Seed of the choice of files.
-
-    Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If an argument is out of range.
+    The files differ in size, so that ranks have different numbers of batches, and batches different numbers of bytes.
     """
 
     def __init__(self, batch_size: int = 8, block_size: int = 128, files: int = 10, seed: int = 1) -> None:
-        super().__init__()
-        check_sizes(batch_size=batch_size, block_size=block_size, files=files)
-        check_seed(seed)
-        self.batch_size = batch_size
-        self.block_size = block_size
+        super().__init__(batch_size, block_size, seed)
+        check_options(files=files)
         self.files = files
-        self.seed = seed
 
     def setup(self, stage: str) -> None:
-        """Choose files."""
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        order = torch.randperm(len(files), generator=torch.Generator().manual_seed(self.seed)).tolist()
-        chosen = [files[index] for index in order]
-        self.val_data, self.test_data = (ByteWindows(_read(two), self.block_size) for two in (chosen[:2], chosen[2:4]))
-        self.train_files = chosen[4 : 4 + self.files]
+        """Choose two files for validation, two for testing, and the others for training."""
+        files = self.shuffled_files()
+        self.val_data, self.test_data = (ByteWindows(_read(two), self.block_size) for two in (files[:2], files[2:4]))
+        self.train_files = files[4 : 4 + self.files]
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return the stream of this process."""
-        trainer = self.trainer
-        rank, world_size = (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        """Return the stream of this rank."""
+        rank, world_size = (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
         stream = Paragraphs(self.train_files[rank::world_size], self.block_size)
         return DataLoader(stream, self.batch_size, collate_fn=pad)
 
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return the validation batches."""
-        return DataLoader(self.val_data, self.batch_size)
-
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return the test batches."""
-        return DataLoader(self.test_data, self.batch_size)
-
     def concatenate_batches(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Make one batch of several, padded to the longest of all pieces."""
+        """Concatenate batches, padded to the longest piece of all."""
         fillings = {"inputs": 0, "targets": _NO_TARGET}
         return {
             name: pad_sequence([row for batch in batches for row in batch[name]], True, filling)

@@ -14,30 +14,20 @@ from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_number
-from lightning_ddp_ext.demo.training import check_learning_rate, check_seed, check_sizes, cosine_adamw
+from lightning_ddp_ext.demo.training import check_options, cosine_adamw
 from lightning_ddp_ext.join.samplers import FractionSampler, check_fractions
 from lightning_ddp_ext.replicas.workers import current_replica
 
 _CLASSES = 10
-_TRAIN, _VAL = 1257, 180  # of 1797; the rest is for testing
+_TRAIN, _VAL = 1257, 180  # of 1797; the other 360 are for testing
 
 
 class DigitsCNN(LightningModule):
-    """Two convolutions and two linear layers.
-
-    Args:
-        width: Channels of the first convolution; the second has twice as many.
-        learning_rate: First learning rate of AdamW; it falls to zero along a cosine.
-
-    Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If an argument is out of range.
-    """
+    """A classifier of digits with two convolutions, the second twice as wide, and two linear layers."""
 
     def __init__(self, width: int = 32, learning_rate: float = 2e-3) -> None:
         super().__init__()
-        check_sizes(width=width)
-        check_learning_rate(learning_rate)
+        check_options(width=width, learning_rate=learning_rate)
         self.save_hyperparameters()
         self.learning_rate = learning_rate
         self.network = nn.Sequential(
@@ -88,24 +78,14 @@ class DigitsCNN(LightningModule):
 
 
 class DigitsData(LightningDataModule):
-    """Scikit-learn's digits, shuffled once into 1,257 images to train, 180 to validate and 360 to test.
+    """Scikit-learn's digits, split at random into 1,257 images for training, 180 for validation and 360 for testing.
 
-    Args:
-        batch_size: Samples per batch, over all devices of a process.
-        seed: Seed of the split.
-        train_fractions: The share of the training images that each process gets; None shares them evenly. With
-            different shares, processes have different numbers of batches.
-
-    Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If `batch_size` or `seed` is out of range, or `train_fractions` do not add up to 1. When training
-            begins: if there is not one fraction per process.
+    `train_fractions` gives each rank a share of the training images; None leaves the division to the strategy.
     """
 
     def __init__(self, batch_size: int = 32, seed: int = 1, train_fractions: Sequence[float] | None = None) -> None:
         super().__init__()
-        check_sizes(batch_size=batch_size)
-        check_seed(seed)
+        check_options(batch_size=batch_size, seed=seed)
         if train_fractions is not None:
             check_fractions(train_fractions)
         self.batch_size = batch_size
@@ -148,18 +128,7 @@ _REMEDY = "Use for example [3.0, 1.0], one number per replica."
 
 
 class SlowedDigitsCNN(DigitsCNN):
-    """The digits network, with replicas that sleep for a time per sample: devices of different speed, simulated.
-
-    Args:
-        milliseconds_per_sample: One number per replica.
-        width: See `DigitsCNN`.
-        learning_rate: See `DigitsCNN`.
-
-    Raises:
-        TypeError: If an argument is of the wrong type.
-        ValueError: If an argument is out of range.
-        MisconfigurationException: When it is run, if there are more replicas than numbers.
-    """
+    """A `DigitsCNN` whose replicas sleep for a time per sample, to simulate devices of different speed."""
 
     def __init__(self, milliseconds_per_sample: list[float], width: int = 32, learning_rate: float = 2e-3) -> None:
         if isinstance(milliseconds_per_sample, str) or not isinstance(milliseconds_per_sample, Sequence):
@@ -175,7 +144,7 @@ class SlowedDigitsCNN(DigitsCNN):
 
     @override
     def setup(self, stage: str) -> None:
-        devices = getattr(self.trainer.strategy, "devices", [None])  # those of replicas; other strategies have one
+        devices = getattr(self.trainer.strategy, "devices", [None])  # only `balanced_dp` has several in one process
         if len(self.milliseconds_per_sample) < len(devices):
             raise MisconfigurationException(
                 f"`milliseconds_per_sample={self.milliseconds_per_sample}` has {len(self.milliseconds_per_sample)}"

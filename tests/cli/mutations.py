@@ -1,12 +1,12 @@
-"""Mistakes that people could make on the command line and in constructors, drawn from a seed."""
+"""Random mistakes on the command line and in constructors."""
 
 import datetime
 import itertools
+import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
@@ -14,8 +14,11 @@ from omegaconf import OmegaConf
 import lightning_ddp_ext
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
+MUTATIONS = int(os.environ.get("LIGHTNING_DDP_EXT_MUTATIONS", "500"))
+SHARE = 0.12  # of command lines, which are slow; the others are arguments of constructors
+SEED = 6
 
-# What settings are changed on top of; together they have every setting that works without a GPU.
+# Together, the bases have every setting that works without a GPU.
 BASES = [
     [],
     ["strategy=single", "experiment=byte_transformer", "callbacks=gradient_check"],
@@ -34,47 +37,40 @@ VALUES = [
     "'a\\nb'",
 ]  # fmt: skip
 
-_OBJECT = object()
 OBJECTS = [
     None, True, -1, 0, 3, 2.5, float("nan"), float("inf"), 1e308, 10**30, "", "abc", "ünïcode ☃", b"bytes", [], [1],
-    ["a"], [[1]], (1, 2), {}, {"a": 1}, {1, 2}, _OBJECT, object, len, lambda batch: "x", 1 + 2j,
+    ["a"], [[1]], (1, 2), {}, {"a": 1}, {1, 2}, object(), object, len, lambda batch: "x", 1 + 2j,
     datetime.timedelta(0), datetime.timedelta(-1), datetime.timedelta.max, "x" * 3000, "/no/such/file", "tcp://:0",
     "file://x", "a..b",
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Override:
-    """Arguments of the command, of which one is wrong, or odd.
-
-    Attributes:
-        base: Arguments that are right.
-        text: The one that may be wrong.
-        key: What an error has to name.
-    """
+class Override(NamedTuple):
+    """Right arguments of the command, one more that may be wrong, and the key that an error has to name."""
 
     base: tuple[str, ...]
     text: str
     key: str
 
 
-@dataclass(frozen=True)
-class Argument:
-    """An argument of a constructor that is wrong, or odd.
-
-    Attributes:
-        target: Name of the class.
-        name: The argument.
-        value: Its value.
-    """
+class Argument(NamedTuple):
+    """An argument of a constructor that may be wrong."""
 
     target: str
     name: str
     value: Any
 
 
+def check_readable(kind, mutations, problems, refused, capsys):
+    """Print how many mutations were refused, and fail with the problems of the messages."""
+    with capsys.disabled():
+        print(f"\n{len(mutations)} {kind}: {refused} refused, {len(mutations) - refused} accepted", end=" ")
+    assert not problems, f"{len(problems)} of {len(mutations)}:\n" + "\n".join(problems)
+    assert 0 < refused < len(mutations)
+
+
 def settings() -> dict[tuple[str, ...], list[str]]:
-    """The keys of every setting, by what they are settings on top of."""
+    """List the keys of all settings for each base."""
     found = {}
     with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
         for base in BASES:
@@ -93,11 +89,8 @@ def _keys(node: Any, prefix: str) -> Iterator[str]:
 
 
 def groups() -> dict[str, list[str]]:
-    """The packaged options by group."""
-    found: dict[str, list[str]] = {}
-    for path in sorted(CONF.glob("*/*.yaml")):
-        found.setdefault(path.parent.name, []).append(path.stem)
-    return found
+    """List the packaged options by group."""
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in CONF.iterdir()}
 
 
 def draw_overrides(number: int, seed: int) -> list[Override]:
@@ -139,11 +132,7 @@ def _misspell(draw: random.Random, key: str) -> str:
 
 
 def draw_arguments(arguments: dict[str, list[str]], number: int, seed: int) -> list[Argument]:
-    """Draw wrong or odd arguments of constructors, given the names of each one's."""
+    """Draw wrong or odd arguments, given the names of the arguments of each constructor."""
     draw = random.Random(seed)
     everything = [(target, name) for target, names in arguments.items() for name in names]
-    drawn = []
-    for _ in range(number):
-        target, name = draw.choice(everything)
-        drawn.append(Argument(target, name, draw.choice(OBJECTS)))
-    return drawn
+    return [Argument(*draw.choice(everything), draw.choice(OBJECTS)) for _ in range(number)]

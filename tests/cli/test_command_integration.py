@@ -1,4 +1,4 @@
-"""The command as a person starts it."""
+"""The command in separate processes: runs, files, comparisons and interrupts."""
 
 import csv
 import os
@@ -20,7 +20,7 @@ from tests.cli.commands import COMMAND, OWN, command, run_folder
 CONF = Path(__file__).parents[2] / "conf"
 
 
-def test_the_default_run_learns_and_leaves_everything_behind(tmp_path):
+def test_the_default_run_learns_and_writes_every_file(tmp_path):
     done = command(tmp_path, "strategy.gpu0_batch_size=8", umask=0)
     assert done.returncode == 0, done.stderr
     for expected in (
@@ -43,13 +43,8 @@ def test_the_default_run_learns_and_leaves_everything_behind(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.stat().st_mode & stat.S_IWOTH]
 
 
-def test_a_umask_of_zero_makes_files_that_everybody_can_write(tmp_path):
-    subprocess.run(["touch", "file"], cwd=tmp_path, check=True, umask=0)
-    assert (tmp_path / "file").stat().st_mode & stat.S_IWOTH
-
-
 @pytest.mark.slow
-def test_the_test_result_is_that_of_one_device(tmp_path):
+def test_the_test_result_is_equal_to_one_device(tmp_path):
     def accuracies(*overrides):
         folder = tmp_path / overrides[0].replace("=", "-")
         folder.mkdir()
@@ -62,7 +57,7 @@ def test_the_test_result_is_that_of_one_device(tmp_path):
 
 
 @pytest.mark.slow
-def test_accumulation_is_counted_in_the_summary(tmp_path):
+def test_the_summary_counts_accumulated_batches(tmp_path):
     done = command(
         tmp_path, "strategy.split=[1,3]", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=1", "test=false"
     )
@@ -90,7 +85,7 @@ def test_lightnings_ddp_runs_with_two_processes_on_the_loopback_interface(tmp_pa
 
 
 def compared(printed):
-    """The rows of the comparison with one process."""
+    """Return the rows of the comparison with one process."""
     rows = printed.partition("The same batches in one process")[2].splitlines()
     cells = [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows if row.startswith("│")]
     return {name: [float(cell) for cell in others if cell] for name, *others in cells}
@@ -117,7 +112,8 @@ def test_streams_of_different_length_are_read_to_their_end(tmp_path):
     done = command(
         tmp_path, "strategy=ddp_join", "experiment=stdlib_stream", "trainer.devices=2", "data.files=3",
         "data.batch_size=32", "model.width=32", "model.depth=1", "trainer.limit_val_batches=1",
-        "trainer.limit_test_batches=1", "reference=true", "trainer.precision=64-true", OMP_NUM_THREADS="1", limit=240,
+        "trainer.limit_test_batches=1", "compare_single_process=true", "trainer.precision=64-true",
+        OMP_NUM_THREADS="1", limit=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "steps per epoch │ unknown" in " ".join(done.stdout.split())
@@ -130,9 +126,9 @@ def test_streams_of_different_length_are_read_to_their_end(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reference_can_be_asked_for_with_every_strategy(tmp_path):
+def test_other_strategies_are_compared_on_request(tmp_path):
     done = command(
-        tmp_path, "strategy.split=[1,3]", "reference=true", "trainer.accumulate_grad_batches=3",
+        tmp_path, "strategy.split=[1,3]", "compare_single_process=true", "trainer.accumulate_grad_batches=3",
         "trainer.max_epochs=2", "trainer.limit_train_batches=8", "trainer.precision=64-true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -140,7 +136,7 @@ def test_a_reference_can_be_asked_for_with_every_strategy(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_persons_own_classes_and_configuration_are_found_in_the_working_directory(tmp_path):
+def test_classes_and_configuration_of_the_working_directory_are_found(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "own.yaml").write_text(
@@ -155,11 +151,11 @@ def test_a_persons_own_classes_and_configuration_are_found_in_the_working_direct
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [[], ["--multirun"]])
-def test_a_persons_own_strategy_has_its_processes(tmp_path, mode):
+def test_a_strategy_of_the_working_directory_starts_its_processes(tmp_path, mode):
     (tmp_path / "conf" / "strategy").mkdir(parents=True)
     (tmp_path / "conf" / "strategy" / "plain.yaml").write_text("_target_: lightning.pytorch.strategies.DDPStrategy\n")
     done = command(
-        tmp_path, *mode, "strategy=plain", "trainer.devices=2", "trainer.max_steps=2", "test=false", "picture=false",
+        tmp_path, *mode, "strategy=plain", "trainer.devices=2", "trainer.max_steps=2", "test=false", "plot=false",
         "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", OMP_NUM_THREADS="1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -201,26 +197,6 @@ def _session(pid):
         return os.getsid(pid)
     except ProcessLookupError:
         return None
-
-
-@pytest.mark.slow
-def test_a_sweep_writes_one_folder_per_job(tmp_path):
-    overrides = ["strategy.gpu0_batch_size=0,4", "trainer.max_steps=2", "test=false", "logger=none"]
-    done = command(tmp_path, "-m", *overrides)
-    assert done.returncode == 0, done.stderr
-    folders = sorted(tmp_path.glob("runs/*/*/*/config.yaml"))
-    assert [OmegaConf.load(path).strategy.gpu0_batch_size for path in folders] == [0, 4]
-    assert "replica 0 on cpu: 4 samples" in done.stdout
-
-
-@pytest.mark.slow
-def test_processes_find_the_configuration_of_the_working_directory(tmp_path):
-    (tmp_path / "conf").symlink_to(CONF)
-    overrides = ["strategy=ddp", "trainer.devices=2", "trainer.max_steps=2", "test=false"]
-    done = command(tmp_path, *overrides, "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false")
-    assert done.returncode == 0, done.stderr
-    assert "2 processes on cpu" in done.stdout
-    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 @pytest.mark.slow

@@ -1,14 +1,10 @@
-"""Sweeps on one host, as a person starts them."""
+"""Sweeps on one node."""
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
@@ -20,7 +16,7 @@ from lightning_ddp_ext import DDPJoinStrategy, UnsupportedFeatureError
 pytestmark = pytest.mark.timeout(900)
 COMMAND = [sys.executable, "-m", "lightning_ddp_ext", "-m"]
 
-# Every process of a job says what it is. In one job, rank 1 may fail.
+# Every rank of a job writes a record. In one job, rank 1 may fail.
 RECORDING = """
 import json
 import os
@@ -56,7 +52,7 @@ class Recording(DigitsCNN):
 SMALL = [
     "model=custom", "model._target_=recording.Recording", "+model.width=4", "trainer.max_steps=2", "test=false",
     "trainer.limit_val_batches=0", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false",
-    "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "picture=false",
+    "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "plot=false",
 ]  # fmt: skip
 
 
@@ -74,7 +70,7 @@ def sweep(folder, *overrides, limit=600, **environment):
 
 
 def jobs(folder):
-    """What the processes of each job said, by its number."""
+    """Return the records of the ranks of each job, by its number."""
     return {
         int(job.name): [json.loads(path.read_text()) for path in sorted(job.glob("rank-*.json"))]
         for job in folder.glob("runs/*/*/*")
@@ -98,26 +94,12 @@ def check_jobs(folder, expected):
 
 
 @pytest.mark.slow
-def test_every_job_has_its_own_processes_configuration_and_folder(tmp_path):
-    done = sweep(tmp_path, "strategy=ddp_join", "trainer.devices=2,3", "process_group=gloo")
-    assert done.returncode == 0, done.stderr
-    check_jobs(tmp_path, [("ddp_join", 2, 2), ("ddp_join", 3, 3)])
-
-
-@pytest.mark.slow
-def test_strategies_and_back_ends_can_be_swept(tmp_path):
-    strategies = ["ddp", "ddp_join", "ddp_checkpoint", "balanced_dp"]
+def test_every_job_has_separate_processes_configuration_and_folder(tmp_path):
+    strategies = ["ddp", "ddp_join", "balanced_dp"]
     done = sweep(tmp_path, f"strategy={','.join(strategies)}", "trainer.devices=2,3")
     assert done.returncode == 0, done.stderr
     ranks = {"balanced_dp": 1}
     check_jobs(tmp_path, [(name, ranks.get(name, number), number) for name in strategies for number in (2, 3)])
-    (tmp_path / "backends").mkdir()
-    back_ends = ["gloo", "auto"]
-    done = sweep(tmp_path / "backends", "strategy=ddp_checkpoint", f"process_group={','.join(back_ends)}")
-    assert done.returncode == 0, done.stderr
-    check_jobs(tmp_path / "backends", [("ddp_checkpoint", 2, 2)] * 2)
-    records = jobs(tmp_path / "backends")
-    assert {record["backend"] for number in range(2) for record in records[number]} == {"gloo"}
 
 
 @pytest.mark.slow
@@ -133,51 +115,15 @@ def test_a_job_that_fails_on_one_rank_is_named_and_the_next_one_runs(tmp_path):
     assert [len(records) for _, records in sorted(jobs(tmp_path).items())] == [2, 2]
 
 
-@pytest.mark.slow
-def test_a_signal_ends_the_sweep_with_all_processes_of_its_job(tmp_path):
-    (tmp_path / "recording.py").write_text(RECORDING)
-    overrides = ["strategy=ddp_join", "trainer.devices=2", "model.width=4,8", "trainer.max_steps=100000000"]
-    process = subprocess.Popen(
-        [*COMMAND, *SMALL, *overrides, "trainer.max_epochs=-1"],
-        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    try:
-        await_(lambda: len(jobs(tmp_path).get(0, [])) == 2)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 128 + signal.SIGTERM
-        await_(lambda: not of_session(process.pid))
-        assert set(jobs(tmp_path)) == {0}
-    finally:
-        for left in of_session(process.pid):
-            left.kill()
-        process.wait()
-
-
-def await_(question, limit=300):
-    deadline = time.monotonic() + limit
-    while not question():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def of_session(number):
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getsid(process.pid) == number and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
 def test_every_job_that_cannot_start_is_named_and_the_first_one_again_at_the_end(call_main):
     code, printed = call_main("-m", "trainer.accumulate_grad_batches=0,-1")
     lines = printed.err.splitlines()
     assert code == 1
-    own = [line for line in lines if line.startswith("lightning-ddp-ext: ")]
+    named = [line for line in lines if line.startswith("lightning-ddp-ext: ")]
     starts = [f"lightning-ddp-ext: job {number} of the sweep, `trainer.accumulate_grad_batches={value}`: "
               for number, value in ((0, 0), (1, -1), (0, 0))]  # fmt: skip
-    assert [line[: len(start)] for line, start in zip(own, starts, strict=True)] == starts
-    assert all("must be at least 1" in line for line in own)
+    assert [line[: len(start)] for line, start in zip(named, starts, strict=True)] == starts
+    assert all("must be at least 1" in line for line in named)
     assert "Traceback" not in "".join(lines)
 
 
@@ -263,10 +209,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_the_remedy_for_other_applications_is_right(tmp_path, start_method):
+def test_the_remedy_for_other_applications_is_right(tmp_path):
     (tmp_path / "other.py").write_text(OTHER)
-    command = [sys.executable, "other.py", "-m", "+devices=2,3", f"+start_method={start_method}"]
+    command = [sys.executable, "other.py", "-m", "+devices=2,3", "+start_method=spawn"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = {job.name: {path.name for path in job.glob("rank-*")} for job in tmp_path.glob("multirun/*/*/[0-9]")}

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(900)
 LIMIT = 600.0  # seconds, on a busy machine
 SMALL = [
     "trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1",
-    "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "picture=false",
+    "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "plot=false",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What the command says when something is wrong."""
+"""Mistakes end with one readable line, and errors of the user's code with their traceback."""
 
 import pytest
 
@@ -8,7 +8,24 @@ from tests.cli.commands import OWN, command
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["strategy.gpu0_batchsize=2"], "Did you mean `gpu0_batch_size`?"),
+        (
+            ["strategy.gpu0_batchsize=2"],
+            "`strategy.gpu0_batchsize` is not a setting. Did you mean `gpu0_batch_size`? Valid: balance, batch_dim",
+        ),
+        (["strategy.gpu0_batch_size=two"], "`strategy.gpu0_batch_size`: Value 'two' of type 'str' could not be"),
+        (["strategy.gpu0_batch_size=-1"], "in `strategy`: `gpu0_batch_size` must be at least 0, got -1"),
+        (
+            ["strategy=balanced"],
+            "`strategy=balanced` does not exist. Did you mean `balanced_dp`? Valid: balanced_dp, ddp",
+        ),
+        (["strategy.split=[1,x]"], "`strategy.split[1]`: Value 'x' of type 'str' could not be converted to Float"),
+        (["strategy.split=3"], "`strategy.split`"),
+        (["strategy=[1"], "`strategy=[1` is not a valid override"),
+        (["sede=1"], "`sede` is not a setting. Did you mean `seed`?"),
+        (["trainer.max_epoch=1"], "`trainer.max_epoch` is not a setting. Did you mean `max_epochs`?"),
+        (["network.interface=eth0"], "Choose an option first, `network=...` (auto, interface, loopback)"),
+        (["model=custom"], "`model._target_` has no value. Set it with `model._target_=...`."),
+        (["model._target_=nowhere.Net"], "in `model`: No module named 'nowhere'"),
         (["strategy.gpu0_batch_size=2", "strategy.split=[1,2]"], "exclude each other"),
         (["strategy.split=[1,2,3]"], "has 3 entries for 2 devices"),
         (["network=loopback"], "`network=loopback` is set, but `strategy=balanced_dp` runs in one process"),
@@ -24,20 +41,25 @@ from tests.cli.commands import OWN, command
         (["+trainer.callbacks=[]"], "trainer"),
         (
             ["logger=null"],
-            "a group is null or a number. Leave it out for its default; callbacks and loggers have the option `none`",
+            "a group is null or a number. Leave it out for its default; `callbacks` and `logger` have `none`",
         ),
         (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` does not exist"),
         (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
         (["seed=${foo}"], "foo"),
         (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),
         (["strategy=ddp_join", "strategy.uneven_inputs=stopp"], "`uneven_inputs` must be one of 'join', 'stop'"),
-        (["strategy=ddp_join", "strategy.uneven_input=stop"], "Did you mean `uneven_inputs`?"),
         (["data.train_fractions=[0.7,0.2]"], "in `data`: `train_fractions` must add up to 1, got [0.7, 0.2]"),
         (["data.train_fractions=[0.7,0.3]"], "must have one number per process, got [0.7, 0.3] for 1 process."),
         (["strategy=ddp_join", "data.train_fractions=[1.0]"], "got [1.0] for 2 processes"),
         (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "`strategy=ddp` needs equally many"),
-        (["reference=true", "test=false"], "`reference=true` compares the results of the test"),
-        (["strategy=ddp_join", "strategy.start_method=spawn", "reference=true"], "`start_method=spawn` ends them"),
+        (
+            ["compare_single_process=true", "test=false"],
+            "`compare_single_process=true` compares the results of the test",
+        ),
+        (
+            ["strategy=ddp_join", "strategy.start_method=spawn", "compare_single_process=true"],
+            "`start_method=spawn` ends them",
+        ),
         (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
     ],
 )
@@ -96,7 +118,7 @@ Net.{step} = fail
     code, printed = call_main(
         "strategy=single", "model=custom", f"model._target_={step}_of_mine.Net", "+model.width=2", "data=custom",
         f"data._target_={step}_of_mine.Data", "trainer.accelerator=cpu", "trainer.max_steps=1", "callbacks=none",
-        "logger=none", "picture=false", "trainer.enable_progress_bar=false",
+        "logger=none", "plot=false", "trainer.enable_progress_bar=false",
     )  # fmt: skip
     assert code == 1
     assert "Traceback" not in printed.err

@@ -1,5 +1,6 @@
-"""What the training command does with what its folder holds already."""
+"""The run folder: configuration, checkpoints of earlier starts, and the plot."""
 
+import importlib.util
 import os
 import stat
 from types import SimpleNamespace
@@ -10,18 +11,21 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 
+from lightning_ddp_ext.callbacks import BalanceReport
+from lightning_ddp_ext.callbacks.balance_report import ReplicaRecord
+from lightning_ddp_ext.cli.report import draw_run
 from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
 
 
 @pytest.mark.parametrize(
     ("restarts", "saved", "given", "expected"),
     [
-        ("0", ["hpc_ckpt_1"], "first.ckpt", "first.ckpt"),  # of another job
+        ("0", ["hpc_ckpt_1"], "first.ckpt", "first.ckpt"),  # left by another job
         ("1", [], "first.ckpt", "first.ckpt"),
         ("1", ["hpc_ckpt_1"], "first.ckpt", "hpc"),
         ("1", ["hpc_ckpt_1"], None, "hpc"),
         ("1", ["hpc_ckpt_1"], "last", "hpc"),
-        ("1", [], None, "last"),  # of which Lightning says that there is none
+        ("1", [], None, "last"),  # Lightning warns that there is none
         ("1", ["checkpoints/last", "hpc_ckpt_1"], "last", "hpc"),
         ("2", ["hpc_ckpt_1", "checkpoints/last"], "last", "last"),
         # a node has failed
@@ -29,12 +33,10 @@ from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
         ("1", ["checkpoints/last"], "first.ckpt", "last"),
         ("2", ["hpc_ckpt_1", "checkpoints/last"], None, "last"),
         ("2", ["hpc_ckpt_1", "checkpoints/last-v1"], "first.ckpt", "last"),
-        ("2", ["hpc_ckpt_1", "checkpoints/epoch=7"], None, "hpc"),  # which is not the last for Lightning
+        ("2", ["hpc_ckpt_1", "checkpoints/epoch=7"], None, "hpc"),  # not `last` for Lightning
     ],
 )
-def test_a_job_that_starts_again_goes_on_from_its_newest_checkpoint(
-    tmp_path, monkeypatch, restarts, saved, given, expected
-):
+def test_a_requeued_job_resumes_from_its_newest_checkpoint(tmp_path, monkeypatch, restarts, saved, given, expected):
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     (tmp_path / "checkpoints").mkdir()
     for age, name in enumerate(reversed(saved)):
@@ -46,7 +48,7 @@ def test_a_job_that_starts_again_goes_on_from_its_newest_checkpoint(
     assert checkpoint_to_resume(given, trainer) == expected
 
 
-def test_the_configuration_is_for_the_owner_only_also_where_there_was_one(tmp_path):
+def test_the_configuration_is_readable_by_the_owner_only(tmp_path):
     path = tmp_path / "config.yaml"
     path.touch(mode=0o644)
     keep_config(OmegaConf.create({"key": "secret"}), tmp_path)
@@ -54,7 +56,7 @@ def test_the_configuration_is_for_the_owner_only_also_where_there_was_one(tmp_pa
     assert "secret" in path.read_text()
 
 
-def test_a_job_that_starts_again_without_any_checkpoint_begins_anew(tmp_path, monkeypatch):
+def test_a_requeued_job_without_a_checkpoint_starts_from_the_beginning(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     trainer = Trainer(
         default_root_dir=tmp_path, accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False,
@@ -63,3 +65,28 @@ def test_a_job_that_starts_again_without_any_checkpoint_begins_anew(tmp_path, mo
     with pytest.warns(UserWarning, match="there is no last checkpoint available"):
         trainer.fit(BoringModel(), ckpt_path=checkpoint_to_resume(None, trainer))
     assert trainer.global_step == 1
+
+
+def trainer_with_records():
+    report = BalanceReport()
+    report.records = [ReplicaRecord(batch, replica, "cpu", 4, 0.01, 0.0) for batch in range(20) for replica in (0, 1)]
+    return SimpleNamespace(callbacks=[report])
+
+
+def test_curves_and_replicas_are_drawn(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,epoch,train_loss,accuracy\n1,0,0.5,\n2,0,,0.9\n3,0,0.4,\n")
+    draw_run(tmp_path, trainer_with_records())
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_metrics_and_records_is_not_drawn(tmp_path):
+    draw_run(tmp_path, SimpleNamespace(callbacks=[]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_a_warning_says_what_to_install(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    with pytest.warns(UserWarning, match=r"Install `lightning-ddp-ext\[demo\]`"):
+        draw_run(tmp_path, trainer_with_records())
+    assert not list(tmp_path.iterdir())

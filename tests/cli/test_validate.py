@@ -1,4 +1,4 @@
-"""What keeps the training command from starting, before it waits for anybody."""
+"""Launches that are refused before any rank waits for another."""
 
 import socket
 from types import SimpleNamespace
@@ -9,15 +9,14 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from omegaconf import OmegaConf
 
 from lightning_ddp_ext.cli.errors import LaunchError
-from lightning_ddp_ext.cli.sweep import needs_processes_of_its_own
-from lightning_ddp_ext.cli.validation import (
-    check_folder,
-    check_launcher,
+from lightning_ddp_ext.cli.validate import (
+    check_run,
     find_launcher,
     find_slurm_problems,
     has_process_group,
     is_started_alone,
 )
+from tests.cli.commands import command
 
 SCRIPT = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
@@ -43,34 +42,30 @@ def refuse(call_main):
 @pytest.mark.parametrize(
     ("environ", "overrides", "part"),
     [
-        (SCRIPT, [], "Put `srun` before the command"),
-        (TASK, ["trainer.devices=3"], "rank 2 is missing"),
-        ({**TASK, "SLURM_JOB_NAME": "bash"}, [], "`SLURM_JOB_NAME=bash`"),
-        ({**TASK, "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}, [], "Set `num_nodes=2`"),
+        (SCRIPT, ["strategy=ddp"], "Put `srun` before the command"),
+        (TASK, ["strategy=ddp", "trainer.devices=3"], "rank 2 is missing"),
+        ({**TASK, "SLURM_JOB_NAME": "bash"}, ["strategy=ddp"], "`SLURM_JOB_NAME=bash`"),
+        ({**TASK, "SLURM_NNODES": "2", "SLURM_NTASKS": "4"}, ["strategy=ddp"], "Set `num_nodes=2`"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "3"},
+            ["strategy=balanced_dp"],
+            "`strategy=balanced_dp` runs in one process, and a launcher has started `OMPI_COMM_WORLD_SIZE=3`",
+        ),
     ],
 )
-def test_a_job_of_slurm_that_does_not_fit_is_refused(refuse, environ, overrides, part):
-    assert part in refuse("strategy=ddp", *overrides, **environ)
+def test_a_launch_that_does_not_fit_is_refused(refuse, environ, overrides, part):
+    assert part in refuse(*overrides, **environ)
 
 
-def test_a_port_that_rank_0_cannot_have_is_refused_before_ranks_are_started(refuse):
+@pytest.mark.slow
+def test_a_port_that_rank_0_cannot_have_ends_every_rank_with_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        by_hand = ["cluster=manual", "cluster.num_nodes=1", "cluster.node_rank=0", "cluster.main_address=127.0.0.1"]
-        assert f"port {port} of node" in refuse("strategy=ddp_join", *by_hand, f"cluster.main_port={port}")
-        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        assert "already in use by" in refuse("strategy=ddp", "trainer.devices=2", **environ)
-
-
-def test_an_interface_in_the_environment_that_the_host_lacks_is_refused(refuse):
-    line = refuse("strategy=ddp", "process_group=gloo", "network=auto", GLOO_SOCKET_IFNAME="nosuch0")
-    assert "`nosuch0` in the environment variable `GLOO_SOCKET_IFNAME`" in line
-
-
-def test_a_launcher_of_several_processes_is_refused_by_strategies_of_one(refuse):
-    line = refuse("strategy=balanced_dp", OMPI_COMM_WORLD_SIZE="3")
-    assert "`strategy=balanced_dp` runs in one process" in line
-    assert "`OMPI_COMM_WORLD_SIZE=3`" in line
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
+        done = command(tmp_path, "strategy=ddp", "trainer.devices=2", "logger=none", **environ)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    messages = [line for line in done.stderr.splitlines() if line.startswith("lightning-ddp-ext: ")]
+    assert any("Address already in use by" in message for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +79,7 @@ def test_a_launcher_of_several_processes_is_refused_by_strategies_of_one(refuse)
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4000"}, None, False),
     ],
 )
-def test_launchers_are_told_from_shells_for_people(monkeypatch, environ, found, is_alone):
+def test_launchers_are_distinguished_from_interactive_shells(monkeypatch, environ, found, is_alone):
     for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PTY_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
@@ -106,18 +101,23 @@ def test_launchers_are_told_from_shells_for_people(monkeypatch, environ, found, 
         ("nosuch.Strategy", True),  # an error of the run, which has its own message
     ],
 )
-def test_strategies_of_several_processes_are_known_by_their_class(monkeypatch, target, is_several):
-    monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
-    config = OmegaConf.create({"strategy": {"_target_": target}})
-    assert has_process_group(config) == is_several
-    assert needs_processes_of_its_own(config) == is_several
+def test_strategies_with_a_process_group_are_known_by_their_class(target, is_several):
+    assert has_process_group(OmegaConf.create({"strategy": {"_target_": target}})) == is_several
 
 
-def test_a_rank_that_lightning_has_started_is_no_run_of_its_own(monkeypatch):
+def check(world_size=1, environment=None, cluster=None, folder="runs/mine", mode=RunMode.RUN):
+    """Check a run of a Trainer with this world size and cluster environment."""
+    config = OmegaConf.create({"cluster": cluster or {}, "data": {}})
+    hydra = OmegaConf.create({"run": {"dir": folder}, "mode": mode, "runtime": {"choices": {"strategy": "plain"}}})
+    strategy = SimpleNamespace(cluster_environment=environment)
+    check_run(config, hydra, SimpleNamespace(strategy=strategy, world_size=world_size, num_nodes=1))
+
+
+def test_a_rank_of_several_is_not_refused_as_a_run_of_one_process(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check_launcher("plain", SimpleNamespace(world_size=2))
+    check(world_size=2)
     with pytest.raises(LaunchError, match="a launcher has started `WORLD_SIZE=2`"):
-        check_launcher("plain", SimpleNamespace(world_size=1))
+        check(world_size=1)
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,13 @@ def test_a_rank_that_lightning_has_started_is_no_run_of_its_own(monkeypatch):
         ("runs/mine", RunMode.RUN, {}, False),
     ],
 )
-def test_a_job_of_slurm_whose_folder_nobody_would_find_again_is_refused(folder, mode, cluster, is_refused):
-    config = OmegaConf.create({"cluster": cluster})
-    hydra = OmegaConf.create({"run": {"dir": folder}, "mode": mode})
-    trainer = SimpleNamespace(strategy=SimpleNamespace(cluster_environment=SLURMEnvironment()))
+def test_a_slurm_job_whose_tasks_do_not_share_a_folder_is_refused(folder, mode, cluster, is_refused):
+    arguments = {"environment": SLURMEnvironment(), "folder": folder, "mode": mode, "cluster": cluster}
     if not is_refused:
-        check_folder(config, hydra, trainer)
+        check(**arguments)
         return
-    with pytest.raises(LaunchError, match="run folder of its own"):
-        check_folder(config, hydra, trainer)
+    with pytest.raises(LaunchError, match="separate run folder"):
+        check(**arguments)
 
 
 @pytest.mark.parametrize("devices", [2, "2", [0, 1], "0,1", "0,1,"])
@@ -148,18 +146,15 @@ def test_devices_are_counted_as_the_trainer_does(monkeypatch, devices):
 
     def problems(**changes):
         trainer = {"devices": devices, "accelerator": "cpu", "num_nodes": 1, "plugins": None, **changes}
-        cluster = {"num_nodes": 1}
-        return find_slurm_problems(
-            OmegaConf.create(
-                {"strategy": {"_target_": "lightning_ddp_ext.DDPJoinStrategy"}, "trainer": trainer, "cluster": cluster}
-            )
-        )
+        strategy = {"_target_": "lightning_ddp_ext.DDPJoinStrategy"}
+        config = {"strategy": strategy, "trainer": trainer, "cluster": {"num_nodes": 1}}
+        return find_slurm_problems(OmegaConf.create(config))
 
     assert problems() == []
     assert len(problems(devices=[0, 1, 2])) == 1
-    assert problems(devices="auto") == []  # unknown before the Trainer is made
+    assert problems(devices="auto") == []  # unknown before the Trainer is constructed
     assert problems(devices=[0, 1, 2], plugins=["my_environment"]) == []
-    for name in ("NODE_RANK", "LOCAL_RANK"):  # somebody has set the ranks by hand
+    for name in ("NODE_RANK", "LOCAL_RANK"):  # the user sets the ranks
         with monkeypatch.context() as by_hand:
             by_hand.setenv(name, "29500")
             assert problems(devices=[0, 1, 2]) == []

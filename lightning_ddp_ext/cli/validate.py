@@ -1,0 +1,204 @@
+"""Validation of the configuration and of the launch, before a run starts."""
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from hydra.types import RunMode
+from hydra.utils import get_object, instantiate
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from lightning_ddp_ext._validation import check_integer, check_number
+from lightning_ddp_ext.cli.errors import LaunchError
+from lightning_ddp_ext.clusters.manual import ManualEnvironment
+from lightning_ddp_ext.clusters.slurm import SET_BY_HAND, TERMINAL, find_problems
+from lightning_ddp_ext.join.samplers import check_fractions
+from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+from lightning_ddp_ext.strategies.builtin import single_device_strategy
+from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+
+_DEFAULT = "Leave it out for the default."
+_Part = TypeVar("_Part")
+
+_MOST_PROCESSES = 1024  # of one node, on the CPU
+_LAST_SEED = 2**32 - 1  # of NumPy
+_SINGLE = "single"
+# Smaller values pass the Trainer's own checks, and then train wrongly or divide by zero.
+_LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
+
+
+def prepare_config(config: DictConfig, choices: Any) -> None:
+    """Fill in accelerator and devices, and refuse settings that are out of range or would be ignored.
+
+    `choices` are the chosen options by group.
+    """
+    _check_groups(config, choices)
+    _set_devices(config, choices)
+    trainer = config.trainer
+    check_integer("seed", config.seed, most=_LAST_SEED, remedy=_DEFAULT)
+    for name, least in _LEAST.items():
+        if trainer.get(name) is not None:
+            check_number(f"trainer.{name}", trainer[name], least=least, remedy=_DEFAULT)
+    if trainer.get("val_check_interval") == 0:
+        raise ValueError(f"`trainer.val_check_interval` must be above 0, got 0. {_DEFAULT}")
+    if trainer.accelerator == "cpu" and trainer.devices != "auto":
+        devices = trainer.devices
+        number = int(devices) if isinstance(devices, str) and devices.strip().isdecimal() else devices
+        remedy = "Use a number of processes or replicas on the CPU, such as 2."
+        check_integer("trainer.devices", number, least=1, most=_MOST_PROCESSES, remedy=remedy)
+
+
+def _check_groups(config: DictConfig, choices: Any) -> None:
+    path = config.ckpt_path
+    if path not in (None, "last", "best", "hpc") and "://" not in path and not Path(path).exists():
+        raise LaunchError(f"`ckpt_path={path}` does not exist. Give the path of a checkpoint, or `last`.")
+    for key in {"strategy", "callbacks", "logger"} & set(config.trainer):
+        raise LaunchError(f"`trainer.{key}` has no effect. Use the group `{key}` instead.")
+    for group, key in {"network": "network_interface", "process_group": "process_group_backend"}.items():
+        if config[group] is not None and key not in config.strategy:
+            lacks = f"runs in one process and has no {group.replace('_', ' ')}"
+            reason = f"takes no `{key}`" if has_process_group(config) else lacks
+            raise LaunchError(
+                f"`{group}={choices[group]}` is set, but `strategy={choices.strategy}` {reason}. Leave it out, or"
+                " choose `strategy=ddp` or `strategy=fsdp`."
+            )
+
+
+def _set_devices(config: DictConfig, choices: Any) -> None:
+    trainer = config.trainer
+    single = choices.strategy == _SINGLE
+    has_cuda = torch.cuda.is_available()
+    if trainer.accelerator is None:
+        trainer.accelerator = "cuda" if has_cuda else "cpu"
+    if trainer.devices is None:
+        several = torch.cuda.device_count() if has_cuda and trainer.accelerator in ("cuda", "gpu", "auto") else 2
+        trainer.devices = 1 if single else several
+    for key, unit in (("devices", "device"), ("num_nodes", "node")):
+        if single and trainer[key] not in (1, "1", None):
+            raise LaunchError(f"`strategy=single` uses one {unit}, got `trainer.{key}={trainer[key]}`. Leave it out.")
+
+
+def make(node: Any, key: str, kind: type[_Part]) -> _Part:
+    """Instantiate the part of the configuration under `key`, which has to be a `kind`."""
+    part = instantiate(node)
+    if not isinstance(part, kind):
+        raise LaunchError(
+            f"`{key}` makes a {type(part).__name__}, not a {kind.__name__}. Set `{key}._target_` to the path of a class"
+            " that is one."
+        )
+    return part
+
+
+def make_all(entries: Any, group: str, kind: type[Any]) -> list[Any]:
+    """Instantiate every entry of a group that is not null."""
+    if not isinstance(entries, DictConfig):
+        raise LaunchError(f"`{group}` must have a name for each entry, got {entries!r}. Use `{group}=none` for none.")
+    named = {str(name): node for name, node in entries.items()}
+    return [make(node, f"{group}.{name}", kind) for name, node in named.items() if node is not None]
+
+
+def make_plugins(config: DictConfig) -> list[Any] | None:
+    """Return the Trainer's plugins with the cluster environment, if `cluster` is one."""
+    plugins = config.trainer.plugins
+    if "_target_" not in config.cluster:
+        return plugins  # type: ignore[no-any-return]
+    given = [] if plugins is None else list(plugins) if isinstance(plugins, ListConfig) else [plugins]
+    given = [instantiate(plugin) if isinstance(plugin, DictConfig) else plugin for plugin in given]
+    return [*given, instantiate(config.cluster)]
+
+
+def check_run(config: DictConfig, hydra: Any, trainer: Trainer) -> None:
+    """Refuse a launch, shares of the data or a run folder that do not suit the Trainer, which has not started yet.
+
+    `hydra` is Hydra's part of the configuration.
+    """
+    strategy = str(hydra.runtime.choices.strategy)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if trainer.num_nodes > 1 and type(environment) is LightningEnvironment and "MASTER_ADDR" not in os.environ:
+        raise LaunchError(
+            f"`cluster.num_nodes={trainer.num_nodes}` (`trainer.num_nodes`), but neither a launcher nor `cluster` gives"
+            " the rank of this node and the address of the first. Use `cluster=manual` without a launcher."
+        )
+    _check_fractions(config, strategy, trainer)
+    variable = None if trainer.world_size > 1 else find_launcher()
+    if variable is not None:
+        raise LaunchError(
+            f"`strategy={strategy}` runs in one process, and a launcher has started `{variable}={os.environ[variable]}`"
+            " processes. Start the command without the launcher or with one task, or choose `strategy=ddp_join` with"
+            " the devices and nodes of all processes."
+        )
+    folder: Any = OmegaConf.to_container(hydra.run, resolve=False)
+    is_named_by_time = hydra.mode != RunMode.MULTIRUN and "${now:" in folder["dir"]
+    if isinstance(environment, SLURMEnvironment) and "_target_" not in config.cluster and is_named_by_time:
+        raise LaunchError(
+            "this is a task of a SLURM job: without `cluster=slurm`, each task and each start of the job would have a"
+            " separate run folder and not find its checkpoints again. Add `cluster=slurm`, or set `hydra.run.dir=`."
+        )
+
+
+def _check_fractions(config: DictConfig, strategy: str, trainer: Trainer) -> None:
+    fractions = config.data.get("train_fractions")
+    if fractions is None:
+        return
+    check_fractions(fractions, trainer.world_size)
+    if len(set(fractions)) > 1 and not isinstance(trainer.strategy, DDPJoinStrategy):
+        raise LaunchError(
+            f"`data.train_fractions={list(fractions)}` gives processes different numbers of batches, and"
+            f" `strategy={strategy}` needs equally many. Use `strategy=ddp_join`."
+        )
+
+
+def has_process_group(config: DictConfig) -> bool:
+    """Return True if the chosen strategy has one process per device; a function of a user may."""
+    try:
+        target = get_object(config.strategy.get("_target_"))
+    except Exception:  # any error of the import; constructing the strategy raises it again
+        return True
+    if isinstance(target, type):
+        return issubclass(target, ParallelStrategy) and not issubclass(target, BalancedDataParallelStrategy)
+    return target is not single_device_strategy
+
+
+def find_slurm_problems(config: DictConfig) -> list[str]:
+    """List the mistakes of a SLURM job; none if another launcher or the user sets the ranks."""
+    devices = _count_devices(config.trainer.devices, config.trainer.accelerator)
+    by_hand = str(config.cluster.get("_target_", "")).endswith(ManualEnvironment.__name__)
+    by_hand = by_hand or any(name in os.environ for name in (*SET_BY_HAND, TERMINAL))
+    if by_hand or config.trainer.plugins is not None or devices is None or not has_process_group(config):
+        return []
+    return find_problems(os.environ, config.trainer.num_nodes, devices)
+
+
+def _count_devices(devices: Any, accelerator: Any) -> int | None:
+    """Count the devices of a node as the Trainer does; None if only the Trainer knows."""
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
+    if isinstance(devices, ListConfig | list):
+        return len(devices)
+    if str(devices).isdecimal():
+        return int(devices)
+    return torch.cuda.device_count() if accelerator in ("cuda", "gpu") else None  # "auto" or -1
+
+
+# Variables in which srun, torchrun, and twice mpirun give the number of processes.
+_NUMBERS_OF_PROCESSES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def find_launcher() -> str | None:
+    """Return the variable in which a launcher gives a number of processes above one."""
+    return next((name for name, number in _started_processes().items() if number not in ("0", "1")), None)
+
+
+def is_started_alone() -> bool:
+    """Return True if a launcher has started this process only."""
+    return bool(_started_processes()) and find_launcher() is None
+
+
+def _started_processes() -> dict[str, str]:
+    interactive = {"SLURM_STEP_NUM_TASKS"} if TERMINAL in os.environ else set()
+    return {name: os.environ[name] for name in _NUMBERS_OF_PROCESSES if name in os.environ and name not in interactive}
