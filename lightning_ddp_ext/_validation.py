@@ -69,7 +69,7 @@ def check_path(name: str, value: object) -> None:
         raise ValueError(f"`{name}` must be the path of a file, got {str(value)!r}. Leave it out to write no file.")
 
 
-def check_picture(name: str, path: str | os.PathLike[str] | None) -> None:
+def check_plot(name: str, path: str | os.PathLike[str] | None) -> None:
     """Check the suffix of the optional path of a plot."""
     if path is not None and not os.fspath(path).endswith(_PLOTS):
         raise ValueError(f"`{name}` must end in {', '.join(_PLOTS)}, got {str(path)!r}. Use .png if unsure.")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_ddp_ext._validation import check_flag, check_path, check_picture
+from lightning_ddp_ext._validation import check_flag, check_path, check_plot
 from lightning_ddp_ext.callbacks.plots import draw_ranks
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
@@ -64,7 +64,7 @@ class JoinReport(Callback):
         check_flag("log", log)
         check_flag("table", table)
         check_path("path", path)
-        check_picture("path", path)
+        check_plot("path", path)
         self.records: list[RankRecord] = []
         self._log = log
         self._table = table

@@ -20,7 +20,7 @@ def can_draw() -> bool:
     """Return True if matplotlib is installed, and warn otherwise."""
     if importlib.util.find_spec("matplotlib") is not None:
         return True
-    warnings.warn("no picture: matplotlib is not installed. Install `lightning-ddp-ext[demo]`.", stacklevel=2)
+    warnings.warn("no plot: matplotlib is not installed. Install `lightning-ddp-ext[demo]`.", stacklevel=2)
     return False
 
 
