@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_ddp_ext.distributed.rank_reports import describe_versions
 from torch import nn
 
-from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_module
+from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_module, describe_versions
 from lightning_ddp_ext.errors import ReplicaMismatchError
 from tests.support.processes import run_processes
 
