@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, number_of_steps
 from lightning_ddp_ext.reducer.control import StepControl
-from tests.join.fake_group import run_ranks
+from tests.support.fake_group import run_ranks
 
 LENGTHS = [(3, 3), (3, 1), (0, 2), (2, 0), (0, 0), (1, 4), (3, 1, 2), (0, 0, 2), (4, 4, 4), (0, 3, 0)]
 NAMES = ("active", "is_shadow", "is_uneven")

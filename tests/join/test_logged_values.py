@@ -14,7 +14,7 @@ from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.join.lockstep_loader import StepParticipation
 from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
-from tests.join.fake_group import run_ranks
+from tests.support.fake_group import run_ranks
 
 OPERATIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}
 

@@ -1,60 +1,73 @@
-"""Ranks as threads of one process, for unit tests of code that exchanges tensors with other ranks."""
+"""Ranks as threads of one process, with a process group that exchanges tensors in memory."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+from torch import Tensor
 
 T = TypeVar("T")
 
 
-def run_threads(
-    function: Callable[..., T], world_size: int, *args: Any, timeout: float = 20.0, **kwargs: Any
-) -> list[T]:
-    """Call `function(*args, **kwargs)` on `world_size` threads and return the results in the order of ranks.
+@dataclass
+class FakeGroup:
+    """The process group of one rank; every collective waits for all ranks."""
 
-    Each thread is a rank of its own default process group (gloo): `dist.get_rank()`, collectives, asynchronous works,
-    `send`, `recv` and `dist.new_group` behave as they do in processes. The environment, the global RNG and everything
-    else in the interpreter is shared, so a Trainer needs `tests.support.processes.run_processes`.
+    rank: int
+    barrier: threading.Barrier
+    sent: dict[int, Tensor]
 
-    If a rank raises, the first error is raised here and the collectives of the other ranks fail. A collective that
-    another rank never enters fails after `timeout` seconds.
-    """
-    store = dist.HashStore()
-    all_done = threading.Barrier(world_size)
-    failures: list[BaseException] = []
+    def exchange(self, tensor: Tensor) -> list[Tensor]:
+        self.sent[self.rank] = tensor.clone()
+        self.barrier.wait(timeout=30)
+        received = [self.sent[rank].clone() for rank in range(self.barrier.parties)]
+        self.barrier.wait(timeout=30)
+        return received
 
-    def run_rank(rank: int) -> T:
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+
+def _all_gather(outputs: list[Tensor], tensor: Tensor, group: FakeGroup) -> None:
+    for output, received in zip(outputs, group.exchange(tensor), strict=True):
+        output.copy_(received)
+
+
+def _all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    parts = torch.stack(group.exchange(tensor))
+    tensor.copy_(parts.amax(0) if op == dist.ReduceOp.MAX else parts.sum(0))
+    return mock.Mock() if async_op else None
+
+
+def _broadcast(tensor: Tensor, group: FakeGroup, group_src: int) -> None:
+    tensor.copy_(group.exchange(tensor)[group_src])
+
+
+def run_ranks(world_size: int, function: Callable[[Any], T]) -> list[T]:
+    """Call a function on each rank with the group of the rank; returns the results, or raises the first error."""
+    barrier, sent = threading.Barrier(world_size), {}
+
+    def run(rank: int) -> T:
         try:
-            result = function(*args, **kwargs)
-            with suppress(threading.BrokenBarrierError):  # because another rank has failed
-                all_done.wait(2 * timeout)
-            return result
-        except BaseException as error:
-            failures.append(error)
+            return function(FakeGroup(rank, barrier, sent))
+        except BaseException:
+            barrier.abort()
             raise
-        finally:
-            all_done.abort()
-            dist.destroy_process_group()  # closes the connections, which ends waiting collectives of other ranks
 
-    assert not dist.is_initialized(), "this process already has a process group"
-    world = dist.distributed_c10d._world
-    dist.distributed_c10d._world = ThreadLocalWorld()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    try:
-        with ThreadPoolExecutor(world_size) as threads:
-            futures = [threads.submit(run_rank, rank) for rank in range(world_size)]
-        if failures:
-            raise failures[0]
-        return [future.result() for future in futures]
-    finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        dist.distributed_c10d._world = world
+    fakes = {
+        "get_rank": lambda group: group.rank,
+        "get_world_size": lambda group: group.barrier.parties,
+        "get_backend_config": lambda group: "cpu:gloo",
+        "all_gather": _all_gather,
+        "all_reduce": _all_reduce,
+        "broadcast": _broadcast,
+    }
+    with mock.patch.multiple(dist, **fakes), ThreadPoolExecutor(world_size) as pool:
+        runs = [pool.submit(run, rank) for rank in range(world_size)]
+    # The error of one rank breaks the barrier of the others.
+    errors = [run.exception() for run in runs]
+    for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [run.result() for run in runs]
