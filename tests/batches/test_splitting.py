@@ -1,4 +1,4 @@
-"""A batch is cut into samples in one way, or refused by name; outputs are gathered as one device would return them."""
+"""Batches are cut into samples, or refused by name if ambiguous; outputs are gathered as on one device."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.batches.splitting import batch_size_of, gather, split_batch
+from lightning_ddp_ext.batches.splitting import batch_size_of, gather, join_batches, split_batch
 from lightning_ddp_ext.errors import BatchSplitError
 
 CPU = torch.device("cpu")
@@ -89,6 +89,7 @@ def test_samples_are_counted_in_a_batch_and_in_its_chunks(batch, size):
         # entries of different sizes
         ({"a": rows(8), "b": [rows(4), torch.zeros(4)]}, r"`batch\['a'\]` has 8, `batch\['b'\]` has 4"),
         ([torch.zeros(8), torch.zeros(4)], r"`batch\[0\]` has 8, `batch\[1\]` has 4"),
+        ([torch.zeros(n) for n in range(1, 100)], r"`batch\[0\]` has 1, `batch\[1\]` has 2"),
         # lists of samples that a collate function has not collated: the rows are channels, features, tokens
         ([{"image": image(height), "label": 1} for height in (4, 5, 6, 4)], "`batch` has 3 or 4"),
         ([(image(), 0), (image(), 1)], "`batch` has 3 or 2"),
@@ -111,13 +112,8 @@ def test_samples_are_counted_in_a_batch_and_in_its_chunks(batch, size):
     ],
 )
 def test_two_readings_are_refused_and_named(batch, readings):
-    with pytest.raises(BatchSplitError, match=f"ambiguous: {readings}.* define `scatter_batch"):
+    with pytest.raises(BatchSplitError, match=f"ambiguous: {readings}.* define `scatter_batch") as caught:
         batch_size_of(batch)
-
-
-def test_only_the_first_entries_of_a_long_list_are_named():
-    with pytest.raises(BatchSplitError) as caught:
-        batch_size_of([torch.zeros(n) for n in range(1, 100)])
     assert len(str(caught.value)) < 600
 
 
@@ -174,20 +170,13 @@ def test_a_detection_batch_is_cut_into_images_and_targets(heights):
     assert [len(label["boxes"]) for label in second["labels"]] == [2, 0]
 
 
-def test_several_views_of_two_samples_are_cut_by_rows():
+def test_entries_of_several_kinds_are_columns_and_samples_of_one_kind_are_cut_one_by_one():
+    texts = ["a", "b", "c"]
+    for other in (0.5, "train"):
+        assert split_batch((texts, other), [1, 2]) == [(["a"], other), (["b", "c"], other)]
+    assert split_batch((texts, {"ids": [1, 2, 3]}), [1, 2]) == [(["a"], {"ids": [1]}), (["b", "c"], {"ids": [2, 3]})]
     first, _ = split_batch(([rows(2), rows(2)], torch.zeros(2)), [1, 1])
-    assert [view.shape for view in first[0]] == [(1, 2), (1, 2)]
-
-
-@pytest.mark.parametrize("other", [0.5, "train", {"ids": [1, 2, 3]}], ids=["number", "text", "mapping"])
-def test_entries_of_several_kinds_are_columns(other):
-    first, second = split_batch((["a", "b", "c"], other), [1, 2])
-    assert (first[0], second[0]) == (["a"], ["b", "c"])
-    expected = ({"ids": [1]}, {"ids": [2, 3]}) if isinstance(other, dict) else (other, other)
-    assert (first[1], second[1]) == expected
-
-
-def test_samples_of_one_kind_are_cut_one_by_one():
+    assert [view.shape for view in first[0]] == [(1, 2), (1, 2)]  # several views of two samples
     for batch in ([1, 2.5, True], ["a", None, "b"], [["a"], ["b", "c"], []], [{"a": ["x"]}, {"a": ["y"]}, {"b": 1}]):
         assert split_batch(batch, [1, 2]) == [batch[:1], batch[1:]]
 
@@ -341,7 +330,7 @@ class Holder:
 
 
 class Graphs:
-    """Like the batches of torch_geometric: tensors are in a store, and attributes are looked up there."""
+    """Like PyTorch Geometric's batches: tensors are in a store, and attributes are looked up there."""
 
     num_graphs = 3
 
@@ -418,3 +407,38 @@ def test_outputs_that_fit_no_rule_come_back_per_replica():
     gathered = gather(matrices, [1, 2], CPU)
     assert isinstance(gathered, list)
     assert torch.equal(gathered[1], matrices[1])
+
+
+def test_samples_are_joined_along_the_batch_dimension_and_common_values_stay():
+    parts = [
+        {"x": torch.full((3, size), float(size)), "name": "a", "scale": torch.tensor(torch.nan), "table": torch.ones(3)}
+        for size in (2, 5)
+    ]
+    joined = join_batches(parts, batch_dim=1)
+    assert joined["x"].tolist() == [[2.0] * 2 + [5.0] * 5] * 3
+    assert (joined["name"], joined["table"].tolist()) == ("a", [1, 1, 1])
+
+
+def test_lists_of_samples_and_arrays_are_joined():
+    parts = [{"boxes": [torch.ones(n, 4) for n in (3, 1, 4)[:size]], "ids": numpy.arange(size)} for size in (3, 2)]
+    joined = join_batches(parts)
+    assert [len(boxes) for boxes in joined["boxes"]] == [3, 1, 4, 3, 1]
+    assert joined["ids"].tolist() == [0, 1, 2, 0, 1]
+    assert join_batches([["a", "b"], ["c"]]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([torch.ones(2, 3), torch.ones(2, 4)], r"`batch` cannot be joined, it is shape \(2, 3\) and shape \(2, 4\)"),
+        ([(torch.ones(2), 0.5), (torch.ones(2), 0.7)], r"`batch\[1\]` cannot be joined, it is 0.5 and 0.7"),
+        ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "`batch` cannot be joined"),
+        ([{"x": torch.ones(2), "t": torch.ones(5, 0)}] * 2, "the batch size is ambiguous"),
+        ([pack_sequence([torch.ones(3)])] * 2, "cut in another way"),
+        # Names of four classes, which look like those of four samples.
+        ([{"x": torch.ones(2), "classes": ["a", "b", "c", "d"]}] * 2, "cut in another way"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(parts, message):
+    with pytest.raises(BatchSplitError, match=message):
+        join_batches(parts)

@@ -1,4 +1,4 @@
-"""Precision settings of Lightning apply to every replica, and cost no more exactness than on one device."""
+"""Lightning's precision settings apply to every replica, with the rounding errors of one device."""
 
 import pytest
 import torch
