@@ -138,15 +138,7 @@ def test_sizes_and_dimensions_that_do_not_fit_are_refused():
         split_batch([torch.zeros(5, 8), torch.zeros(8)], [4, 4], batch_dim=1)
 
 
-def test_the_batch_dimension_can_be_another_one():
-    batch = {"sequence": torch.zeros(7, 5, 3), "labels": torch.zeros(7, 5)}
-    assert batch_size_of(batch, batch_dim=1) == 5
-    first, second = split_batch(batch, [2, 3], batch_dim=1)
-    assert first["sequence"].shape == (7, 2, 3)
-    assert second["labels"].shape == (7, 3)
-
-
-def test_chunks_are_views_in_order_and_none_where_empty():
+def test_chunks_are_views_in_order_along_the_batch_dimension_and_none_for_size_0():
     batch = {"x": rows(6), "ids": list("abcdef"), "scale": torch.tensor(2.0), "name": "n"}
     empty, first, second = split_batch(batch, [0, 2, 4])
     assert empty is None
@@ -155,6 +147,11 @@ def test_chunks_are_views_in_order_and_none_where_empty():
     assert (first["ids"], second["ids"]) == (["a", "b"], ["c", "d", "e", "f"])
     assert first["scale"] is batch["scale"]
     assert second["name"] == "n"
+    sequences = {"sequence": torch.zeros(7, 5, 3), "labels": torch.zeros(7, 5)}
+    assert batch_size_of(sequences, batch_dim=1) == 5
+    first, second = split_batch(sequences, [2, 3], batch_dim=1)
+    assert first["sequence"].shape == (7, 2, 3)
+    assert second["labels"].shape == (7, 3)
 
 
 @pytest.mark.parametrize("heights", [(4, 5, 6), (3, 3, 3)])
@@ -279,24 +276,19 @@ def word_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
 
 
-def test_encodings_of_a_tokenizer_stay_with_their_samples():
+def test_batches_of_huggingface_tokenizers_and_collators_are_cut():
     batch = word_tokenizer()(["a", "b c", "c"], padding=True, return_tensors="pt")
     _, second = split_batch(batch, [1, 2])
     assert second.tokens(0) == ["b", "c"]
     assert second["input_ids"].tolist() == [[2, 3], [3, 0]]
-
-
-@pytest.mark.parametrize(
-    "name", ["DataCollatorWithPadding", "DataCollatorForTokenClassification", "DataCollatorForSeq2Seq"]
-)
-def test_batches_of_huggingface_collators_are_cut(name):
-    whole_labels = name == "DataCollatorWithPadding"
-    samples = [{"input_ids": [1] * n, "labels": n if whole_labels else [1] * n} for n in (1, 3, 2)]
-    batch = getattr(transformers, name)(word_tokenizer())(samples)
-    _, second = split_batch(batch, [1, 2])
-    assert type(second) is type(batch)
-    assert len(batch) > 1
-    assert all(torch.equal(second[key], batch[key][1:]) for key in batch)
+    for name in ("DataCollatorWithPadding", "DataCollatorForTokenClassification", "DataCollatorForSeq2Seq"):
+        has_one_label = name == "DataCollatorWithPadding"
+        samples = [{"input_ids": [1] * n, "labels": n if has_one_label else [1] * n} for n in (1, 3, 2)]
+        batch = getattr(transformers, name)(word_tokenizer())(samples)
+        _, second = split_batch(batch, [1, 2])
+        assert type(second) is type(batch)
+        assert len(batch) > 1
+        assert all(torch.equal(second[key], batch[key][1:]) for key in batch), name
 
 
 def test_packed_sequences_are_cut_into_sequences():
@@ -370,17 +362,17 @@ def test_a_list_of_such_objects_is_cut_beside_another_column():
         batch_size_of(batch["graphs"])  # graphs, or batches of graphs?
 
 
+def test_empty_and_plain_values_are_in_every_chunk():
+    batch = {"x": rows(3), "none": None, "deep": [None, {"a": None}], "empty": [{}, []], "flag": True}
+    _, second = split_batch(batch, [1, 2])
+    assert {**second, "x": None} == {**batch, "x": None}
+
+
 @pytest.mark.parametrize("value", [(1, 2, 3), range(3), collections.deque("abc")])
 def test_sequences_that_may_be_one_value_are_refused_when_they_are_as_long_as_the_batch(value):
     assert split_batch({"v": value, "x": rows(4)}, [1, 3])[1]["v"] == value
     with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a .*, has as many entries as the batch has samples"):
         batch_size_of({"v": value, "x": rows(3)})
-
-
-def test_empty_and_plain_values_are_in_every_chunk():
-    batch = {"x": rows(3), "none": None, "deep": [None, {"a": None}], "empty": [{}, []], "flag": True}
-    _, second = split_batch(batch, [1, 2])
-    assert {**second, "x": None} == {**batch, "x": None}
 
 
 def test_outputs_are_gathered():
@@ -394,22 +386,15 @@ def test_outputs_are_gathered():
     assert gather([["a"], ["b", "c"]], [1, 2], CPU) == ["a", "b", "c"]
     assert gather([[{"n": 1}], [{"n": 2}, {"n": 3}]], [1, 2], CPU) == [{"n": 1}, {"n": 2}, {"n": 3}]
     assert gather([None, None], [1, 2], CPU) is None
+    for kind in (list, tuple):  # pairs of outputs, not lists of samples
+        pairs = gather([kind([rows(2), torch.zeros(2)]), kind([rows(2), torch.ones(2)])], [2, 2], CPU)
+        assert [tensor.shape for tensor in pairs] == [(4, 2), (4,)]
+    matrices = gather([torch.zeros(3, 3), torch.ones(3, 3)], [1, 2], CPU)  # fits no rule: one entry per replica
+    assert isinstance(matrices, list)
+    assert matrices[1].tolist() == [[1.0] * 3] * 3
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_a_pair_of_outputs_is_not_taken_for_a_list_of_samples(kind):
-    gathered = gather([kind([rows(2), torch.zeros(2)]), kind([rows(2), torch.ones(2)])], [2, 2], CPU)
-    assert [tensor.shape for tensor in gathered] == [(4, 2), (4,)]
-
-
-def test_outputs_that_fit_no_rule_come_back_per_replica():
-    matrices = [torch.zeros(3, 3), torch.ones(3, 3)]
-    gathered = gather(matrices, [1, 2], CPU)
-    assert isinstance(gathered, list)
-    assert torch.equal(gathered[1], matrices[1])
-
-
-def test_samples_are_joined_along_the_batch_dimension_and_common_values_stay():
+def test_samples_are_joined_and_common_values_stay():
     parts = [
         {"x": torch.full((3, size), float(size)), "name": "a", "scale": torch.tensor(torch.nan), "table": torch.ones(3)}
         for size in (2, 5)
@@ -417,9 +402,6 @@ def test_samples_are_joined_along_the_batch_dimension_and_common_values_stay():
     joined = join_batches(parts, batch_dim=1)
     assert joined["x"].tolist() == [[2.0] * 2 + [5.0] * 5] * 3
     assert (joined["name"], joined["table"].tolist()) == ("a", [1, 1, 1])
-
-
-def test_lists_of_samples_and_arrays_are_joined():
     parts = [{"boxes": [torch.ones(n, 4) for n in (3, 1, 4)[:size]], "ids": numpy.arange(size)} for size in (3, 2)]
     joined = join_batches(parts)
     assert [len(boxes) for boxes in joined["boxes"]] == [3, 1, 4, 3, 1]

@@ -199,26 +199,6 @@ def test_batch_sizes_that_count_something_in_each_chunk_may_agree_by_chance():
     assert steps == [pytest.approx(step, abs=1e-9) for step in expected_steps]
 
 
-def test_an_override_of_log_runs_once_with_the_value_of_the_batch():
-    calls = []
-
-    class Overriding(Logging):
-        def log(self, name, value, **kwargs):
-            calls.append(name)
-            super().log(f"train/{name}", value, **kwargs)
-
-        def training_step(self, batch, batch_idx):
-            self.log("score", batch[0][:, 0].mean(), on_step=False, on_epoch=True)
-            return loss_of(self, batch)
-
-    _, epoch, _ = run(balanced(split=[2, 6]), 2, Overriding)
-    assert calls == ["score"] * 8
-    calls.clear()
-    _, expected, _ = run("auto", 1, Overriding)
-    assert epoch == pytest.approx(expected)
-    assert list(epoch) == ["train/score"]
-
-
 def test_attributes_of_the_module_reach_the_replicas_and_come_back():
     class Stateful(Classifier):
         def __init__(self):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from lightning_ddp_ext.replicas.shared_state import SharedGenerator
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers
 
 CPU = torch.device("cpu")
@@ -122,3 +123,24 @@ def test_close_ends_the_threads():
     assert sum(thread.name.startswith("replica-") for thread in threading.enumerate()) == 2
     workers.close()
     assert not any(thread.name.startswith("replica-") for thread in threading.enumerate())
+
+
+def test_steps_on_one_generator_run_in_order_until_known_to_draw_nothing_and_always_after_a_draw():
+    generator = SharedGenerator([CPU, CPU])
+    for _ in range(2):
+        assert generator.forces_order("training_step")
+        with generator.watch("training_step"):
+            pass
+        assert not generator.forces_order("training_step")
+        assert generator.forces_order("validation_step")
+        generator.forget()
+    with pytest.warns(UserWarning, match="`training_step` draws random numbers"), generator.watch("training_step"):
+        torch.rand(1)
+    with generator.watch("training_step"):  # a second warning would be an error
+        torch.rand(1)
+    assert generator.forces_order("training_step")
+    for devices in ([CPU], [CPU, torch.device("meta")], [torch.device("cuda:0"), torch.device("cuda:1")]):
+        separate = SharedGenerator(devices)
+        with separate.watch("training_step"):
+            torch.rand(1)
+        assert not separate.forces_order("training_step")

@@ -45,6 +45,8 @@ def test_the_registered_name_makes_one_process_with_a_replica_per_device():
     assert trainer.world_size == 1
     assert trainer.strategy.launcher is None
     assert trainer.strategy.split_sizes(8) == [3, 3, 2]
+    with pytest.raises(RuntimeError, match=r"`balanced_dp` has no devices yet\. Pass it to a Trainer first"):
+        BalancedDataParallelStrategy().split_sizes(8)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +68,6 @@ def test_torchrun_is_refused_by_the_trainer(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedFeatureError, match="TorchElasticEnvironment reports 2"):
         quiet_trainer("balanced_dp", 2)
-
-
-def test_sizes_are_unknown_before_the_strategy_has_devices():
-    with pytest.raises(RuntimeError, match=r"`balanced_dp` has no devices yet\. Pass it to a Trainer first"):
-        BalancedDataParallelStrategy().split_sizes(8)
 
 
 class Manual(Classifier):

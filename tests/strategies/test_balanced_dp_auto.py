@@ -26,8 +26,7 @@ def loader(batches=24):
 
 @pytest.fixture
 def said(caplog):
-    """Return what was logged about balance."""
-    # Lightning's loggers do not pass their records on, and the tests' are quiet.
+    """Return a function that lists the messages about balance; Lightning's loggers do not propagate them."""
     logger = logging.getLogger("lightning.pytorch")
     logger.setLevel(logging.INFO)
     logger.addHandler(caplog.handler)
@@ -54,36 +53,32 @@ def test_a_checkpoint_keeps_what_was_measured(tmp_path):
     trainer.save_checkpoint(tmp_path / "moved.ckpt")
     assert torch.load(tmp_path / "moved.ckpt", weights_only=True)["lightning_ddp_ext.balanced_dp"]["shares"][0] < 0.5
 
-    resumed = balanced(balance="auto")
-    quiet_trainer(resumed, 2, precision="64-true", max_epochs=2, limit_train_batches=1).fit(
-        Slowed(), loader(), ckpt_path=tmp_path / "moved.ckpt"
-    )
-    assert resumed.chunk_sizes == learned
+    def resume(build, devices):
+        resumed = balanced(balance="auto")
+        trainer = quiet_trainer(resumed, devices, precision="64-true", max_epochs=2, limit_train_batches=1)
+        trainer.fit(build(), loader(), ckpt_path=tmp_path / "moved.ckpt")
+        return resumed.chunk_sizes
 
-    others = balanced(balance="auto")
-    quiet_trainer(others, 3, precision="64-true", max_epochs=2, limit_train_batches=1).fit(
-        Classifier(), loader(), ckpt_path=tmp_path / "moved.ckpt"
-    )
-    assert others.chunk_sizes == [6, 5, 5]
+    assert resume(Slowed, 2) == learned
+    assert resume(Classifier, 3) == [6, 5, 5]
 
 
 def test_deterministic_training_is_shared_evenly(said):
     strategy = balanced(balance="auto")
     try:
-        quiet_trainer(strategy, 2, max_steps=10, deterministic=True, precision="64-true").fit(Slowed(), loader())
+        train(Slowed(), strategy, 2, max_steps=10, deterministic=True, loader=loader())
     finally:
         torch.use_deterministic_algorithms(False)
     assert strategy.chunk_sizes == [8, 8]
     assert any("would not be deterministic" in text for text in said())
 
 
-class Drawing(Slowed):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + 0 * torch.rand(())
-
-
 @pytest.mark.filterwarnings("ignore:`training_step` draws random numbers")
 def test_chunks_of_replicas_that_run_in_order_do_not_move(said):
+    class Drawing(Slowed):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0 * torch.rand(())
+
     strategy = balanced(balance="auto")
     seed_everything(0, verbose=False)
     train(seeded(Drawing), strategy, 2, loader=loader(12), max_epochs=1)

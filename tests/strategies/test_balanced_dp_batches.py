@@ -4,7 +4,6 @@ from collections import namedtuple
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -191,32 +190,3 @@ class Stream(IterableDataset):
 )
 def test_loaders_of_every_kind(make, options):
     compare(Evaluated, lambda: {"loader": make(), **options})
-
-
-class Remade(LightningDataModule):
-    """Makes other data for each epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def loader(self, stage):
-        self.made.append((stage, self.trainer.current_epoch))
-        return batches(27 - 5 * self.trainer.current_epoch)
-
-    def train_dataloader(self):
-        return self.loader("train")
-
-    def val_dataloader(self):
-        return self.loader("val")
-
-
-def test_loaders_made_again():
-    def run(**way):
-        data = Remade()
-        trained = train(seeded(Evaluated), **way, loader=data, reload_dataloaders_every_n_epochs=2)
-        return trained, data.made
-
-    (single, expected), (parallel, found) = both_ways(run)
-    assert_same_training(parallel, single)
-    assert found == expected

@@ -63,10 +63,9 @@ def test_the_same_checkpoint_is_the_best(tmp_path):
     assert relative_difference(*(list(state.values()) for state in states)) < 1e-12
 
 
-@pytest.mark.parametrize("monitor", ["val_loss", "loss_epoch"])
-def test_early_stopping_stops_in_the_same_epoch(monitor):
+def test_early_stopping_stops_in_the_same_epoch():
     def run(**way):
-        stopping = EarlyStopping(monitor, min_delta=0.05, check_on_train_epoch_end=monitor != "val_loss")
+        stopping = EarlyStopping("val_loss", min_delta=0.05)
         return train(seeded(Evaluated), **way, val_loader=batches(19), callbacks=[stopping], max_epochs=30), stopping
 
     (single, expected), (parallel, found) = both_ways(run)

@@ -131,7 +131,7 @@ def test_overrides_run_as_often_and_with_the_same_result(kind):
 
 def test_lbfgs_calls_the_step_several_times_for_one_batch():
     def run(**way):
-        return train(seeded(lambda: Classifier(torch.optim.LBFGS)), **way, max_epochs=1)
+        return train(seeded(lambda: Classifier(torch.optim.LBFGS)), **way, max_epochs=1, limit_train_batches=2)
 
     single, parallel = both_ways(run)
     assert len(single.gradients.after_backward) > 20

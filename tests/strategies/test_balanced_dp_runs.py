@@ -175,7 +175,6 @@ class StoppingInside(Evaluated):
     ("build", "options", "steps"),
     [
         (Evaluated, {"callbacks": [Stopping()]}, 3),
-        (Evaluated, {"callbacks": [Stopping()], "min_epochs": 2}, 8),
         (StoppingInside, {}, 4),
     ],
 )

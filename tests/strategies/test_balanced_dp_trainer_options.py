@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner, batch_size_scaling
 from torch.nn import functional
@@ -197,8 +196,8 @@ def tuned(tmp_path, monkeypatch):
     """Return a module and its trainer, without Lightning's garbage collection before every trial, which is slow."""
     monkeypatch.setattr(batch_size_scaling, "garbage_collection_cuda", lambda: None)
 
-    def make(build, strategy, devices, **options):
-        return seeded(build), quiet_trainer(strategy, devices, max_epochs=1, default_root_dir=tmp_path, **options)
+    def make(build, strategy, devices):
+        return seeded(build), quiet_trainer(strategy, devices, max_epochs=1, default_root_dir=tmp_path)
 
     return make
 
@@ -238,15 +237,3 @@ def test_the_batch_size_finder_finds_the_same(tuned, mode, method, first, size):
         return Tuner(trainer).scale_batch_size(module, **options), module.batch_size
 
     assert both_ways(run) == ((size, size), (size, size))
-
-
-def test_finders_as_callbacks(tuned):
-    def run(**way):
-        callbacks = [BatchSizeFinder(steps_per_trial=1, max_trials=2), LearningRateFinder(num_training_steps=15)]
-        module, trainer = tuned(Tunable, **way, callbacks=callbacks)
-        trainer.fit(module)
-        return module
-
-    single, parallel = both_ways(run)
-    assert (parallel.batch_size, parallel.lr) == (single.batch_size, single.lr)
-    assert relative_difference(list(parallel.parameters()), list(single.parameters())) < 1e-10
