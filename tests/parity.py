@@ -58,6 +58,10 @@ class Classifier(LightningModule):
         return self.optimizer(self.parameters(), lr=1e-2)
 
 
+def normalised_network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(FEATURES, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, CLASSES))
+
+
 class Evaluated(Classifier):
     """Also validates, tests and predicts, on one loader or several."""
 
@@ -93,6 +97,16 @@ class GradientRecorder(Callback):
     @property
     def state_key(self) -> str:
         return type(self).__qualname__
+
+
+class StepValues(Callback):
+    """Keeps everything that has been logged after every training step."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 def flat_gradient(module: nn.Module) -> Tensor:
@@ -153,7 +167,7 @@ def train(
     val_loader: Any = None,
     **options: Any,
 ) -> Trained:
-    """Fit in float64 unless told otherwise; the default loader ends with a partial batch of 3."""
+    """Fit in float64 by default; the default loader ends with a partial batch of 3."""
     recorder = GradientRecorder()
     callbacks = [recorder, *options.pop("callbacks", [])]
     trainer = quiet_trainer(
@@ -161,6 +175,21 @@ def train(
     )
     trainer.fit(module, loader if loader is not None else batches(), val_loader)
     return Trained(module, trainer, recorder)
+
+
+def compare(
+    build: Callable[[], LightningModule],
+    options: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
+    **strategy_options: Any,
+) -> tuple[Trained, Trained]:
+    """Train on one device and on two replicas, assert that the training is the same, and return both.
+
+    Options of `train` come from a function if both runs need objects of their own, such as callbacks.
+    """
+    make = options if callable(options) else lambda: options or {}
+    single, parallel = both_ways(lambda **way: train(seeded(build), **way, **make()), **strategy_options)
+    assert_same_training(parallel, single)
+    return single, parallel
 
 
 def relative_difference(tensors: list[Tensor], references: list[Tensor]) -> float:

@@ -49,25 +49,20 @@ class _Dictionary:
         self.remember()
 
     def remember(self) -> None:
-        self._entries = [*entries_of(self.source)]
-        self._own_entries = [[*entries_of(own)] for own in self.copies]
+        self._entries = {id(one): [*entries_of(one)] for one in (self.source, *self.copies)}
 
-    def has_changed(self) -> bool:
-        """Return True if the master's dictionary has changed since `remember`."""
-        return not _same(self._entries, [*entries_of(self.source)])
-
-    def is_written(self, index: int) -> bool:
-        """Return True if a replica's copy has changed since `remember`."""
-        return not _same(self._own_entries[index], [*entries_of(self.copies[index])])
+    def has_changed(self, one: dict[Any, Any]) -> bool:
+        """Return True if the master's dictionary, or a copy, has changed since `remember`."""
+        return not _same(self._entries[id(one)], [*entries_of(one)])
 
 
 class AttributeMirror:
-    """Pushes the master's attributes to the replicas before a step, and pulls what the step did to them.
+    """Pushes the master's attributes to the replicas before a step, and merges the step's changes into the master.
 
-    Changes with a single meaning come back: entries appended to lists, in the order of the replicas; counters of
-    samples, added up; scalars that every replica has set to the same value. Any other value stays with its replica
-    until the master's changes, and the master shows the first replica's. Entries of dictionaries stay with their
-    replica. A warning names each such attribute once.
+    Entries appended to lists are merged in the order of the replicas, counters of samples are added up, and a scalar
+    that every replica has set to the same value is kept. Any other value stays with its replica until the master's
+    value changes; the master shows the first replica's value. Entries of dictionaries stay with their replica. A
+    warning names each such attribute once.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -90,13 +85,9 @@ class AttributeMirror:
         ]
         # Lists that lead to parts of the module are rewritten before every step, because copies do not follow them.
         first = [own.__dict__ for _, own in self._replicas[0].modules]
-        lists = [(position, name, value) for position, name, value in places if type(value) is list]
-        self._rewritten = {(position, name) for position, name, value in lists if first[position][name] is not value}
-        self._lists = [
-            (position, name)
-            for position, name, _ in lists
-            if self._is_users(position, name) or (position, name) in self._rewritten
-        ]
+        lists = {(position, name): value for position, name, value in places if type(value) is list}
+        self._rewritten = {place for place, value in lists.items() if first[place[0]][place[1]] is not value}
+        self._lists = [place for place in lists if self._is_users(*place) or place in self._rewritten]
         self._hooks = [module.__dict__[name] for module in self._modules for name in HOOKS]
         self._hook_ids = [*chain.from_iterable(self._hooks)]
         known, self._dictionaries = self._dictionaries, {}
@@ -142,25 +133,23 @@ class AttributeMirror:
         if changed or hooks_have_changed:
             self._look()
         for dictionary in self._dictionaries.values():
-            if dictionary.has_changed():
+            if dictionary.has_changed(dictionary.source):
                 for replica, copied in zip(self._replicas, dictionary.copies, strict=True):
                     replica.references.fill_dictionary(copied, dictionary.source)
                 dictionary.remember()
         # The list that each replica's list was copied from, whose entries are the replica's counterparts.
-        self._origins: list[dict[Place, list[Any]]] = []
-        for replica in self._replicas:
-            origins: dict[Place, list[Any]] = {}
-            for place in self._lists:
-                origin = origins[place] = self._share_list(replica, place)
+        self._origins = [{place: self._share_list(own, place) for place in self._lists} for own in self._replicas]
+        for replica, origins in zip(self._replicas, self._origins, strict=True):
+            for (position, name), origin in origins.items():
                 if len(origin) <= _LONGEST_LIST:
-                    replica.modules[place[0]][1].__dict__[place[1]] = list(origin)
-            self._origins.append(origins)
+                    replica.modules[position][1].__dict__[name] = list(origin)
         self._pushed = [[own.__dict__.copy() for _, own in replica.modules] for replica in self._replicas]
 
     def _share_list(self, replica: Replica, place: Place) -> list[Any]:
-        module, own = replica.modules[place[0]]
-        value: list[Any] = module.__dict__[place[1]]
-        own.__dict__[place[1]] = value = replica.references.rewrite(value) if place in self._rewritten else value
+        position, name = place
+        value: list[Any] = self._modules[position].__dict__[name]
+        value = replica.references.rewrite(value) if place in self._rewritten else value
+        replica.modules[position][1].__dict__[name] = value
         return value
 
     def _changed_places(self) -> set[Place]:
@@ -175,14 +164,14 @@ class AttributeMirror:
         return version_of(value) if isinstance(value, torch.Tensor) else -1
 
     def pull(self, active: Sequence[int], sizes: Sequence[int]) -> None:
-        """Bring back to the master what the active replicas' steps did to attributes; `sizes` are chunk sizes."""
+        """Merge the attributes that the active replicas' steps changed into the master; `sizes` are chunk sizes."""
         set_values = self._find_set_values(active)
         for place in self._lists:
             self._pull_list(active, place)
         for place, values in set_values.items():
             self._pull_value(place, values, sizes)
         for place, dictionary in self._dictionaries.items():
-            if self._is_users(*place) and any(map(dictionary.is_written, active)):
+            if self._is_users(*place) and any(dictionary.has_changed(dictionary.copies[i]) for i in active):
                 self._warn(place, "was changed inside a step, where each replica has a copy; the copies are not merged")
         self._versions = {place: self._version(place) for place in self._versions}  # a step's changes stay there
         self._pushed, self._origins = [], []

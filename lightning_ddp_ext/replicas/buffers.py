@@ -55,9 +55,11 @@ class BufferMerger:
         full_name = self._prefixes[position] + name
         # A number beside a larger buffer may be the place in a queue where the next entry goes.
         is_alone = all(other is None or other.numel() <= 1 for other in module._buffers.values())
-        if is_alone and self._counts_samples(full_name, buffer, present, sizes):
-            buffer += sum(sizes)
-            return
+        if is_alone and buffer.numel() == 1 and not buffer.is_complex() and buffer.dtype is not torch.bool:
+            raised = [(value - buffer).item() for value in present]
+            if self._sample_counters.recognise(full_name, raised, sizes):
+                buffer += sum(sizes)
+                return
         if len(changed) < len(present) or any(not same_values(value, present[0]) for value in present[1:]):
             has_mean = buffer.is_floating_point() or buffer.is_complex()
             # A mean is exact for instance statistics; batch statistics are merged already, if calls were seen.
@@ -71,11 +73,6 @@ class BufferMerger:
                 _write_mean(buffer, present, [size / sum(sizes) for size in sizes])
                 return
         buffer.copy_(present[0])
-
-    def _counts_samples(self, name: str, buffer: Tensor, values: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-        if buffer.numel() != 1 or buffer.is_complex() or buffer.dtype is torch.bool:
-            return False
-        return self._sample_counters.recognise(name, [(value - buffer).item() for value in values], sizes)
 
 
 def _write_mean(buffer: Tensor, values: Sequence[Tensor], factors: Sequence[float]) -> None:
@@ -109,10 +106,6 @@ class _Layer:
     copies: list[Any]
     calls: list[list[_Call]]
 
-    def first_caller(self, active: Sequence[int], call: int) -> int:
-        """Return the first replica that made a call with this number."""
-        return next(index for index in active if call < len(self.calls[index]))
-
     def after(self, index: int, call: int) -> list[Tensor]:
         """Return the running statistics of a replica after a call."""
         calls = self.calls[index]
@@ -127,10 +120,10 @@ class BatchNormObserver:
     """
 
     def __init__(self, replicas: Replicas) -> None:
-        masters: list[Any] = [module for module in replicas.master.modules() if isinstance(module, BatchNorm)]
         self._layers = [
-            _Layer(master, [replica.references.find(master) for replica in replicas], [[] for _ in replicas])
-            for master in masters
+            _Layer(module, [replica.references.find(module) for replica in replicas], [[] for _ in replicas])
+            for module in replicas.master.modules()
+            if isinstance(module, BatchNorm)
         ]
         self._values_per_sample: set[int] = set()
         for layer in self._layers:
@@ -215,7 +208,7 @@ def _merge_statistics(layers: Sequence[_Layer], active: Sequence[int], calls: in
 
     state: list[Tensor] = []
     for call in range(calls):
-        callers = [layer.first_caller(active, call) for layer in layers]
+        callers = [next(index for index in active if call < len(layer.calls[index])) for layer in layers]
         firsts = [layer.calls[index][call] for layer, index in zip(layers, callers, strict=True)]
         momentum = spread([first.momentum for first in firsts])
         state = state or join(first.before for first in firsts)

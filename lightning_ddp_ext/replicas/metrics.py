@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,37 +32,28 @@ def _is_scalar(value: Any) -> bool:
     )
 
 
-def _can_join(values: Sequence[Any]) -> bool:
-    """Return True if one argument for the whole batch can be made of the arguments that each replica passed."""
-    first = values[0]
-    if isinstance(first, dict):
-        return all(value.keys() == first.keys() for value in values) and all(
-            _can_join([value[key] for value in values]) for key in first
-        )
-    if isinstance(first, tuple):
-        return len(set(map(len, values))) == 1 and all(map(_can_join, zip(*values, strict=True)))
-    if isinstance(first, list):
-        # A list of tensors may hold columns or samples.
-        return not any(isinstance(item, Tensor) for value in values for item in value)
-    # Equal texts may be two samples.
-    is_joined = isinstance(first, Tensor) or _is_scalar(first)
-    return is_joined or (not isinstance(first, str) and all(value is first for value in values))
+class _CannotJoinError(Exception):
+    """No argument for the whole batch can be made of the replicas' arguments."""
 
 
 def _join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], device: torch.device) -> Any:
     """Make one argument of the replicas' arguments: rows concatenated, means averaged by weight, counts added up."""
     first = values[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return torch.cat([value.detach().to(device) for value in values])
     if _is_scalar(first):
         return _join_scalars(to_device(list(values), device), weights, sizes)
-    if isinstance(first, dict):
+    if isinstance(first, Tensor):
+        return torch.cat([value.detach().to(device) for value in values])
+    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
         return {key: _join([value[key] for value in values], weights, sizes, device) for key in first}
-    if isinstance(first, tuple):
+    if isinstance(first, tuple) and len(set(map(len, values))) == 1:
         return tuple(_join(items, weights, sizes, device) for items in zip(*values, strict=True))
-    if isinstance(first, list):
+    # A list of tensors may hold columns or samples.
+    if isinstance(first, list) and not any(isinstance(item, Tensor) for value in values for item in value):
         return [to_device(item, device) for value in values for item in value]
-    return first
+    # Equal texts may be two samples.
+    if not isinstance(first, list | str) and all(value is first for value in values):
+        return first
+    raise _CannotJoinError
 
 
 def _join_scalars(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
@@ -193,18 +185,19 @@ class MetricMerger:
     ) -> None:
         by_replica = [one.calls[index] for index in indices]
         same_calls = len({tuple(call.method for call in calls) for calls in by_replica}) == 1
-        groups = list(zip(*by_replica, strict=False))
         # The extreme of a batch does not follow from joined numbers, which are averaged.
         is_extreme = isinstance(one.metric, MaxMetric | MinMetric) and any(call.scalars for call in by_replica[0])
-        if is_extreme or not same_calls or not all(map(_can_join_calls, groups)):
-            for calls in by_replica:
-                for call in calls:
-                    args, kwargs = to_device((call.args, call.kwargs), self._home)
-                    getattr(one.metric, call.method)(*args, **kwargs)
+        try:
+            if is_extreme or not same_calls:
+                raise _CannotJoinError
+            groups = list(zip(*by_replica, strict=True))
+            arguments = [_join_calls(group, weights, sizes, self._home) for group in groups]
+        except _CannotJoinError:
+            for call in chain.from_iterable(by_replica):
+                args, kwargs = to_device((call.args, call.kwargs), self._home)
+                getattr(one.metric, call.method)(*args, **kwargs)
             return
-        for group in groups:
-            args = _join([call.args for call in group], weights, sizes, self._home)
-            kwargs = _join([call.kwargs for call in group], weights, sizes, self._home)
+        for group, (args, kwargs) in zip(groups, arguments, strict=True):
             self._pair(group, getattr(one.metric, group[0].method)(*args, **kwargs))
 
     def _pair(self, calls: Sequence[_Call], whole: Any) -> None:
@@ -258,10 +251,12 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, Tensor) and not value.is_floating_point())
 
 
-def _can_join_calls(calls: Sequence[_Call]) -> bool:
-    """Return True if one call for the whole batch can be made of the replicas' calls; texts by name must be equal."""
-    options = [{key: value for key, value in call.kwargs.items() if not isinstance(value, str)} for call in calls]
+def _join_calls(calls: Sequence[_Call], weights: Sequence[float], sizes: Sequence[int], device: torch.device) -> Any:
+    """Return positional and keyword arguments for the whole batch; texts passed by keyword must be equal."""
     texts = [{key: value for key, value in call.kwargs.items() if isinstance(value, str)} for call in calls]
-    return all(text == texts[0] for text in texts) and _can_join(
-        [(call.args, option) for call, option in zip(calls, options, strict=True)]
-    )
+    if any(text != texts[0] for text in texts):
+        raise _CannotJoinError
+    others = [{key: value for key, value in call.kwargs.items() if not isinstance(value, str)} for call in calls]
+    joined = zip((call.args for call in calls), others, strict=True)
+    args, kwargs = _join(list(joined), weights, sizes, device)
+    return args, {**kwargs, **texts[0]}

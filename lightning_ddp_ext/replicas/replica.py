@@ -102,9 +102,7 @@ class References:
             return value.detach().to(self._device) if moves else value
         if depth == _MAX_DEPTH:
             return value
-        return self._rewrite_compound(value, depth + 1)
-
-    def _rewrite_compound(self, value: Any, depth: int) -> Any:
+        depth += 1
         kind = type(value)
         if kind is types.MethodType:
             owner = self.rewrite(value.__self__, depth)
@@ -113,12 +111,11 @@ class References:
             return self._rewrite_closure(value, depth)
         if kind is functools.partial:
             parts = (value.func, value.args, value.keywords)
-            function, args, keywords = (self.rewrite(part, depth) for part in parts)
-            same = all(new is old for new, old in zip((function, args, keywords), parts, strict=True))
-            return value if same else functools.partial(function, *args, **keywords)
+            function, args, keywords = rewritten = [self.rewrite(part, depth) for part in parts]
+            return value if all(map(operator.is_, rewritten, parts)) else functools.partial(function, *args, **keywords)
         if kind in (list, tuple) and len(value) <= _MAX_LENGTH:
             items = [self.rewrite(item, depth) for item in value]
-            return value if all(new is old for new, old in zip(items, value, strict=True)) else kind(items)
+            return value if all(map(operator.is_, items, value)) else kind(items)
         if kind in (dict, OrderedDict) and len(value) <= _MAX_LENGTH:
             entries = {key: self.rewrite(item, depth) for key, item in value.items()}
             return value if all(entries[key] is value[key] for key in value) else kind(entries)
@@ -190,16 +187,12 @@ class Replica:
         self.modules.append((original, own))
 
     def _fill(self, original: nn.Module, own: nn.Module) -> None:
-        makers: dict[str, Callable[[Any], Any]] = {
-            "_modules": lambda child: child,
-            "_parameters": self._add_parameter,
-            "_buffers": self._add_buffer,
-        }
-        for kind, make in makers.items():
+        makers: dict[str, Callable[[Any], Any]] = {"_parameters": self._add_parameter, "_buffers": self._add_buffer}
+        for kind in ("_modules", *makers):
             own.__dict__[kind] = parts = type(original.__dict__[kind])()
             for name, part in original.__dict__[kind].items():
                 found = self.references.find(part)
-                parts[name] = make(part) if found is None and part is not None else found
+                parts[name] = makers[kind](part) if found is None and part is not None else found
 
     def _add_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         data = parameter.detach()
@@ -224,8 +217,8 @@ class Replica:
     def receive_parameters(self) -> None:
         """Take over the master's parameter values and `requires_grad` flags."""
         originals, leaves = [parameter for parameter, _ in self.parameters], self.leaves
-        if [leaf.requires_grad for leaf in leaves] != [parameter.requires_grad for parameter in originals]:
-            for parameter, leaf in self.parameters:
+        for parameter, leaf in self.parameters:
+            if leaf.requires_grad != parameter.requires_grad:
                 leaf.requires_grad_(parameter.requires_grad)
         if self.device != self._home:
             for parameter, leaf in self.parameters:
@@ -289,9 +282,6 @@ class Replicas(Sequence[Replica]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._replicas[index]
-
-    def __iter__(self) -> Iterator[Replica]:
-        return iter(self._replicas)
 
     @property
     def prefixes(self) -> list[str]:

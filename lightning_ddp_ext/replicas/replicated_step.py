@@ -30,11 +30,6 @@ from lightning_ddp_ext.replicas.shared_state import (
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers, Timer, current_replica
 
 
-def _watches_one_thread(profiler: Profiler) -> bool:
-    """Return True for the profilers of Python and of torch, which record only the thread that started them."""
-    return not isinstance(profiler, PassThroughProfiler | SimpleProfiler)
-
-
 @contextmanager
 def _actions_named_by_replica(profiler: Profiler) -> Iterator[None]:
     """Name what a replica profiles, such as `[Replica 1]attention`; a profiler refuses a name that is under way."""
@@ -170,11 +165,9 @@ class ReplicatedModule:
             index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
             for index in active
         }
-        in_order = (
-            self._generator.forces_order(step)
-            or self._parametrizations.forces_order(step)
-            or _watches_one_thread(_profiler(trainer))
-        )
+        # Python's and torch's profilers record only the thread that started them.
+        has_one_thread = not isinstance(_profiler(trainer), PassThroughProfiler | SimpleProfiler)
+        in_order = has_one_thread or self._generator.forces_order(step) or self._parametrizations.forces_order(step)
         timers: list[list[Timer]] = [[] for _ in self._devices]
         scattered.record = BatchRecord(scattered.sizes, timers, in_order, scattered.weights)
         self._batch_norm.forget()

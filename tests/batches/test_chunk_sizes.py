@@ -1,4 +1,4 @@
-"""Batches are divided by rule; the controller moves samples until replicas finish together."""
+"""Rules divide batches into chunks; the controller moves samples until replicas finish together."""
 
 import random
 from statistics import fmean
@@ -26,7 +26,7 @@ def transformer_xl_chunks(batch_size, num_devices, first):
     return sizes
 
 
-def test_first_limited_chunks_are_even_beside_the_limit_and_equal_those_of_transformer_xl():
+def test_first_limited_chunks_are_even_beside_the_limit_and_equal_transformer_xl():
     applied = 0
     for num_devices in (1, 2, 3, 4, 8):
         for batch_size in range(1, 70):
@@ -43,6 +43,7 @@ def test_first_limited_chunks_are_even_beside_the_limit_and_equal_those_of_trans
                     applied += expected is not None
     assert applied > 400
     assert first_limited_chunks(7, 3, first=0) == [0, 4, 3]
+    assert even_chunks(11, 4) == [3, 3, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,6 @@ def test_proportional_chunks_stay_within_one_sample_of_the_exact_share():
             assert abs(chunk - batch_size * proportion / 6.5) < 1
 
 
-def test_even_chunks_give_remainders_to_the_lowest_index():
-    assert even_chunks(11, 4) == [3, 3, 3, 2]
-
-
 @pytest.mark.parametrize(
     ("chunks", "expected"),
     [
@@ -93,7 +90,7 @@ def test_single_samples_are_merged_into_a_neighbour(chunks, expected):
 
 
 class Device:
-    """Takes a time per batch and a time per sample, with noise that only ever makes it slower."""
+    """Takes a time per batch and a time per sample; noise makes it slower, never faster."""
 
     def __init__(self, per_sample, fixed=0.0, noise=0.0, seed=0):
         self.per_sample, self.fixed, self.noise = per_sample, fixed, noise
@@ -139,7 +136,7 @@ def test_the_test_fails_without_moves():
     assert imbalances[-1] > 0.4
 
 
-def test_costs_that_do_not_depend_on_samples_are_found_out():
+def test_costs_that_do_not_depend_on_samples_are_balanced():
     devices = [Device(1, fixed=12), Device(1, fixed=0)]
     decisions, imbalances = run(BalanceController(2), devices, 60)
     assert imbalances[-1] < 0.05
@@ -147,13 +144,10 @@ def test_costs_that_do_not_depend_on_samples_are_found_out():
     assert decisions[-1].after == decisions[-1].before  # settled
 
 
-def test_small_differences_move_nothing():
+def test_small_differences_and_single_slow_batches_move_nothing():
     for slower in (1.0, 1.1, 1.15):
         decisions, _ = run(BalanceController(2), [Device(slower), Device(1)], 50)
         assert [str(decision).split(";")[0] for decision in decisions] == ["settled at 32, 32"]
-
-
-def test_single_slow_batches_move_nothing():
     controller = BalanceController(2)
     for step in range(60):
         assert controller.observe([32, 32], [5.0 if step % 4 == 0 else 1.0, 1.0]) is None or step < 9
@@ -177,7 +171,7 @@ def test_a_device_that_becomes_slower_later_is_noticed():
     assert controller.chunk_sizes(60) == [40, 20]
 
 
-def test_moves_that_do_not_help_are_taken_back():
+def test_moves_that_do_not_help_are_undone():
     # However few samples it has, the first replica takes twice as long.
     devices = [Device(0, fixed=2), Device(0, fixed=1)]
     decisions, _ = run(BalanceController(2), devices, 400)
@@ -187,7 +181,7 @@ def test_moves_that_do_not_help_are_taken_back():
     assert len(made) < 14
 
 
-def test_a_move_that_makes_batches_shorter_is_kept():
+def test_a_move_that_makes_batches_faster_is_kept():
     controller = BalanceController(3)
     for _ in range(16):
         sizes = controller.chunk_sizes(8)
@@ -221,7 +215,7 @@ def test_every_replica_keeps_a_sample():
     assert controller.chunk_sizes(64)[0] == 1
 
 
-def test_whole_samples_end_it():
+def test_differences_of_less_than_a_sample_end_the_search():
     decisions, _ = run(BalanceController(2), [Device(2), Device(1)], 60, batch_size=3)
     assert [decision.after for decision in decisions] == [[1, 2], [1, 2]]
 
@@ -231,7 +225,7 @@ def test_memory_caps_a_chunk_and_the_others_take_the_rest():
     controller.limits = [4, None, None]
     assert controller.chunk_sizes(30) == [4, 13, 13]
     controller.limits = [4, 5, 6]
-    assert sum(controller.chunk_sizes(30)) == 30  # nobody has room: it has to go somewhere
+    assert sum(controller.chunk_sizes(30)) == 30  # no replica has room
     controller.limits = [4, 12, None]
     assert controller.chunk_sizes(30) == [4, 12, 14]
 
@@ -245,9 +239,8 @@ def test_a_saved_state_continues():
     assert moves(decisions) == []
 
 
-def test_no_decision_rests_on_less_than_what_it_says():
+def test_a_decision_needs_seven_measured_batches():
     controller = BalanceController(2)
-    seconds = [[1 + START_AT * 3, 1.0]] * 8
-    decisions = [controller.observe([32, 32], times) for times in seconds]
-    assert decisions[:7] == [None] * 7  # the first batch is not counted
+    decisions = [controller.observe([32, 32], [1 + START_AT * 3, 1.0]) for _ in range(8)]
+    assert decisions[:7] == [None] * 7  # the first batch is not measured
     assert decisions[7] is not None

@@ -1,4 +1,4 @@
-"""A batch is cut into samples in one way, or refused by name; outputs are gathered as one device would return them."""
+"""Batches are cut into samples, or refused by name if ambiguous; outputs are gathered as on one device."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.batches.splitting import batch_size_of, gather, split_batch
+from lightning_ddp_ext.batches.splitting import batch_size_of, gather, join_batches, split_batch
 from lightning_ddp_ext.errors import BatchSplitError
 
 CPU = torch.device("cpu")
@@ -89,6 +89,7 @@ def test_samples_are_counted_in_a_batch_and_in_its_chunks(batch, size):
         # entries of different sizes
         ({"a": rows(8), "b": [rows(4), torch.zeros(4)]}, r"`batch\['a'\]` has 8, `batch\['b'\]` has 4"),
         ([torch.zeros(8), torch.zeros(4)], r"`batch\[0\]` has 8, `batch\[1\]` has 4"),
+        ([torch.zeros(n) for n in range(1, 100)], r"`batch\[0\]` has 1, `batch\[1\]` has 2"),
         # lists of samples that a collate function has not collated: the rows are channels, features, tokens
         ([{"image": image(height), "label": 1} for height in (4, 5, 6, 4)], "`batch` has 3 or 4"),
         ([(image(), 0), (image(), 1)], "`batch` has 3 or 2"),
@@ -111,13 +112,8 @@ def test_samples_are_counted_in_a_batch_and_in_its_chunks(batch, size):
     ],
 )
 def test_two_readings_are_refused_and_named(batch, readings):
-    with pytest.raises(BatchSplitError, match=f"ambiguous: {readings}.* define `scatter_batch"):
+    with pytest.raises(BatchSplitError, match=f"ambiguous: {readings}.* define `scatter_batch") as caught:
         batch_size_of(batch)
-
-
-def test_only_the_first_entries_of_a_long_list_are_named():
-    with pytest.raises(BatchSplitError) as caught:
-        batch_size_of([torch.zeros(n) for n in range(1, 100)])
     assert len(str(caught.value)) < 600
 
 
@@ -142,15 +138,7 @@ def test_sizes_and_dimensions_that_do_not_fit_are_refused():
         split_batch([torch.zeros(5, 8), torch.zeros(8)], [4, 4], batch_dim=1)
 
 
-def test_the_batch_dimension_can_be_another_one():
-    batch = {"sequence": torch.zeros(7, 5, 3), "labels": torch.zeros(7, 5)}
-    assert batch_size_of(batch, batch_dim=1) == 5
-    first, second = split_batch(batch, [2, 3], batch_dim=1)
-    assert first["sequence"].shape == (7, 2, 3)
-    assert second["labels"].shape == (7, 3)
-
-
-def test_chunks_are_views_in_order_and_none_where_empty():
+def test_chunks_are_views_in_order_along_the_batch_dimension_and_none_for_size_0():
     batch = {"x": rows(6), "ids": list("abcdef"), "scale": torch.tensor(2.0), "name": "n"}
     empty, first, second = split_batch(batch, [0, 2, 4])
     assert empty is None
@@ -159,6 +147,11 @@ def test_chunks_are_views_in_order_and_none_where_empty():
     assert (first["ids"], second["ids"]) == (["a", "b"], ["c", "d", "e", "f"])
     assert first["scale"] is batch["scale"]
     assert second["name"] == "n"
+    sequences = {"sequence": torch.zeros(7, 5, 3), "labels": torch.zeros(7, 5)}
+    assert batch_size_of(sequences, batch_dim=1) == 5
+    first, second = split_batch(sequences, [2, 3], batch_dim=1)
+    assert first["sequence"].shape == (7, 2, 3)
+    assert second["labels"].shape == (7, 3)
 
 
 @pytest.mark.parametrize("heights", [(4, 5, 6), (3, 3, 3)])
@@ -174,20 +167,13 @@ def test_a_detection_batch_is_cut_into_images_and_targets(heights):
     assert [len(label["boxes"]) for label in second["labels"]] == [2, 0]
 
 
-def test_several_views_of_two_samples_are_cut_by_rows():
+def test_entries_of_several_kinds_are_columns_and_samples_of_one_kind_are_cut_one_by_one():
+    texts = ["a", "b", "c"]
+    for other in (0.5, "train"):
+        assert split_batch((texts, other), [1, 2]) == [(["a"], other), (["b", "c"], other)]
+    assert split_batch((texts, {"ids": [1, 2, 3]}), [1, 2]) == [(["a"], {"ids": [1]}), (["b", "c"], {"ids": [2, 3]})]
     first, _ = split_batch(([rows(2), rows(2)], torch.zeros(2)), [1, 1])
-    assert [view.shape for view in first[0]] == [(1, 2), (1, 2)]
-
-
-@pytest.mark.parametrize("other", [0.5, "train", {"ids": [1, 2, 3]}], ids=["number", "text", "mapping"])
-def test_entries_of_several_kinds_are_columns(other):
-    first, second = split_batch((["a", "b", "c"], other), [1, 2])
-    assert (first[0], second[0]) == (["a"], ["b", "c"])
-    expected = ({"ids": [1]}, {"ids": [2, 3]}) if isinstance(other, dict) else (other, other)
-    assert (first[1], second[1]) == expected
-
-
-def test_samples_of_one_kind_are_cut_one_by_one():
+    assert [view.shape for view in first[0]] == [(1, 2), (1, 2)]  # several views of two samples
     for batch in ([1, 2.5, True], ["a", None, "b"], [["a"], ["b", "c"], []], [{"a": ["x"]}, {"a": ["y"]}, {"b": 1}]):
         assert split_batch(batch, [1, 2]) == [batch[:1], batch[1:]]
 
@@ -290,24 +276,19 @@ def word_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
 
 
-def test_encodings_of_a_tokenizer_stay_with_their_samples():
+def test_batches_of_huggingface_tokenizers_and_collators_are_cut():
     batch = word_tokenizer()(["a", "b c", "c"], padding=True, return_tensors="pt")
     _, second = split_batch(batch, [1, 2])
     assert second.tokens(0) == ["b", "c"]
     assert second["input_ids"].tolist() == [[2, 3], [3, 0]]
-
-
-@pytest.mark.parametrize(
-    "name", ["DataCollatorWithPadding", "DataCollatorForTokenClassification", "DataCollatorForSeq2Seq"]
-)
-def test_batches_of_huggingface_collators_are_cut(name):
-    whole_labels = name == "DataCollatorWithPadding"
-    samples = [{"input_ids": [1] * n, "labels": n if whole_labels else [1] * n} for n in (1, 3, 2)]
-    batch = getattr(transformers, name)(word_tokenizer())(samples)
-    _, second = split_batch(batch, [1, 2])
-    assert type(second) is type(batch)
-    assert len(batch) > 1
-    assert all(torch.equal(second[key], batch[key][1:]) for key in batch)
+    for name in ("DataCollatorWithPadding", "DataCollatorForTokenClassification", "DataCollatorForSeq2Seq"):
+        has_one_label = name == "DataCollatorWithPadding"
+        samples = [{"input_ids": [1] * n, "labels": n if has_one_label else [1] * n} for n in (1, 3, 2)]
+        batch = getattr(transformers, name)(word_tokenizer())(samples)
+        _, second = split_batch(batch, [1, 2])
+        assert type(second) is type(batch)
+        assert len(batch) > 1
+        assert all(torch.equal(second[key], batch[key][1:]) for key in batch), name
 
 
 def test_packed_sequences_are_cut_into_sequences():
@@ -341,7 +322,7 @@ class Holder:
 
 
 class Graphs:
-    """Like the batches of torch_geometric: tensors are in a store, and attributes are looked up there."""
+    """Like PyTorch Geometric's batches: tensors are in a store, and attributes are looked up there."""
 
     num_graphs = 3
 
@@ -381,17 +362,17 @@ def test_a_list_of_such_objects_is_cut_beside_another_column():
         batch_size_of(batch["graphs"])  # graphs, or batches of graphs?
 
 
+def test_empty_and_plain_values_are_in_every_chunk():
+    batch = {"x": rows(3), "none": None, "deep": [None, {"a": None}], "empty": [{}, []], "flag": True}
+    _, second = split_batch(batch, [1, 2])
+    assert {**second, "x": None} == {**batch, "x": None}
+
+
 @pytest.mark.parametrize("value", [(1, 2, 3), range(3), collections.deque("abc")])
 def test_sequences_that_may_be_one_value_are_refused_when_they_are_as_long_as_the_batch(value):
     assert split_batch({"v": value, "x": rows(4)}, [1, 3])[1]["v"] == value
     with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a .*, has as many entries as the batch has samples"):
         batch_size_of({"v": value, "x": rows(3)})
-
-
-def test_empty_and_plain_values_are_in_every_chunk():
-    batch = {"x": rows(3), "none": None, "deep": [None, {"a": None}], "empty": [{}, []], "flag": True}
-    _, second = split_batch(batch, [1, 2])
-    assert {**second, "x": None} == {**batch, "x": None}
 
 
 def test_outputs_are_gathered():
@@ -405,16 +386,41 @@ def test_outputs_are_gathered():
     assert gather([["a"], ["b", "c"]], [1, 2], CPU) == ["a", "b", "c"]
     assert gather([[{"n": 1}], [{"n": 2}, {"n": 3}]], [1, 2], CPU) == [{"n": 1}, {"n": 2}, {"n": 3}]
     assert gather([None, None], [1, 2], CPU) is None
+    for kind in (list, tuple):  # pairs of outputs, not lists of samples
+        pairs = gather([kind([rows(2), torch.zeros(2)]), kind([rows(2), torch.ones(2)])], [2, 2], CPU)
+        assert [tensor.shape for tensor in pairs] == [(4, 2), (4,)]
+    matrices = gather([torch.zeros(3, 3), torch.ones(3, 3)], [1, 2], CPU)  # fits no rule: one entry per replica
+    assert isinstance(matrices, list)
+    assert matrices[1].tolist() == [[1.0] * 3] * 3
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_a_pair_of_outputs_is_not_taken_for_a_list_of_samples(kind):
-    gathered = gather([kind([rows(2), torch.zeros(2)]), kind([rows(2), torch.ones(2)])], [2, 2], CPU)
-    assert [tensor.shape for tensor in gathered] == [(4, 2), (4,)]
+def test_samples_are_joined_and_common_values_stay():
+    parts = [
+        {"x": torch.full((3, size), float(size)), "name": "a", "scale": torch.tensor(torch.nan), "table": torch.ones(3)}
+        for size in (2, 5)
+    ]
+    joined = join_batches(parts, batch_dim=1)
+    assert joined["x"].tolist() == [[2.0] * 2 + [5.0] * 5] * 3
+    assert (joined["name"], joined["table"].tolist()) == ("a", [1, 1, 1])
+    parts = [{"boxes": [torch.ones(n, 4) for n in (3, 1, 4)[:size]], "ids": numpy.arange(size)} for size in (3, 2)]
+    joined = join_batches(parts)
+    assert [len(boxes) for boxes in joined["boxes"]] == [3, 1, 4, 3, 1]
+    assert joined["ids"].tolist() == [0, 1, 2, 0, 1]
+    assert join_batches([["a", "b"], ["c"]]) == ["a", "b", "c"]
 
 
-def test_outputs_that_fit_no_rule_come_back_per_replica():
-    matrices = [torch.zeros(3, 3), torch.ones(3, 3)]
-    gathered = gather(matrices, [1, 2], CPU)
-    assert isinstance(gathered, list)
-    assert torch.equal(gathered[1], matrices[1])
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([torch.ones(2, 3), torch.ones(2, 4)], r"`batch` cannot be joined, it is shape \(2, 3\) and shape \(2, 4\)"),
+        ([(torch.ones(2), 0.5), (torch.ones(2), 0.7)], r"`batch\[1\]` cannot be joined, it is 0.5 and 0.7"),
+        ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "`batch` cannot be joined"),
+        ([{"x": torch.ones(2), "t": torch.ones(5, 0)}] * 2, "the batch size is ambiguous"),
+        ([pack_sequence([torch.ones(3)])] * 2, "cut in another way"),
+        # Names of four classes, which look like those of four samples.
+        ([{"x": torch.ones(2), "classes": ["a", "b", "c", "d"]}] * 2, "cut in another way"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(parts, message):
+    with pytest.raises(BatchSplitError, match=message):
+        join_batches(parts)

@@ -1,4 +1,4 @@
-"""Whatever a batch is nested in, each chunk holds its samples, and the chunks make up the batch."""
+"""However a batch is nested, each chunk holds its samples, and the chunks make up the batch."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ class Record:
 
 
 def leaves(n):
-    """Values that say which samples they belong to, or that belong to all."""
+    """Values that name their samples, or that belong to all samples."""
     ids = torch.arange(n)
     per_sample = [
         lambda: ids.clone(),
@@ -62,7 +62,7 @@ def parts(value):
 
 
 def check(chunk, whole, start, stop, n):
-    """Hold a chunk against the rows, or the entries, of the whole batch."""
+    """Compare a chunk with the rows, or the entries, of the whole batch."""
     assert type(chunk) is type(whole)
     if isinstance(whole, torch.Tensor | numpy.ndarray):
         expected = whole[start:stop] if whole.ndim else whole

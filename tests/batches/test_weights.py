@@ -53,15 +53,6 @@ def test_micro_batches_are_weighted_relative_to_the_first(weight_by, batches, fa
     assert weights.is_sum is (weight_by == "sum")
 
 
-def test_a_batch_is_added_once_between_two_synchronisations():
-    weights = GradientWeights(float)
-    weights.set_batch(5)
-    weights.add_batch(), weights.add_batch()
-    assert weights.pop() == (5.0, 5.0)
-    weights.add_batch()
-    assert weights.pop() == (5.0, 5.0)
-
-
 def test_a_skipped_micro_batch_has_weight_for_logged_values_only():
     weights = GradientWeights(float)
     weights.set_batch(5)
@@ -75,20 +66,17 @@ def test_a_skipped_micro_batch_has_weight_for_logged_values_only():
     assert weights.add_batch() == 1.0
 
 
-def test_an_unfinished_window_is_forgotten():
+def test_a_batch_is_added_once_and_an_unfinished_window_or_a_rank_without_batch_adds_no_weight():
     weights = GradientWeights(float)
     weights.set_batch(5)
+    weights.add_batch(), weights.add_batch()
+    assert weights.pop() == (5.0, 5.0)
+    weights.add_batch()
+    assert weights.pop() == (5.0, 5.0)
     weights.add_batch()
     weights.restart()
     weights.set_batch(3)
     weights.add_batch()
-    assert weights.pop() == (3.0, 3.0)
-
-
-def test_a_rank_without_a_batch_adds_no_weight():
-    weights = GradientWeights("samples")
-    weights.set_batch("batch", 2)
-    weights.add_batch()
     weights.set_no_batch()
     assert weights.add_batch() == 0.0
-    assert weights.pop() == (2.0, 2.0)
+    assert weights.pop() == (3.0, 3.0)

@@ -21,87 +21,90 @@ class Module(nn.Module):
         self.registry = {"layer": self.layer}
 
 
-def mirror_of(module):
-    replicas = Replicas(module, [CPU, CPU])
-    replicas.refresh()
-    return module, replicas, AttributeMirror(replicas)
+class Mirrored:
+    """A module, its replicas and their attribute mirror."""
+
+    def __init__(self, module=None, *devices):
+        self.module = Module() if module is None else module
+        self.replicas = Replicas(self.module, devices or [CPU, CPU])
+        self.replicas.refresh()
+        self.mirror = AttributeMirror(self.replicas)
+        self.push = self.mirror.push
+
+    @property
+    def copies(self):
+        return [replica.module for replica in self.replicas]
+
+    def step(self, *changes, sizes=(2, 6)):
+        """Push, apply one change to each replica, or the same to all, and pull."""
+        self.push()
+        for own, change in zip(self.copies, changes * (2 // len(changes)), strict=True):
+            change(own)
+        self.mirror.pull([0, 1], sizes)
 
 
-@pytest.fixture
-def mirrored():
-    return mirror_of(Module())
-
-
-def test_attributes_set_on_the_module_reach_every_replica(mirrored):
-    module, replicas, mirror = mirrored
+def test_attributes_set_on_the_module_reach_every_replica():
+    mirrored = Mirrored()
+    module = mirrored.module
     module.scale = 3.0
     module.layer.note = "new"
     module.fresh = [1]
     del module.calls
     module.eval()
-    mirror.push()
-    assert not any(part.training for replica in replicas for part in replica.module.modules())
-    for replica in replicas:
-        assert replica.module.scale == 3.0
-        assert replica.module.layer.note == "new"
-        assert replica.module.fresh == [1]
-        assert not hasattr(replica.module, "calls")
-
-
-def test_containers_that_were_rewritten_follow_changes_in_place(mirrored):
-    module, replicas, mirror = mirrored
-    module.registry["again"] = module.layer
-    mirror.push()
-    assert replicas[1].module.registry["again"] is replicas[1].module.layer
+    module.registry["again"] = module.layer  # a dictionary that leads to parts of the module
+    mirrored.push()
+    for own in mirrored.copies:
+        assert not any(part.training for part in own.modules())
+        assert (own.scale, own.layer.note, own.fresh) == (3.0, "new", [1])
+        assert not hasattr(own, "calls")
+        assert own.registry["again"] is own.layer
 
 
 @pytest.mark.parametrize("owner", [lambda module: module, lambda module: module.layer])
-def test_appended_entries_come_back_in_the_order_of_the_replicas(mirrored, owner):
-    module, replicas, mirror = mirrored
-    owner(module).outputs = ["before"]
-    mirror.push()
-    owner(replicas[1].module).outputs.append("b")
-    owner(replicas[0].module).outputs.append("a")
-    assert owner(replicas[0].module).outputs == ["before", "a"]
-    mirror.pull([0, 1], [2, 6])
-    assert owner(module).outputs == ["before", "a", "b"]
-    # Hooks that run in the backward pass still append to it.
-    assert owner(replicas[0].module).outputs is owner(module).outputs
-    mirror.push()
-    assert owner(replicas[1].module).outputs == ["before", "a", "b"]
+def test_appended_entries_come_back_in_the_order_of_the_replicas(owner):
+    mirrored = Mirrored()
+    owner(mirrored.module).outputs = ["before"]
+    mirrored.push()
+    first, second = map(owner, mirrored.copies)
+    second.outputs.append("b")
+    first.outputs.append("a")
+    assert first.outputs == ["before", "a"]
+    mirrored.mirror.pull([0, 1], [2, 6])
+    assert owner(mirrored.module).outputs == ["before", "a", "b"]
+    assert first.outputs is owner(mirrored.module).outputs  # hooks in the backward pass still append to it
+    mirrored.push()
+    assert second.outputs == ["before", "a", "b"]
 
 
-def test_counters_of_steps_come_back_and_counters_of_samples_are_added_up(mirrored):
-    module, replicas, mirror = mirrored
-    module.steps = 0
+def test_counters_of_steps_come_back_and_counters_of_samples_are_added_up():
+    mirrored = Mirrored()
+    mirrored.module.steps = 0
+
+    def count(size):
+        def step(own):
+            own.steps += 1
+            own.calls += size
+
+        return step
+
     for sizes, total in (([4, 4], 8), ([1, 1], 10), ([2, 6], 18)):
-        mirror.push()
-        for replica, size in zip(replicas, sizes, strict=True):
-            replica.module.steps += 1
-            replica.module.calls += size
-        mirror.pull([0, 1], sizes)
-        assert module.calls == total
-    assert module.steps == 3
+        mirrored.step(*map(count, sizes), sizes=sizes)
+        assert mirrored.module.calls == total
+    assert mirrored.module.steps == 3
 
 
-def test_values_that_disagree_stay_with_their_replicas_until_they_are_set_again(mirrored):
-    module, replicas, mirror = mirrored
-    for expect_warning in (True, False):
-        mirror.push()
-        for index, replica in enumerate(replicas):
-            replica.module.scale = 10.0 + index + 5 * expect_warning
-        if expect_warning:
-            with pytest.warns(UserWarning, match=r"`self.scale` was set inside a step"):
-                mirror.pull([0, 1], [2, 6])
-        else:
-            mirror.pull([0, 1], [2, 6])
-    assert module.scale == 10.0  # the first replica's
-    assert [replica.module.scale for replica in replicas] == [10.0, 11.0]
-    mirror.push()
-    assert replicas[1].module.scale == 11.0
-    module.scale = None
-    mirror.push()
-    assert [replica.module.scale for replica in replicas] == [None, None]
+def test_values_that_disagree_stay_with_their_replicas_until_they_are_set_again(recwarn):
+    mirrored = Mirrored()
+    for first in (15.0, 10.0):
+        mirrored.step(lambda own, v=first: setattr(own, "scale", v), lambda own, v=first: setattr(own, "scale", v + 1))
+    (warning,) = recwarn.list
+    assert str(warning.message).startswith("`self.scale` was set inside a step")
+    assert mirrored.module.scale == 10.0  # the first replica's
+    mirrored.push()
+    assert [own.scale for own in mirrored.copies] == [10.0, 11.0]
+    mirrored.module.scale = None
+    mirrored.push()
+    assert [own.scale for own in mirrored.copies] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -114,79 +117,73 @@ def test_values_that_disagree_stay_with_their_replicas_until_they_are_set_again(
         (lambda module: setattr(module.layer, "attention", 1), "`self.layer.attention` was set inside a step"),
     ],
 )
-def test_a_change_that_has_no_single_meaning_is_warned_about(mirrored, change, message):
-    module, replicas, mirror = mirrored
-    module.outputs.extend(["one", "two"])
-    mirror.push()
-    change(replicas[0].module)
+def test_a_change_that_has_no_single_meaning_is_warned_about(change, message):
+    mirrored = Mirrored()
+    mirrored.module.outputs.extend(["one", "two"])
     with pytest.warns(UserWarning, match=message):
-        mirror.pull([0, 1], [2, 6])
-    assert module.outputs == ["one", "two"]
+        mirrored.step(change, lambda own: None)
+    assert mirrored.module.outputs == ["one", "two"]
 
 
-def test_hooks_registered_later_run_on_the_replica(mirrored):
-    module, replicas, mirror = mirrored
+def test_hooks_registered_on_the_module_run_on_every_replica_and_hooks_of_a_step_on_their_replica_alone():
+    mirrored = Mirrored()
+    module, called = mirrored.module, []
     module.features = []
     module.layer.register_forward_hook(lambda layer, inputs, output: module.features.append(output))
-    mirror.push()
-    for replica in replicas:
-        replica.module.layer(torch.ones(1, 2))
+    mirrored.push()
+    mirrored.copies[0].layer.register_forward_hook(lambda *_: called.append(0))
+    for own in mirrored.copies:
+        own.layer(torch.ones(1, 2))
     assert module.features == []
-    mirror.pull([0, 1], [1, 1])
+    mirrored.mirror.pull([0, 1], [1, 1])
     assert len(module.features) == 2
+    module.layer(torch.ones(1, 2))
+    assert called == [0]
 
 
 def test_tensors_that_were_changed_in_place_reach_other_devices():
     module = Module()
     module.table, module.other = torch.zeros(2), torch.zeros(2)
-    replicas = Replicas(module, [CPU, torch.device("meta")])
-    replicas.refresh()
-    mirror = AttributeMirror(replicas)
+    mirrored = Mirrored(module, CPU, torch.device("meta"))
+    first, second = mirrored.copies
     for _ in range(2):
-        before = replicas[1].module.table, replicas[1].module.other
+        before = second.table, second.other
         module.table += 1
-        mirror.push()
-        assert replicas[1].module.table is not before[0]
-        assert replicas[1].module.other is before[1]
-        assert replicas[0].module.table is module.table
-    before = replicas[1].module.table
-    mirror.push()
+        mirrored.push()
+        assert second.table is not before[0]
+        assert second.other is before[1]
+        assert first.table is module.table
+    before = second.table
+    mirrored.push()
     module.table += 1  # by the first replica's step, which has the same tensor
-    mirror.pull([0, 1], [1, 1])
-    mirror.push()
-    assert replicas[1].module.table is before
+    mirrored.mirror.pull([0, 1], [1, 1])
+    mirrored.push()
+    assert second.table is before
 
 
-def test_weights_that_hooks_compute_from_parameters_are_no_state():
+def test_tensors_that_hooks_or_replicas_compute_alike_cause_no_warning(recwarn):
     module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)), nn.Linear(2, 2))
     nn.utils.prune.l1_unstructured(module[1], "weight", 0.5)
-    _, replicas, mirror = mirror_of(module)
-    mirror.push()
-    for replica in replicas:
-        replica.module(torch.randn(4, 3))
-    mirror.pull([0, 1], [1, 3])  # without a warning
-    assert torch.equal(module[1].weight, replicas[0].module[1].weight)
+    mirrored = Mirrored(module)
+
+    def step(own):
+        own(torch.randn(4, 3))
+        own[1].normalised = own[1].weight_orig / 2
+
+    mirrored.step(step)
+    assert torch.equal(module[1].weight, mirrored.copies[0][1].weight)
+    assert torch.equal(module[1].normalised, module[1].weight_orig / 2)
+    assert not recwarn.list
 
 
 def test_a_list_that_leads_to_parts_of_the_module_is_not_taken_for_a_changed_one(recwarn):
     module = Module()
     module.parts = [module.layer, {"weight": module.layer.weight}]
-    module, replicas, mirror = mirror_of(module)
+    mirrored = Mirrored(module)
     for _ in range(2):
-        mirror.push()
-        assert replicas[1].module.parts[0] is replicas[1].module.layer
-        mirror.pull([0, 1], [2, 6])
+        mirrored.step(lambda own: None)
+        assert mirrored.copies[1].parts[0] is mirrored.copies[1].layer
     assert not recwarn.list
-
-
-def test_a_tensor_that_every_replica_computes_alike_is_not_warned_about(mirrored, recwarn):
-    module, replicas, mirror = mirrored
-    mirror.push()
-    for replica in replicas:
-        replica.module.layer.normalised = replica.module.layer.weight / 2
-    mirror.pull([0, 1], [2, 6])
-    assert not recwarn.list
-    assert torch.equal(module.layer.normalised, module.layer.weight / 2)
 
 
 class Storing(nn.Module):
@@ -201,16 +198,17 @@ class Storing(nn.Module):
         self.layer.register_forward_hook(lambda layer, inputs, output: direct.update(out=output))
 
 
-def test_a_replica_reads_the_entries_that_it_has_stored_and_a_warning_names_the_dictionary_once(recwarn):
-    module, replicas, mirror = mirror_of(Storing())
+def test_a_replica_reads_its_own_entries_and_a_warning_names_the_dictionary_once(recwarn):
+    mirrored = Mirrored(Storing())
+
+    def step(own):
+        output = own.layer(torch.rand(1, 2))
+        assert own.features["out"] is own.direct["out"] is output
+
     for _ in range(2):
-        mirror.push()
-        outputs = [replica.module.layer(torch.rand(1, 2)) for replica in replicas]
-        for replica, output in zip(replicas, outputs, strict=True):
-            assert replica.module.features["out"] is replica.module.direct["out"] is output
-        mirror.pull([0, 1], [1, 1])
-    assert module.direct == {}
-    assert module.features == {"scale": 2.0}
+        mirrored.step(step)
+    assert mirrored.module.direct == {}
+    assert mirrored.module.features == {"scale": 2.0}
     messages = sorted(str(warning.message) for warning in recwarn.list)
     assert [message.split()[0] for message in messages] == ["`self.direct`", "`self.features`"]
     assert all("the copies are not merged" in message for message in messages)
@@ -219,7 +217,6 @@ def test_a_replica_reads_the_entries_that_it_has_stored_and_a_warning_names_the_
 @pytest.mark.parametrize(
     "write",
     [
-        lambda module: module.features["new"].append(1),
         lambda module: module.features["known"].append(1),
         lambda module: module.features["nested"]["deep"].append(1),
         lambda module: module.features.update(scale=3.0),
@@ -230,26 +227,22 @@ def test_no_change_of_a_dictionary_is_lost_without_a_warning(write):
     module = Storing()
     module.features.update(known=[], nested={"deep": []})
     before = copy.deepcopy(module.features)
-    module, replicas, mirror = mirror_of(module)
-    mirror.push()
-    write(replicas[1].module)
+    mirrored = Mirrored(module)
     with pytest.warns(UserWarning, match=r"`self.features` was changed inside a step, where"):
-        mirror.pull([0, 1], [1, 1])
-    assert module.features == before == replicas[0].module.features
+        mirrored.step(lambda own: None, write)
+    assert module.features == before == mirrored.copies[0].features
 
 
+@pytest.mark.filterwarnings(r"ignore:`self.features` was changed inside a step")
 def test_entries_stay_with_their_replica_until_the_dictionary_changes_on_the_module():
-    module, replicas, mirror = mirror_of(Storing())
+    mirrored = Mirrored(Storing())
+    module = mirrored.module
 
     def states():
-        mirror.push()
-        return [replica.module.features["state"] for replica in replicas]
+        mirrored.push()
+        return [own.features["state"] for own in mirrored.copies]
 
-    mirror.push()
-    for index, replica in enumerate(replicas):
-        replica.module.features["state"] = index
-    with pytest.warns(UserWarning, match=r"`self.features` was changed inside a step"):
-        mirror.pull([0, 1], [1, 1])
+    mirrored.step(lambda own: own.features.update(state=0), lambda own: own.features.update(state=1))
     assert states() == [0, 1]
     module.features["state"], module.other = 5, "also new"
     assert states() == [5, 5]
@@ -257,26 +250,12 @@ def test_entries_stay_with_their_replica_until_the_dictionary_changes_on_the_mod
     assert states() == [[1], [1]]
     module.features["state"].append(2)
     assert states() == [[1, 2], [1, 2]]
-    assert replicas[1].module.features["state"] is not module.features["state"]
+    assert mirrored.copies[1].features["state"] is not module.features["state"]
 
 
 def test_long_dictionaries_are_shared():
     module = nn.Module()
     module.table = dict.fromkeys(range(2_000))
-    module, replicas, mirror = mirror_of(module)
-    mirror.push()
-    assert replicas[1].module.table is module.table
-
-
-def test_a_hook_that_a_step_registers_runs_on_its_replica_alone():
-    module, replicas, mirror = mirror_of(Module())
-    mirror.push()
-    called = []
-    handle = replicas[0].module.layer.register_forward_hook(lambda *_: called.append(0))
-    for replica in replicas:
-        replica.module.layer(torch.ones(1, 2))
-    module.layer(torch.ones(1, 2))
-    assert called == [0]
-    handle.remove()
-    replicas[0].module.layer(torch.ones(1, 2))
-    assert called == [0]
+    mirrored = Mirrored(module)
+    mirrored.push()
+    assert mirrored.copies[1].table is module.table

@@ -34,9 +34,23 @@ def batches(*shape):
     return [torch.randn(*shape, dtype=torch.float64, generator=generator) * 2 + drift for _ in range(3)]
 
 
+def norm(width=3, **options):
+    return nn.BatchNorm1d(width, dtype=torch.float64, **options)
+
+
 def difference(net, reference):
     pairs = zip(net.buffers(), reference.buffers(), strict=True)
     return max(float((one - other).abs().max() / other.abs().max().clamp_min(1e-9)) for one, other in pairs)
+
+
+def difference_to_one_device(net, sizes=(2, 6), data=None, expected=lambda reference, batch: reference(batch)):
+    """Train a module on replicas and a copy of it on whole batches; return the largest difference of their buffers."""
+    data = batches(8, 3) if data is None else data
+    reference = copy.deepcopy(net)
+    train(net, list(sizes), data)
+    for batch in data:
+        expected(reference, batch)
+    return difference(net, reference)
 
 
 @pytest.mark.parametrize("sizes", [[4, 4], [2, 6], [0, 8], [3, 0, 5], [2, 2, 4]])
@@ -46,16 +60,12 @@ def difference(net, reference):
 )
 def test_statistics_of_one_layer_are_those_of_the_whole_batch(layer, shape, momentum, sizes):
     net = layer(3, momentum=momentum, dtype=torch.float64)
-    reference = copy.deepcopy(net)
-    train(net, sizes, batches(*shape))
-    for batch in batches(*shape):
-        reference(batch)
-    assert difference(net, reference) < 1e-12
+    assert difference_to_one_device(net, sizes, batches(*shape)) < 1e-12
     assert net.num_batches_tracked == 3
 
 
 def test_the_test_fails_without_the_variance_between_chunks():
-    net = nn.BatchNorm1d(3, dtype=torch.float64)
+    net = norm()
     reference = copy.deepcopy(net)
     with pytest.warns(UserWarning, match="was changed differently") as warned:
         train(net, [2, 6], batches(8, 3), observed=False)
@@ -66,128 +76,93 @@ def test_the_test_fails_without_the_variance_between_chunks():
     assert difference(net, reference) > 0.05
 
 
+class Normalised(nn.Module):
+    """Runs a function of a batch normalisation layer and the inputs."""
+
+    def __init__(self, run, **options):
+        super().__init__()
+        self.norm, self.run = norm(**options), run
+
+    def forward(self, inputs):
+        self.run(self.norm, inputs)
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_layer_may_be_called_several_times_in_a_step(momentum):
-    # Not one call behind another: what a layer returns depends on the chunk, what it is given here does not.
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
+    def run(norm, inputs):  # not one call behind another: the output of a layer depends on the chunk
+        for values in (inputs, inputs.square(), inputs - 5):
+            norm(values)
 
-        def forward(self, inputs):
-            self.norm(inputs)
-            self.norm(inputs.square())
-            return self.norm(inputs - 5)
-
-    net = Twice()
-    reference = copy.deepcopy(net)
-    train(net, [2, 6], batches(8, 3))
-    for batch in batches(8, 3):
-        reference(batch)
-    assert difference(net, reference) < 1e-12
+    net = Normalised(run, momentum=momentum)
+    assert difference_to_one_device(net) < 1e-12
     assert net.norm.num_batches_tracked == 9
 
 
-def test_a_call_that_only_some_replicas_make_counts_their_values():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+def test_a_call_that_only_some_replicas_make_has_the_weight_of_their_values():
+    def run(norm, inputs):
+        norm(inputs)
+        if len(inputs) > 2:
+            norm(inputs + 7)
 
-        def forward(self, inputs):
-            self.norm(inputs)
-            if len(inputs) > 2:
-                self.norm(inputs + 7)
+    def expected(net, batch):
+        net.norm(batch)
+        net.norm(batch[2:] + 7)
 
-    net = Sometimes()
-    expected = copy.deepcopy(net)
-    train(net, [2, 6], batches(8, 3)[:1])
-    batch = batches(8, 3)[0]
-    expected.norm(batch)
-    expected.norm(batch[2:] + 7)
-    torch.testing.assert_close(net.norm.running_mean, expected.norm.running_mean, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(net.norm.running_var, expected.norm.running_var, rtol=1e-12, atol=1e-12)
+    assert difference_to_one_device(Normalised(run), data=batches(8, 3)[:1], expected=expected) < 1e-12
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_replica_that_leaves_a_layer_out_counts_nothing(momentum):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
+def test_a_replica_that_does_not_call_a_layer_has_no_weight(momentum):
+    def run(norm, inputs):
+        chosen = inputs[:, 0] > inputs[:, 0].mean() + 10 * (len(inputs) == 2)
+        if chosen.sum() > 1:
+            norm(inputs[chosen])
 
-        def forward(self, inputs):
-            chosen = inputs[:, 0] > inputs[:, 0].mean() + 10 * (len(inputs) == 2)
-            if chosen.sum() > 1:
-                self.norm(inputs[chosen])
-
-    net = Masked()
-    expected = copy.deepcopy(net)
-    train(net, [2, 6], batches(8, 3))
-    for batch in batches(8, 3):
-        expected(batch[2:])
-    assert difference(net, expected) < 1e-12
+    net = Normalised(run, momentum=momentum)
+    assert difference_to_one_device(net, expected=lambda reference, batch: reference(batch[2:])) < 1e-12
     assert net.norm.num_batches_tracked == 3
 
 
 def test_statistics_and_momentum_may_be_set_in_a_step():
-    class Resetting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
-            self.norm.running_var.fill_(100)
+    def run(norm, inputs):
+        if norm.num_batches_tracked == 1:
+            norm.reset_running_stats()
+            norm.momentum = 0.4
+        norm(inputs)
 
-        def forward(self, inputs):
-            if self.norm.num_batches_tracked == 1:
-                self.norm.reset_running_stats()
-                self.norm.momentum = 0.4
-            self.norm(inputs)
-
-    net = Resetting()
-    reference = copy.deepcopy(net)
-    train(net, [2, 6], batches(8, 3)[:2])
-    for batch in batches(8, 3)[:2]:
-        reference(batch)
-    assert difference(net, reference) < 1e-12
+    net = Normalised(run)
+    net.norm.running_var.fill_(100)
+    assert difference_to_one_device(net, data=batches(8, 3)[:2]) < 1e-12
 
 
 def test_layers_of_several_widths_and_types_are_merged_together():
-    net = nn.ModuleList(
-        [
-            nn.BatchNorm1d(3, dtype=torch.float64),
-            nn.BatchNorm1d(5, momentum=0.3, dtype=torch.float64),
-            nn.BatchNorm1d(2),
-        ]
-    )
-
     class Side(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = net
+            self.layers = nn.ModuleList([norm(), norm(5, momentum=0.3), nn.BatchNorm1d(2)])
 
         def forward(self, inputs):
             wide = torch.cat([inputs, inputs[:, :2] * 3], dim=1)
             for layer, part in zip(self.layers, (inputs, wide, inputs[:, :2].float()), strict=True):
                 layer(part)
 
-    side = Side()
-    reference = copy.deepcopy(side)
-    train(side, [2, 6], batches(8, 3))
+    net = Side()
+    reference = copy.deepcopy(net)
+    assert difference_to_one_device(net) < 1e-5
     for batch in batches(8, 3):
         reference(batch)
-    assert difference(net[:2], reference.layers[:2]) < 1e-12
-    assert difference(net[2], reference.layers[2]) < 1e-5
+    assert difference(net.layers[:2], reference.layers[:2]) < 1e-12
 
 
 def test_in_evaluation_nothing_changes():
-    net = nn.BatchNorm1d(3, dtype=torch.float64).eval()
+    net = norm().eval()
     before = copy.deepcopy(net)
     train(net, [2, 6], batches(8, 3))
     assert difference(net, before) == 0
 
 
 def test_an_own_forward_of_a_layer_is_kept():
-    net = nn.BatchNorm1d(3, dtype=torch.float64)
+    net = norm()
     net.forward = lambda inputs: nn.BatchNorm1d.forward(net, inputs) * 0 + 42
     replicas = Replicas(net, [CPU])
     replicas.refresh()

@@ -14,10 +14,16 @@ def replicate(module, count=2):
     return replicas
 
 
-def test_buffers_nobody_changed_keep_every_bit():
+def module_with(**buffers):
     net = nn.Module()
+    for name, value in buffers.items():
+        net.register_buffer(name, value)
+    return net
+
+
+def test_unchanged_buffers_keep_every_bit():
     special = torch.tensor([float("inf"), float("-inf"), float("nan"), -0.0])
-    net.register_buffer("table", torch.cat([torch.rand(50) / 3, special]))
+    net = module_with(table=torch.cat([torch.rand(50) / 3, special]))
     before = net.table.clone()
     BufferMerger(replicate(net, 3)).merge([0, 1, 2], [1, 2, 4])
     assert net.table.numpy().tobytes() == before.numpy().tobytes()
@@ -25,8 +31,7 @@ def test_buffers_nobody_changed_keep_every_bit():
 
 @pytest.mark.parametrize(("values", "mean"), [((2.0, 6.0), 5.0), ((1 + 1j, 5 - 3j), 4 - 2j)])
 def test_changed_elements_become_the_mean_and_others_keep_infinities(values, mean):
-    net = nn.Module()
-    net.register_buffer("state", torch.tensor([float("-inf"), 1.0], dtype=torch.tensor(mean).dtype))
+    net = module_with(state=torch.tensor([float("-inf"), 1.0], dtype=torch.tensor(mean).dtype))
     replicas = replicate(net)
     for replica, value in zip(replicas, values, strict=True):
         replica.module.state[1] = value
@@ -37,10 +42,7 @@ def test_changed_elements_become_the_mean_and_others_keep_infinities(values, mea
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.float32])
 def test_counts_of_samples_are_added_up(kind):
-    net = nn.Module()
-    net.register_buffer("seen", torch.zeros(1, dtype=kind))
-    net.register_buffer("none", None)
-    net.register_buffer("steps", torch.zeros((), dtype=kind))
+    net = module_with(seen=torch.zeros(1, dtype=kind), none=None, steps=torch.zeros((), dtype=kind))
     replicas = replicate(net)
     merger = BufferMerger(replicas)
     for sizes in ((4, 4), (5, 2), (1, 1)):
@@ -53,10 +55,8 @@ def test_counts_of_samples_are_added_up(kind):
     assert net.steps == 3
 
 
-def test_the_place_in_a_queue_is_no_count():
-    net = nn.Module()
-    net.register_buffer("queue", torch.zeros(64))
-    net.register_buffer("place", torch.tensor([56]))
+def test_the_place_in_a_queue_is_not_added_up():
+    net = module_with(queue=torch.zeros(64), place=torch.tensor([56]))
     replicas = replicate(net)
     for replica in replicas:
         replica.module.place += 4
@@ -65,10 +65,8 @@ def test_the_place_in_a_queue_is_no_count():
 
 
 def test_counts_that_two_modules_share_are_added_up_once():
-    net = nn.Sequential(nn.Module(), nn.Module())
-    for part in net:
-        part.register_buffer("seen", None)
-    net[0].seen = net[1].seen = torch.zeros(1)
+    seen = torch.zeros(1)
+    net = nn.Sequential(module_with(seen=seen), module_with(seen=seen))
     replicas = replicate(net)
     for replica in replicas:
         replica.module[0].seen += 4
@@ -78,8 +76,7 @@ def test_counts_that_two_modules_share_are_added_up_once():
 
 
 def test_counts_in_buffers_are_warned_about_once():
-    net = nn.Sequential(nn.Linear(1, 1))
-    net[0].register_buffer("count", torch.zeros((), dtype=torch.int64))
+    net = nn.Sequential(module_with(count=torch.zeros((), dtype=torch.int64)))
     replicas = replicate(net)
     merger = BufferMerger(replicas)
     replicas[0].module[0].count += 3
@@ -91,9 +88,7 @@ def test_counts_in_buffers_are_warned_about_once():
 
 
 def test_buffers_may_be_created_dropped_and_resized_in_a_step():
-    net = nn.Module()
-    net.register_buffer("dropped", torch.ones(2))
-    net.register_buffer("resized", torch.ones(2))
+    net = module_with(dropped=torch.ones(2), resized=torch.ones(2))
     replicas = replicate(net)
     for replica in replicas:
         replica.module.dropped = None

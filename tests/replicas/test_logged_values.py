@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch.nn import functional
-from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import BalancedDataParallelStrategy
-from tests.parity import Classifier, balanced, dataset, quiet_trainer, seeded
+from tests.parity import Classifier, StepValues, balanced, batches, compare, quiet_trainer, seeded
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:You called `self.log\(.*but the value needs to be floating"),
@@ -43,25 +40,21 @@ class Logging(Classifier):
         return loss
 
 
-class StepValues(Callback):
-    def __init__(self):
-        self.values = []
-
-    def on_train_batch_end(self, trainer, *args):
-        self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-
 def run(strategy, devices, module=Logging, **options):
     values = StepValues()
     trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2, callbacks=[values], **options)
     trained = seeded(module)
-    trainer.fit(trained, DataLoader(dataset(27), batch_size=8))
+    trainer.fit(trained, batches())
     return values.values, {name: float(value) for name, value in trainer.callback_metrics.items()}, trained
+
+
+def loss_of(module, batch):
+    return functional.cross_entropy(module.network(batch[0]), batch[1])
 
 
 @pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([2, 3, 3], 3), (None, 2)])
 def test_every_step_and_every_epoch_logs_what_one_device_logs(split, devices):
-    steps, epoch, _ = run(BalancedDataParallelStrategy(split=split), devices)
+    steps, epoch, _ = run(balanced(split=split), devices)
     expected_steps, expected_epoch, _ = run("auto", 1)
     assert epoch == pytest.approx(expected_epoch, abs=1e-9)
     assert len(epoch) > 25
@@ -69,14 +62,14 @@ def test_every_step_and_every_epoch_logs_what_one_device_logs(split, devices):
         assert values == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_test_fails_when_chunks_weigh_the_same():
-    _, epoch, _ = run(BalancedDataParallelStrategy(split=[2, 6], weight_by="equal"), 2)
+def test_the_test_fails_when_chunks_have_equal_weights():
+    _, epoch, _ = run(balanced(split=[2, 6], weight_by="equal"), 2)
     _, expected, _ = run("auto", 1)
     assert abs(epoch["both_epoch"] - expected["both_epoch"]) > 1e-3
 
 
 class Whole(Classifier):
-    """Logs whole numbers and truth values; replicas have chunks of 2 and 6 of the 8 samples."""
+    """Logs whole numbers and truth values."""
 
     def training_step(self, batch, batch_idx):
         scores = batch[0][:, 0]
@@ -90,7 +83,7 @@ class Whole(Classifier):
         self.log("rows", len(scores))
         self.log("total", int(positive), reduce_fx="sum")
         self.log_dict({"counted": positive, "counted_too": int(positive)})
-        return functional.cross_entropy(self.network(batch[0]), batch[1])
+        return loss_of(self, batch)
 
 
 class WholeMeans(Classifier):
@@ -102,7 +95,7 @@ class WholeMeans(Classifier):
         self.log_dict({"dictionary": positive}, reduce_fx="mean")
         self.log("expected", positive.double())
         self.log("constant", 7)
-        return functional.cross_entropy(self.network(batch[0]), batch[1])
+        return loss_of(self, batch)
 
 
 @pytest.mark.filterwarnings("ignore:`self.log.*logs whole numbers without")
@@ -112,7 +105,7 @@ def test_whole_numbers_and_truth_values_equal_those_of_one_device():
     assert len(epoch) == 10
     for values, expected in zip([*steps, epoch], [*expected_steps, expected_epoch], strict=True):
         most, expected_most = values.pop("most"), expected.pop("most")
-        assert 0 < most <= expected_most  # the largest of the chunks, as asked for
+        assert 0 < most <= expected_most  # the largest of the chunks, by `reduce_fx`
         assert values == expected
 
 
@@ -130,11 +123,11 @@ def test_a_number_that_grows_is_not_taken_for_a_chunk_size_when_it_meets_one(chu
     class Counting(Classifier):
         def training_step(self, batch, batch_idx):
             self.log("step", self.global_step)
-            return functional.cross_entropy(self.network(batch[0]), batch[1])
+            return loss_of(self, batch)
 
     values = StepValues()
     trainer = quiet_trainer(balanced(chunks), 2, precision="64-true", max_epochs=1, callbacks=[values])
-    trainer.fit(seeded(Counting), DataLoader(dataset(64), batch_size=sum(chunks)))
+    trainer.fit(seeded(Counting), batches(64, sum(chunks)))
     assert [value["step"] for value in values.values] == list(range(64 // sum(chunks)))
 
 
@@ -147,7 +140,7 @@ def test_a_warning_names_each_key_whose_whole_numbers_are_added_up_and_no_other(
             self.log("mixed", scores.abs().argmin() == 0)
             self.log("constant", 3)
             self.log("chosen", (scores > 0).sum(), reduce_fx="mean")
-            return functional.cross_entropy(self.network(batch[0]), batch[1])
+            return loss_of(self, batch)
 
     with pytest.warns(UserWarning, match="self.log") as caught:
         run(balanced([2, 6]), 2, Warned)
@@ -161,7 +154,7 @@ def test_a_value_that_cannot_be_logged_is_refused_with_its_key(value):
     class Wrong(Classifier):
         def training_step(self, batch, batch_idx):
             self.log("phase", value)
-            return functional.cross_entropy(self.network(batch[0]), batch[1])
+            return loss_of(self, batch)
 
     with pytest.raises(ValueError, match=r"self\.log\(phase, .*was called, but"):
         run(balanced([2, 6]), 2, Wrong)
@@ -178,7 +171,7 @@ def test_a_weight_by_callable_weighs_logged_means_too():
     def kept(batch):
         return float((batch[0][:, 0] > 0.3).sum())
 
-    steps, _, _ = run(BalancedDataParallelStrategy(split=[4, 4], weight_by=kept), 2, Masked)
+    steps, _, _ = run(balanced(split=[4, 4], weight_by=kept), 2, Masked)
     expected, _, _ = run("auto", 1, Masked)
     assert [s["loss_step"] for s in steps] == pytest.approx([s["loss_step"] for s in expected], abs=1e-9)
 
@@ -198,7 +191,7 @@ def test_batch_sizes_that_count_something_in_each_chunk_may_agree_by_chance():
             agreed.append(count(batch))
             return loss
 
-    strategy = BalancedDataParallelStrategy(split=[4, 4], weight_by=count)
+    strategy = balanced(split=[4, 4], weight_by=count)
     steps, epoch, _ = run(strategy, 2, Boxes)
     assert any(one == other for one, other in zip(agreed[::2], agreed[1::2], strict=True))
     expected_steps, expected_epoch, _ = run("auto", 1, Boxes)
@@ -206,27 +199,7 @@ def test_batch_sizes_that_count_something_in_each_chunk_may_agree_by_chance():
     assert steps == [pytest.approx(step, abs=1e-9) for step in expected_steps]
 
 
-def test_an_override_of_log_runs_once_with_the_value_of_the_batch():
-    calls = []
-
-    class Overriding(Logging):
-        def log(self, name, value, **kwargs):
-            calls.append(name)
-            super().log(f"train/{name}", value, **kwargs)
-
-        def training_step(self, batch, batch_idx):
-            self.log("score", batch[0][:, 0].mean(), on_step=False, on_epoch=True)
-            return functional.cross_entropy(self.network(batch[0]), batch[1])
-
-    _, epoch, _ = run(BalancedDataParallelStrategy(split=[2, 6]), 2, Overriding)
-    assert calls == ["score"] * 8
-    calls.clear()
-    _, expected, _ = run("auto", 1, Overriding)
-    assert epoch == pytest.approx(expected)
-    assert list(epoch) == ["train/score"]
-
-
-def test_attributes_of_the_module_travel_to_the_replicas_and_back():
+def test_attributes_of_the_module_reach_the_replicas_and_come_back():
     class Stateful(Classifier):
         def __init__(self):
             super().__init__()
@@ -240,12 +213,6 @@ def test_attributes_of_the_module_travel_to_the_replicas_and_back():
             self.features.append(batch[0][:, 0].clone())
             return functional.cross_entropy(self.network(batch[0]) / self.temperature, batch[1])
 
-    def features(module):
-        return torch.cat(module.features)
-
-    _, _, trained = run(BalancedDataParallelStrategy(split=[2, 3, 3]), 3, Stateful)
-    _, _, expected = run("auto", 1, Stateful)
-    assert trained.steps == expected.steps == 8
-    assert torch.equal(features(trained), features(expected))
-    for p, q in zip(trained.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+    single, parallel = compare(Stateful)
+    assert parallel.module.steps == single.module.steps == 12
+    assert torch.equal(torch.cat(parallel.module.features), torch.cat(single.module.features))

@@ -1,4 +1,4 @@
-"""Metrics that replicas update end in the module's own metric, equal to one device's."""
+"""The module's metrics equal those of one device, whichever replicas update them."""
 
 import threading
 from typing import ClassVar
@@ -6,10 +6,8 @@ from typing import ClassVar
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -18,8 +16,7 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
-from lightning_ddp_ext import BalancedDataParallelStrategy
-from tests.parity import CLASSES, Classifier, dataset, quiet_trainer, seeded
+from tests.parity import CLASSES, Classifier, StepValues, balanced, batches, quiet_trainer, seeded, train
 
 
 class OwnMetric(torchmetrics.Metric):
@@ -39,20 +36,22 @@ class OwnMetric(torchmetrics.Metric):
 
 
 class Collecting(Classifier):
-    """Computes metrics with the given names at the end of every epoch."""
+    """Computes the metrics with the given names at the end of every epoch."""
 
     names: ClassVar[tuple[str, ...]]
 
     def on_train_epoch_end(self):
-        self.results = {name: getattr(self, name).compute() for name in self.names}
-        self.results = {
-            name: value.clone() if hasattr(value, "clone") else value for name, value in self.results.items()
-        }
-        for name in self.names:
-            getattr(self, name).reset()
+        metrics = {name: self.get_submodule(name) for name in self.names}
+        values = {name: metric.compute() for name, metric in metrics.items()}
+        self.results = {k: value.clone() if isinstance(value, torch.Tensor) else value for k, value in values.items()}
+        self.counts = {name: m.update_count for name, m in self.named_modules() if isinstance(m, torchmetrics.Metric)}
+        for metric in metrics.values():
+            metric.reset()
 
 
-class Measured(Classifier):
+class Measured(Collecting):
+    names = ("scalar", "weighted", "total", "smallest", "kept", "pearson", "own", "wrapped", "named.auroc")
+
     def __init__(self):
         super().__init__()
         self.scalar = torchmetrics.MeanMetric()
@@ -98,51 +97,34 @@ class Measured(Classifier):
         self.log("largest", self.largest, on_step=False, on_epoch=True)
         return loss
 
-    def on_train_epoch_end(self):
-        names = ("scalar", "weighted", "total", "smallest", "kept", "pearson", "own")
-        self.results = {name: getattr(self, name).compute().clone() for name in names}
-        self.results |= {f"wrapped/{name}": value for name, value in self.wrapped.compute().items()}
-        self.results["auroc"] = self.named["auroc"].compute()
-        self.counts = {name: m.update_count for name, m in self.named_modules() if isinstance(m, torchmetrics.Metric)}
-        for name in ("scalar", "weighted", "total", "smallest", "kept", "pearson", "own", "wrapped"):
-            getattr(self, name).reset()
-        self.named["auroc"].reset()
 
-
-def run(strategy, devices):
-    trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2)
-    module = seeded(Measured)
-    trainer.fit(module, DataLoader(dataset(27), batch_size=8))
-    return module, dict(trainer.callback_metrics)
+def run(model, strategy, devices):
+    steps = StepValues()
+    trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2, callbacks=[steps])
+    module = seeded(model)
+    trainer.fit(module, batches(32 if model is Multioutput else 27))
+    return module, steps.values, {**getattr(module, "results", {}), **trainer.callback_metrics}
 
 
 @pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([7, 1], 2), ([2, 3, 3], 3)])
 def test_metrics_equal_one_device(split, devices):
-    module, logged = run(BalancedDataParallelStrategy(split=split), devices)
-    expected, expected_logged = run("auto", 1)
-    assert module.results.keys() == expected.results.keys()
-    for name, value in expected.results.items():
-        torch.testing.assert_close(module.results[name], value, rtol=1e-9, atol=1e-9, msg=name)
-    assert module.counts == expected.counts
-    assert logged.keys() == expected_logged.keys()
-    for name, value in expected_logged.items():
-        torch.testing.assert_close(logged[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    module, _, found = run(Measured, balanced(split), devices)
+    expected_module, _, expected = run(Measured, "auto", 1)
+    assert found.keys() == expected.keys()
+    assert len(expected) > 14
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    assert module.counts == expected_module.counts
+    assert module.grouped.compute_groups == expected_module.grouped.compute_groups
+    assert len(module.grouped.compute_groups) < 3
 
 
-def test_compute_groups_are_formed_as_on_one_device():
-    module, _ = run(BalancedDataParallelStrategy(split=[7, 1]), 2)
-    expected, _ = run("auto", 1)
-    assert module.grouped.compute_groups == expected.grouped.compute_groups
-    assert len(expected.grouped.compute_groups) < 3
+def test_the_test_fails_when_a_mean_is_not_weighted():
+    _, _, found = run(Measured, balanced([2, 6], weight_by="equal"), 2)
+    assert abs(found["scalar"] - run(Measured, "auto", 1)[2]["scalar"]) > 1e-4
 
 
-def test_a_mean_that_is_not_weighted_would_be_seen():
-    module, _ = run(BalancedDataParallelStrategy(split=[2, 6], weight_by="equal"), 2)
-    expected, _ = run("auto", 1)
-    assert abs(module.results["scalar"] - expected.results["scalar"]) > 1e-4
-
-
-def test_hooks_of_metrics_do_not_drag_along_what_they_are_bound_to():
+def test_metrics_with_hooks_bound_to_the_module_are_copied():
     calls = []
 
     class Watched(Classifier):
@@ -155,21 +137,11 @@ def test_hooks_of_metrics_do_not_drag_along_what_they_are_bound_to():
             with self.lock:
                 calls.append("called")
 
-    module = seeded(Watched)
-    loader = DataLoader(dataset(16), batch_size=8)
-    quiet_trainer("balanced_dp", 2, precision="64-true", max_epochs=1).fit(module, loader)
+    train(seeded(Watched), "balanced_dp", 2, loader=batches(16), max_epochs=1)
     assert len(calls) == 4
 
 
-class StepValues(Callback):
-    def __init__(self):
-        self.values = []
-
-    def on_train_batch_end(self, trainer, *args):
-        self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-
-class LogsWhatForwardReturns(Classifier):
+class LogsForwardValues(Classifier):
     """`value = self.metric(...)`, `self.log("metric", value)`: on a replica the value is a chunk's."""
 
     def __init__(self):
@@ -202,14 +174,9 @@ class LogsWhatForwardReturns(Classifier):
 
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets", "ignore:Average precision score")
 @pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([2, 3, 3], 3)])
-def test_what_forward_returns_is_logged_as_the_value_of_the_batch(split, devices):
-    runs = []
-    for strategy, number in (("auto", 1), (BalancedDataParallelStrategy(split=split), devices)):
-        steps = StepValues()
-        trainer = quiet_trainer(strategy, number, precision="64-true", max_epochs=2, callbacks=[steps])
-        trainer.fit(seeded(LogsWhatForwardReturns), DataLoader(dataset(28), batch_size=8))
-        runs.append(steps.values)
-    expected, values = runs
+def test_values_returned_by_forward_are_logged_for_the_whole_batch(split, devices):
+    _, values, _ = run(LogsForwardValues, balanced(split), devices)
+    _, expected, _ = run(LogsForwardValues, "auto", 1)
     assert len(expected[-1]) > 25
     for step, expected_step in zip(values, expected, strict=True):
         assert step == pytest.approx(expected_step, abs=1e-9)
@@ -221,13 +188,12 @@ def test_metrics_outside_of_the_module_tree_are_warned_about():
             super().__init__()
             self.losses = [torchmetrics.MeanMetric()]
 
-    trainer = quiet_trainer(BalancedDataParallelStrategy(), 2, max_steps=1)
     with pytest.warns(UserWarning, match=r"`self.losses` holds a metric that is no submodule"):
-        trainer.fit(seeded(Hidden), DataLoader(dataset(8, torch.float32), batch_size=8))
+        train(seeded(Hidden), balanced(), 2, max_steps=1)
 
 
 class Perplexity(torchmetrics.Metric):
-    """Is given a sum and how many terms it has."""
+    """Takes a sum and the number of its terms."""
 
     def __init__(self):
         super().__init__()
@@ -248,7 +214,7 @@ class Powered(OwnMetric):
 
 
 class Texts(torchmetrics.Metric):
-    """Is given one text after the other, and its states have no reduction, as those of ROUGE."""
+    """Takes one text after the other; like ROUGE, it has states without reduction."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +249,7 @@ class GivenScalars(Collecting):
 
 
 class Nested(Collecting):
-    """Metrics that are parts of others, and one that is emptied in the step."""
+    """Metrics that are parts of others, and one that is reset in the step."""
 
     names = ("mse", "mae", "product", "recent", "inner", "extremes")
 
@@ -309,7 +275,7 @@ class Nested(Collecting):
 
 
 class Weighted(torchmetrics.Metric):
-    """Is given a target and the weights of its samples in one list."""
+    """Takes a target and the weights of its samples in one list."""
 
     def __init__(self):
         super().__init__()
@@ -370,15 +336,9 @@ class Multioutput(Collecting):
 @pytest.mark.parametrize(
     ("model", "tolerance"), [(GivenScalars, 1e-9), (Nested, 1e-9), (CalledTwice, 1e-6), (Multioutput, 1e-6)]
 )
-@pytest.mark.parametrize(("split", "devices"), [([1, 1], 2), ([2, 6], 2), ([2, 3, 3], 3)])
+@pytest.mark.parametrize(("split", "devices"), [([1, 1], 2), ([2, 3, 3], 3)])
 def test_metrics_equal_one_device_however_a_step_calls_them(model, tolerance, split, devices):
-    def run(strategy, devices):
-        trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2)
-        module = seeded(model)
-        trainer.fit(module, DataLoader(dataset(27 if model is not Multioutput else 32), batch_size=8))
-        return {**module.results, **trainer.callback_metrics}
-
-    found, expected = run(BalancedDataParallelStrategy(split=split), devices), run("auto", 1)
+    (_, _, found), (_, _, expected) = run(model, balanced(split), devices), run(model, "auto", 1)
     assert found.keys() == expected.keys()
     assert len(expected) >= len(model.names) > 3
     for name, value in expected.items():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from lightning_ddp_ext.replicas.shared_state import SharedGenerator
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers
 
 CPU = torch.device("cpu")
@@ -25,11 +26,8 @@ def run(workers, jobs):
 
 
 def test_jobs_run_at_the_same_time_each_on_its_own_thread(workers):
-    rendezvous = threading.Barrier(2, timeout=10)
-    jobs = {
-        0: lambda: (rendezvous.wait(), threading.current_thread().name)[1],
-        1: lambda: (rendezvous.wait(), threading.current_thread().name)[1],
-    }
+    together = threading.Barrier(2, timeout=10)
+    jobs = dict.fromkeys((0, 1), lambda: (together.wait(), threading.current_thread().name)[1])
     first, seconds = run(workers, jobs)
     again, _ = run(workers, jobs)
     assert first == again
@@ -52,23 +50,26 @@ def test_a_single_job_runs_on_the_caller(workers):
     assert results[1] is threading.current_thread()
 
 
-def test_modes_of_the_caller_hold_in_the_workers(workers):
+def test_modes_and_context_variables_of_the_caller_hold_in_the_workers(workers):
+    variable = contextvars.ContextVar("variable", default="default")
+
     def modes():
         return (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+            variable.get(),
+            torch._dynamo.config.recompile_limit,
         )
 
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
-        results, _ = run(workers, {0: modes, 1: modes})
-    assert results[0] == results[1] == (False, False, True, torch.float16)
+    jobs, limit = {0: modes, 1: modes}, torch._dynamo.config.recompile_limit
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16), torch._dynamo.config.patch(recompile_limit=17):
+        token = variable.set("set")
+        assert run(workers, jobs)[0] == dict.fromkeys(jobs, (False, False, torch.float16, "set", 17))
+        variable.reset(token)
     with torch.inference_mode():
-        results, _ = run(workers, {0: modes, 1: modes})
-    assert results[0][:3] == (False, True, False)
-    results, _ = run(workers, {0: modes, 1: modes})
-    assert results[1][:3] == (True, False, False)
+        assert run(workers, jobs)[0] == dict.fromkeys(jobs, (False, True, False, "default", limit))
+    assert run(workers, jobs)[0] == dict.fromkeys(jobs, (True, False, False, "default", limit))
 
 
 def test_intra_op_threads_are_shared_out_and_the_callers_number_stays():
@@ -76,7 +77,7 @@ def test_intra_op_threads_are_shared_out_and_the_callers_number_stays():
     torch.set_num_threads(4)
     try:
         workers = ReplicaWorkers([CPU, CPU])
-        torch.set_num_threads(3)  # somebody else's call must not reach the workers
+        torch.set_num_threads(3)  # a call in another part of the program must not reach the workers
         torch.set_num_threads(4)
         results, _ = run(workers, {0: torch.get_num_threads, 1: torch.get_num_threads})
         workers.close()
@@ -124,12 +125,22 @@ def test_close_ends_the_threads():
     assert not any(thread.name.startswith("replica-") for thread in threading.enumerate())
 
 
-def test_context_variables_reach_the_threads(workers):
-    variable = contextvars.ContextVar("variable", default="default")
-    token = variable.set("set")
-    with torch._dynamo.config.patch(recompile_limit=17):
-        results, _ = run(
-            workers, {index: lambda: (variable.get(), torch._dynamo.config.recompile_limit) for index in (0, 1)}
-        )
-    variable.reset(token)
-    assert results == {0: ("set", 17), 1: ("set", 17)}
+def test_steps_on_one_generator_run_in_order_until_known_to_draw_nothing_and_always_after_a_draw():
+    generator = SharedGenerator([CPU, CPU])
+    for _ in range(2):
+        assert generator.forces_order("training_step")
+        with generator.watch("training_step"):
+            pass
+        assert not generator.forces_order("training_step")
+        assert generator.forces_order("validation_step")
+        generator.forget()
+    with pytest.warns(UserWarning, match="`training_step` draws random numbers"), generator.watch("training_step"):
+        torch.rand(1)
+    with generator.watch("training_step"):  # a second warning would be an error
+        torch.rand(1)
+    assert generator.forces_order("training_step")
+    for devices in ([CPU], [CPU, torch.device("meta")], [torch.device("cuda:0"), torch.device("cuda:1")]):
+        separate = SharedGenerator(devices)
+        with separate.watch("training_step"):
+            torch.rand(1)
+        assert not separate.forces_order("training_step")

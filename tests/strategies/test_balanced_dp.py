@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_ddp_ext
 from lightning_ddp_ext import BalancedDataParallelStrategy, UnsupportedFeatureError
-from tests.parity import Classifier, balanced, dataset, quiet_trainer, relative_difference, seeded, train
+from tests.parity import Classifier, balanced, batches, dataset, quiet_trainer, relative_difference, seeded, train
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,8 @@ def test_the_registered_name_makes_one_process_with_a_replica_per_device():
     assert trainer.world_size == 1
     assert trainer.strategy.launcher is None
     assert trainer.strategy.split_sizes(8) == [3, 3, 2]
+    with pytest.raises(RuntimeError, match=r"`balanced_dp` has no devices yet\. Pass it to a Trainer first"):
+        BalancedDataParallelStrategy().split_sizes(8)
 
 
 @pytest.mark.parametrize(
@@ -68,11 +70,6 @@ def test_torchrun_is_refused_by_the_trainer(monkeypatch):
         quiet_trainer("balanced_dp", 2)
 
 
-def test_sizes_are_unknown_before_the_strategy_has_devices():
-    with pytest.raises(RuntimeError, match=r"`balanced_dp` has no devices yet\. Pass it to a Trainer first"):
-        BalancedDataParallelStrategy().split_sizes(8)
-
-
 class Manual(Classifier):
     def __init__(self):
         super().__init__()
@@ -93,7 +90,7 @@ def test_modules_it_cannot_train_are_refused_before_the_first_step(module, messa
     model.on_train_start = lambda: ran.append("train")
     model.on_sanity_check_start = lambda: ran.append("sanity")
     with pytest.raises(UnsupportedFeatureError, match=message):
-        quiet_trainer("balanced_dp", 2, max_epochs=1).fit(model, DataLoader(dataset(8), batch_size=4))
+        quiet_trainer("balanced_dp", 2, max_epochs=1).fit(model, batches(8, 4))
     assert not ran
 
 
@@ -106,53 +103,37 @@ def test_a_module_with_manual_optimization_can_be_tested():
     assert quiet_trainer("balanced_dp", 2).test(Tested(), loader, verbose=False) == [{"rows": 10.0}]
 
 
-def test_an_exception_in_a_replica_keeps_its_type_and_names_replica_device_and_chunk():
-    class Failing(Classifier):
-        def training_step(self, batch, batch_idx):
-            if batch[0].size(0) == 6:
-                raise ArithmeticError("too much")
-            return super().training_step(batch, batch_idx)
-
-    strategy = BalancedDataParallelStrategy(split=[1, 3])
-    with pytest.raises(ArithmeticError, match="too much") as caught:
-        quiet_trainer(strategy, 2, max_epochs=1, precision="64-true").fit(
-            Failing(), DataLoader(dataset(8), batch_size=8)
-        )
-    assert caught.value.__notes__ == [
-        "Raised in replica 1 of 2 on device cpu, whose chunk is samples 2 to 7 of a batch of 8."
-    ]
-    assert caught.traceback[-1].name == "training_step"
-
-
-def test_the_strategy_can_be_used_again_after_an_exception():
+def test_an_exception_in_a_replica_keeps_its_type_names_the_chunk_and_leaves_the_strategy_usable():
     class FailsOnce(Classifier):
         failed = False
 
         def training_step(self, batch, batch_idx):
-            if not FailsOnce.failed:
+            if batch[0].size(0) == 6 and not FailsOnce.failed:
                 FailsOnce.failed = True
-                raise ArithmeticError
+                raise ArithmeticError("too much")
             return super().training_step(batch, batch_idx)
 
-    trainer = quiet_trainer("balanced_dp", 2, max_epochs=1, precision="64-true")
-    module, loader = FailsOnce(), DataLoader(dataset(8), batch_size=4)
-    with pytest.raises(ArithmeticError):
-        trainer.fit(module, loader)
-    trainer.fit(module, loader)
-    assert trainer.global_step == 2
+    trainer = quiet_trainer(balanced([1, 3]), 2, max_epochs=1, precision="64-true")
+    module = FailsOnce()
+    with pytest.raises(ArithmeticError, match="too much") as caught:
+        trainer.fit(module, batches(8))
+    note = "Raised in replica 1 of 2 on device cpu, whose chunk is samples 2 to 7 of a batch of 8."
+    assert caught.value.__notes__ == [note]
+    assert caught.traceback[-1].name == "training_step"
+    trainer.fit(module, batches(8))
+    assert trainer.global_step == 1
 
 
 def test_chunk_sizes_and_times_of_the_last_batch_can_be_read():
-    strategy = BalancedDataParallelStrategy(gpu0_batch_size=1)
+    strategy = balanced(gpu0_batch_size=1)
     assert strategy.chunk_sizes == strategy.replica_seconds == []
-    trainer = quiet_trainer(strategy, 2, max_epochs=1, precision="64-true")
-    trainer.fit(Classifier(), DataLoader(dataset(4), batch_size=4))
+    train(Classifier(), strategy, 2, max_epochs=1, loader=batches(4))
     assert strategy.chunk_sizes == [1, 3]
     assert all(seconds > 0 for seconds in strategy.replica_seconds)
 
 
-def test_the_whole_batch_stays_in_place_and_each_chunk_is_transferred_once():
-    seen, transferred = [], []
+def test_hooks_get_the_whole_batch_in_place_and_each_chunk_is_transferred_once():
+    seen, transferred, values = [], [], []
 
     class Watching(Classifier):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
@@ -161,38 +142,25 @@ def test_the_whole_batch_stays_in_place_and_each_chunk_is_transferred_once():
 
         def on_train_batch_start(self, batch, batch_idx):
             seen.append((len(batch[0]), batch[0].data_ptr()))
-
-    strategy = BalancedDataParallelStrategy(split=[1, 3])
-    trainer = quiet_trainer(strategy, 2, max_epochs=1, precision="64-true")
-    trainer.fit(Watching(), DataLoader(dataset(8), batch_size=8))
-    (whole,) = seen
-    assert whole[0] == 8
-    assert [size for size, _ in transferred] == [2, 6]
-    assert transferred[0][1] == whole[1]  # the chunks are views of the loader's batch
-    assert transferred[1][1] > whole[1]
-
-
-def test_the_step_gets_the_changes_that_hooks_make_to_the_batch():
-    values = []
-
-    class Changed(Classifier):
-        def on_train_batch_start(self, batch, batch_idx):
             batch[0].fill_(7.0)
 
         def training_step(self, batch, batch_idx):
             values.append(batch[0].unique().tolist())
             return super().training_step(batch, batch_idx)
 
-    quiet_trainer("balanced_dp", 2, max_epochs=1, precision="64-true").fit(
-        Changed(), DataLoader(dataset(4), batch_size=4)
-    )
+    train(Watching(), balanced([1, 3]), 2, max_epochs=1, loader=batches(8))
+    (whole,) = seen
+    assert whole[0] == 8
+    assert [size for size, _ in transferred] == [2, 6]
+    assert transferred[0][1] == whole[1]  # the chunks are views of the loader's batch
+    assert transferred[1][1] > whole[1]
     assert values == [[7.0], [7.0]]
 
 
 class Skipping(Classifier):
-    """Returns None for chunks that begin with the first sample of the data, which is one of 0."""
+    """Returns None for chunks whose first sample is all zeros."""
 
-    def __init__(self, as_mapping: bool = False) -> None:
+    def __init__(self, as_mapping=False):
         super().__init__(torch.optim.SGD)
         self.as_mapping = as_mapping
 
@@ -203,23 +171,25 @@ class Skipping(Classifier):
         return {"loss": loss, "labels": batch[1]} if self.as_mapping else loss
 
 
-@pytest.mark.parametrize("as_mapping", [False, True])
-@pytest.mark.parametrize("weight_by", ["samples", "equal", "sum", lambda chunk: float(len(chunk[1]))])
+@pytest.mark.parametrize(
+    ("weight_by", "as_mapping"),
+    [("samples", False), ("samples", True), ("equal", False), ("sum", False), (lambda chunk: len(chunk[1]) / 2, False)],
+)
 def test_replicas_whose_step_returns_none_have_no_weight(weight_by, as_mapping):
     data = dataset(6)
     data.tensors[0][1] = 0  # the first sample of the second replica
-    strategy = BalancedDataParallelStrategy(split=[1, 3, 2], weight_by=weight_by)
-    rest = Subset(data, [0, 4, 5])  # without those of the second replica
-    weights = {"split": [1, 2], "weight_by": weight_by}
+
+    def gradients(data, split, as_mapping=False, **options):
+        loader = DataLoader(data, batch_size=len(data))
+        trained = train(seeded(partial(Skipping, as_mapping)), balanced(split, **options), len(split), loader=loader)
+        return trained.gradients.before_step
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = train(seeded(partial(Skipping, as_mapping)), strategy, 3, loader=DataLoader(data, batch_size=6))
-    expected = train(
-        seeded(Skipping), BalancedDataParallelStrategy(**weights), 2, loader=DataLoader(rest, batch_size=3)
-    )
-    assert relative_difference(found.gradients.before_step, expected.gradients.before_step) < 1e-12
-    whole = train(seeded(Skipping), balanced([1, 5]), 2, loader=DataLoader(dataset(6), batch_size=6))
-    assert relative_difference(found.gradients.before_step, whole.gradients.before_step) > 1e-3
+        found = gradients(data, [1, 3, 2], as_mapping, weight_by=weight_by)
+    expected = gradients(Subset(data, [0, 4, 5]), [1, 2], weight_by=weight_by)  # the samples of the other replicas
+    assert relative_difference(found, expected) < 1e-12
+    assert relative_difference(found, gradients(dataset(6), [1, 5])) > 1e-3
     ours = [w for w in caught if "returned None on the replicas [1], whose samples have no weight" in str(w.message)]
     assert len(ours) == 1
 

@@ -8,9 +8,8 @@ import torch
 from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import BalancedDataParallelStrategy
 from lightning_ddp_ext.replicas.workers import current_replica
-from tests.parity import Classifier, assert_same_training, dataset, quiet_trainer, seeded, train
+from tests.parity import Classifier, assert_same_training, balanced, dataset, quiet_trainer, seeded, train
 
 
 class Slowed(Classifier):
@@ -21,18 +20,13 @@ class Slowed(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def auto(**options):
-    return BalancedDataParallelStrategy(balance="auto", **options)
-
-
 def loader(batches=24):
     return DataLoader(dataset(16 * batches), batch_size=16)
 
 
 @pytest.fixture
 def said(caplog):
-    """What was logged about balance."""
-    # Lightning's loggers do not pass their records on, and the tests' are quiet.
+    """Return a function that lists the messages about balance; Lightning's loggers do not propagate them."""
     logger = logging.getLogger("lightning.pytorch")
     logger.setLevel(logging.INFO)
     logger.addHandler(caplog.handler)
@@ -41,7 +35,7 @@ def said(caplog):
 
 
 def test_chunks_move_and_the_gradient_stays(said):
-    strategy = auto()
+    strategy = balanced(balance="auto")
     single = train(seeded(Classifier), loader=loader(), max_epochs=1)
     parallel = train(seeded(Slowed), strategy, 2, loader=loader(), max_epochs=1)
     first, second = strategy.chunk_sizes
@@ -51,7 +45,7 @@ def test_chunks_move_and_the_gradient_stays(said):
 
 
 def test_a_checkpoint_keeps_what_was_measured(tmp_path):
-    strategy = auto()
+    strategy = balanced(balance="auto")
     trainer = quiet_trainer(strategy, 2, precision="64-true", max_epochs=1)
     trainer.fit(Slowed(), loader())
     learned = strategy.split_sizes(16)
@@ -59,37 +53,33 @@ def test_a_checkpoint_keeps_what_was_measured(tmp_path):
     trainer.save_checkpoint(tmp_path / "moved.ckpt")
     assert torch.load(tmp_path / "moved.ckpt", weights_only=True)["lightning_ddp_ext.balanced_dp"]["shares"][0] < 0.5
 
-    resumed = auto()
-    quiet_trainer(resumed, 2, precision="64-true", max_epochs=2, limit_train_batches=1).fit(
-        Slowed(), loader(), ckpt_path=tmp_path / "moved.ckpt"
-    )
-    assert resumed.chunk_sizes == learned
+    def resume(build, devices):
+        resumed = balanced(balance="auto")
+        trainer = quiet_trainer(resumed, devices, precision="64-true", max_epochs=2, limit_train_batches=1)
+        trainer.fit(build(), loader(), ckpt_path=tmp_path / "moved.ckpt")
+        return resumed.chunk_sizes
 
-    others = auto()
-    quiet_trainer(others, 3, precision="64-true", max_epochs=2, limit_train_batches=1).fit(
-        Classifier(), loader(), ckpt_path=tmp_path / "moved.ckpt"
-    )
-    assert others.chunk_sizes == [6, 5, 5]
+    assert resume(Slowed, 2) == learned
+    assert resume(Classifier, 3) == [6, 5, 5]
 
 
 def test_deterministic_training_is_shared_evenly(said):
-    strategy = auto()
+    strategy = balanced(balance="auto")
     try:
-        quiet_trainer(strategy, 2, max_steps=10, deterministic=True, precision="64-true").fit(Slowed(), loader())
+        train(Slowed(), strategy, 2, max_steps=10, deterministic=True, loader=loader())
     finally:
         torch.use_deterministic_algorithms(False)
     assert strategy.chunk_sizes == [8, 8]
     assert any("would not be deterministic" in text for text in said())
 
 
-class Drawing(Slowed):
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + 0 * torch.rand(())
-
-
 @pytest.mark.filterwarnings("ignore:`training_step` draws random numbers")
-def test_replicas_that_run_in_order_are_left_alone(said):
-    strategy = auto()
+def test_chunks_of_replicas_that_run_in_order_do_not_move(said):
+    class Drawing(Slowed):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0 * torch.rand(())
+
+    strategy = balanced(balance="auto")
     seed_everything(0, verbose=False)
     train(seeded(Drawing), strategy, 2, loader=loader(12), max_epochs=1)
     assert strategy.chunk_sizes == [8, 8]
@@ -102,7 +92,7 @@ def test_validation_uses_the_same_chunks_but_is_not_measured():
         def validation_step(self, batch, batch_idx):
             pass
 
-    strategy = auto()
+    strategy = balanced(balance="auto")
     trainer = quiet_trainer(strategy, 2, precision="64-true", max_epochs=1)
     trainer.fit(seeded(Validated), loader(), loader(4))
     learned = strategy.split_sizes(16)

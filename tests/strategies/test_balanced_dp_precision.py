@@ -1,4 +1,4 @@
-"""Precision settings of Lightning apply to every replica, and cost no more exactness than on one device."""
+"""Lightning's precision settings apply to every replica, with the rounding errors of one device."""
 
 import pytest
 import torch
@@ -28,13 +28,12 @@ def run(precision, strategy="auto", devices=1, **options):
     return train(seeded(Typed), strategy, devices, loader=loader, precision=precision, **options)
 
 
-DOUBLE, SINGLE, BRAIN, HALF = torch.float64, torch.float32, torch.bfloat16, torch.float16
+SINGLE, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(
     ("precision", "types"),
     [
-        ("64-true", (DOUBLE, DOUBLE, DOUBLE)),
         ("32-true", (SINGLE, SINGLE, SINGLE)),
         ("bf16-mixed", (SINGLE, SINGLE, BRAIN)),
         ("bf16-true", (BRAIN, BRAIN, BRAIN)),
@@ -56,9 +55,8 @@ def test_gradients_and_predictions_agree_to_rounding(precision, types):
     assert relative_difference(*predictions) < 4 * epsilon
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_low_precision_is_seen_in_the_gradient(precision):
-    exact, rounded = run("64-true"), run(precision)
+def test_low_precision_is_seen_in_the_gradient():
+    exact, rounded = run("32-true", max_epochs=1), run("bf16-mixed", max_epochs=1)
     assert relative_difference(rounded.gradients.after_backward, exact.gradients.after_backward) > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Runs one after another with one trainer, and runs that end early."""
+"""Several runs of one trainer, checkpoints between runs, state kept between steps, and runs that end early."""
 
 import os
 import signal
@@ -9,15 +9,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
+from torch.nn import functional
 
 from tests.parity import (
+    Classifier,
     Evaluated,
     Trained,
     assert_same_training,
     balanced,
     batches,
     both_ways,
+    compare,
     quiet_trainer,
+    relative_difference,
     seeded,
     train,
 )
@@ -87,6 +91,74 @@ def test_the_sanity_check_leaves_nothing_behind():
     assert parallel.trainer.callback_metrics == without.trainer.callback_metrics
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_checkpoint_resumes_on_the_other_number_of_devices(tmp_path, order):
+    def run(strategy, devices, epochs, ckpt_path=None):
+        module = seeded(Evaluated).double()  # before Lightning loads the checkpoint into it
+        trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=epochs)
+        trainer.fit(module, batches(), ckpt_path=ckpt_path)
+        return module, trainer
+
+    first, second = [("auto", 1), (balanced([2, 6]), 2)][::order]
+    _, trainer = run(*first, epochs=2)
+    path = tmp_path / "half.ckpt"
+    trainer.save_checkpoint(path)
+    resumed, resumed_trainer = run(*second, epochs=4, ckpt_path=path)
+    reference, reference_trainer = run("auto", 1, epochs=4)
+    assert resumed_trainer.global_step == reference_trainer.global_step
+    assert relative_difference(list(resumed.parameters()), list(reference.parameters())) < 1e-12
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert state.keys() == Evaluated().state_dict().keys()
+
+
+class Configured(Evaluated):
+    def __init__(self, scale):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch, batch_idx):
+        return self.hparams.scale * super().training_step(batch, batch_idx)
+
+    def on_train_epoch_start(self):
+        self.hparams.scale += 1
+
+
+def test_hyperparameters_reach_the_replicas_and_the_checkpoint(tmp_path):
+    def run(**way):
+        trained = train(seeded(lambda: Configured(2.0)), **way)
+        path = tmp_path / f"{way['devices']}.ckpt"
+        trained.trainer.save_checkpoint(path)
+        return trained, Configured.load_from_checkpoint(path)
+
+    (single, expected), (parallel, found) = both_ways(run)
+    assert_same_training(parallel, single)
+    assert dict(found.hparams) == dict(expected.hparams)
+    assert found.hparams.scale == 5
+
+
+class Recurring(Classifier):
+    """Keeps a state that a hook resets."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = None
+
+    def on_train_epoch_start(self):
+        self.state = None
+
+    def training_step(self, batch, batch_idx):
+        logits = self.network(batch[0])
+        if self.state is not None:
+            logits = logits + self.state
+        self.state = logits.detach()
+        return functional.cross_entropy(logits, batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:`self.state` was set inside a step")
+def test_state_of_replicas_can_be_reset_by_a_hook():
+    compare(Recurring, {"loader": batches(24)})
+
+
 class Stopping(Callback):
     def on_train_batch_end(self, trainer, *args):
         trainer.should_stop = trainer.global_step >= 3
@@ -103,16 +175,11 @@ class StoppingInside(Evaluated):
     ("build", "options", "steps"),
     [
         (Evaluated, {"callbacks": [Stopping()]}, 3),
-        (Evaluated, {"callbacks": [Stopping()], "min_epochs": 2}, 8),
         (StoppingInside, {}, 4),
     ],
 )
 def test_should_stop_ends_training(build, options, steps):
-    def run(**way):
-        return train(seeded(build), **way, val_loader=batches(19), max_epochs=5, **options)
-
-    single, parallel = both_ways(run)
-    assert_same_training(parallel, single)
+    single, _ = compare(build, {"val_loader": batches(19), "max_epochs": 5, **options})
     assert single.trainer.global_step == steps
 
 
@@ -121,7 +188,7 @@ class Failing(Evaluated):
 
     def __init__(self, step, error):
         super().__init__()
-        self.failing, self.error, self.ended = step, error, []
+        self.failing, self.error = step, error
 
     def fail(self, step, batch):
         if step == self.failing and len(batch[0]) in (6, 8) and self.trainer.global_step in (0, 4, 5):
@@ -142,9 +209,6 @@ class Failing(Evaluated):
     def predict_step(self, batch, batch_idx):
         self.fail("predict", batch)
 
-    def on_exception(self, exception):
-        self.ended.append(exception)
-
 
 class Ended(Callback):
     def __init__(self):
@@ -157,19 +221,26 @@ class Ended(Callback):
         self.calls.append(("teardown", stage))
 
 
-@pytest.mark.parametrize("step", ["training", "validation", "test", "predict"])
-def test_an_exception_in_a_step_ends_the_run_and_the_threads(step):
+def run_until_it_ends(build, expected, entry="fit"):
+    """Run on one device and on replicas, and return how each run ended."""
+
     def run(strategy, devices):
         ended = Ended()
         trainer = quiet_trainer(strategy, devices, precision="64-true", callbacks=[ended], max_epochs=3)
-        module = seeded(lambda: Failing(step, ArithmeticError("too much")))
-        loaders = [batches(), batches(19)] if step in ("training", "validation") else [batches()]
-        with pytest.raises(ArithmeticError, match="too much"):
-            (trainer.fit if len(loaders) == 2 else getattr(trainer, step))(module, *loaders)
+        loaders = [batches(), batches(19)] if entry == "fit" else [batches()]
+        with pytest.raises(expected):
+            getattr(trainer, entry)(seeded(build), *loaders)
         assert not replica_threads()
-        return trainer.global_step, trainer.state.status, ended.calls
+        return trainer.global_step, trainer.state.status, trainer.interrupted, ended.calls
 
-    single, parallel = both_ways(run)
+    return both_ways(run)
+
+
+@pytest.mark.parametrize(
+    ("step", "entry"), [("training", "fit"), ("validation", "fit"), ("test", "test"), ("predict", "predict")]
+)
+def test_an_exception_in_a_step_ends_the_run_and_the_threads(step, entry):
+    single, parallel = run_until_it_ends(lambda: Failing(step, ArithmeticError()), ArithmeticError, entry)
     assert parallel == single
 
 
@@ -180,18 +251,7 @@ class Interrupted(Evaluated):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("raised", [False, True])
-def test_an_interrupt_ends_the_run_and_the_threads(raised):
-    def build():
-        return Failing("training", KeyboardInterrupt()) if raised else Interrupted()
-
-    def run(strategy, devices):
-        ended = Ended()
-        trainer = quiet_trainer(strategy, devices, precision="64-true", callbacks=[ended], max_epochs=3)
-        with pytest.raises(SystemExit):
-            trainer.fit(seeded(build), batches(), batches(19))
-        assert not replica_threads()
-        return trainer.global_step, trainer.state.status, trainer.interrupted, ended.calls
-
-    single, parallel = both_ways(run)
+@pytest.mark.parametrize("build", [lambda: Failing("training", KeyboardInterrupt()), Interrupted])
+def test_an_interrupt_ends_the_run_and_the_threads(build):
+    single, parallel = run_until_it_ends(build, SystemExit)
     assert parallel == single

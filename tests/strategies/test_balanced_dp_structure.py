@@ -1,4 +1,4 @@
-"""What changes the module between steps reaches the replicas: freezing, thawing, replacing, compiling."""
+"""Freezing, thawing, replacing and compiling parts of the module between steps reaches the replicas."""
 
 import threading
 
@@ -15,7 +15,7 @@ from tests.parity import (
     assert_same_training,
     balanced,
     batches,
-    both_ways,
+    compare,
     seeded,
     train,
 )
@@ -42,19 +42,13 @@ class Thawing(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
-@pytest.mark.filterwarnings("ignore:The provided params to be freezed already exist")
 def by_ratio():
     return BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_ratio_lr=0.5, should_align=False)
 
 
 @pytest.mark.parametrize("finetuning", [Thawing, by_ratio])
 def test_finetuning(finetuning):
-    def run(**way):
-        return train(seeded(WithBackbone), **way, callbacks=[finetuning()], max_epochs=4)
-
-    single, parallel = both_ways(run)
-    assert_same_training(parallel, single)
+    single, parallel = compare(WithBackbone, lambda: {"callbacks": [finetuning()], "max_epochs": 4})
     sizes = {gradient.numel() for gradient in single.gradients.after_backward}
     assert len(sizes) == 2
     assert len(parallel.trainer.optimizers[0].param_groups) == 2
@@ -68,12 +62,8 @@ class FreezingByHand(WithBackbone):
         self.network[0].bias.requires_grad_(batch_idx != 2)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_freezing_by_hand_in_a_hook(accumulate):
-    def run(**way):
-        return train(seeded(FreezingByHand), **way, accumulate_grad_batches=accumulate)
-
-    assert_same_training(*reversed(both_ways(run)))
+def test_freezing_by_hand_in_a_hook():
+    compare(FreezingByHand, {"accumulate_grad_batches": 2})
 
 
 class Growing(Classifier):
@@ -90,11 +80,7 @@ class Growing(Classifier):
 
 
 def test_a_submodule_replaced_between_epochs():
-    def run(**way):
-        return train(seeded(Growing), **way)
-
-    single, parallel = both_ways(run)
-    assert_same_training(parallel, single)
+    single, _ = compare(Growing)
     sizes = {gradient.numel() for gradient in single.gradients.after_backward}
     assert len(sizes) == 2
 
@@ -154,7 +140,7 @@ def test_compiled_parts_run_compiled_on_every_replica(how):
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_batch_norm_is_that_of_eager_replicas():
+def test_compiled_batch_norm_has_the_statistics_of_eager_batch_norm():
     def run(kind):
         return train(seeded(lambda: Compiled(kind, nn.BatchNorm1d(7))), balanced([2, 6]), 2, max_epochs=2)
 
