@@ -75,9 +75,9 @@ class ProcessGroupRedirect:
     _HANDLERS: ClassVar[Mapping[str, str]] = {
         "allreduce": "_all_reduce",
         "allreduce_coalesced": "_all_reduce",
-        "barrier": "_barrier",
-        "monitored_barrier": "_barrier",
-        "broadcast": "_broadcast",
+        "barrier": "_all_reduce",
+        "monitored_barrier": "_all_reduce",
+        "broadcast": "_from_root",
         "scatter": "_scatter",
         "reduce": "_reduce",
         "gather": "_gather",
@@ -147,8 +147,6 @@ class ProcessGroupRedirect:
     def _all_reduce(self, original: _Handler, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return original(self._group, *args, **kwargs)
 
-    _barrier = _all_reduce
-
     def _from_root(self, original: _Handler, group: dist.ProcessGroup, *args: Any) -> Any:
         *tensors, options = args
         root = self._root(group, options)
@@ -156,8 +154,6 @@ class ProcessGroupRedirect:
             raise self._error(f"this collective sends from rank {root}")
         options.rootRank = self._active.index(root)
         return original(self._group, *tensors, options)
-
-    _broadcast = _from_root
 
     def _scatter(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any) -> Any:
         if self._root(group, options) not in self._active:

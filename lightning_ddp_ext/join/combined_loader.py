@@ -23,7 +23,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
 )
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader
-from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, position_in
+from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, state_with_position
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 _UNLIMITED = float("inf")
@@ -69,13 +69,6 @@ class RankedLoader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.loader, name, value)
-
-    def samples_in(self, batches: Sequence[int]) -> list[int] | None:
-        """Return the number of samples in the first batches of each rank, or None if any rank does not know."""
-        if self.samples is None or self.batch_sizes is None:
-            return None
-        of_ranks = zip(self.samples, self.batch_sizes, batches, strict=True)
-        return [min(samples, number * batch_size) for samples, batch_size, number in of_ranks]
 
 
 class LockstepCombinedLoader(CountedCombinedLoader):
@@ -195,7 +188,11 @@ class LockstepCombinedLoader(CountedCombinedLoader):
 
     def _samples_in(self, batches: Sequence[int]) -> list[int] | None:
         """Return the number of samples in the first batches of each rank; None for several loaders, or if unknown."""
-        return self._ranked[0].samples_in(batches) if len(self.flattened) == 1 else None
+        loader = self._ranked[0]
+        if len(self.flattened) > 1 or loader.samples is None or loader.batch_sizes is None:
+            return None
+        of_ranks = zip(loader.samples, loader.batch_sizes, batches, strict=True)
+        return [min(samples, number * batch_size) for samples, batch_size, number in of_ranks]
 
     def _report_dropped(self, lockstep: LockstepLoader) -> None:
         dropped = lockstep.dropped
@@ -305,8 +302,8 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         return [state]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        state: dict[str, Any] = next((state for state in states if POSITION in state), {})
-        position = position_in(states)
+        state = state_with_position(states)
+        position = state.get(POSITION, 0)
         if not position:
             return
         # A checkpoint of `ddp_checkpoint` has no more than the position.

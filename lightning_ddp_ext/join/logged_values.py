@@ -78,7 +78,7 @@ class LoggedValues:
         if self._is_logging and is_uneven and self._trainer.training:
             return self._reduce_all([tensor], [operation], 1.0)[0]
         if not self._in_step and not is_uneven:
-            self._agree(_REDUCING)
+            self._compare(gather_integer(_REDUCING, self._group))
         return reduce(tensor)
 
     def synchronize(self, weight: float, keys_hashes: Sequence[float] | None = None) -> None:
@@ -161,15 +161,12 @@ class LoggedValues:
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def _compare(self, notes: Sequence[float]) -> None:
+    def _compare(self, hashes: Sequence[float]) -> None:
         """Raise if ranks are about to reduce different values."""
-        if len(set(notes)) > 1:
+        if len(set(hashes)) > 1:
             keys = self._synchronised_keys()
             own = [key for key in keys if key not in self._adopted]
             _raise_difference(gather_objects((keys, own), self._group))
-
-    def _agree(self, note: int) -> None:
-        self._compare(gather_integer(note, self._group))
 
     def _synchronised_keys(self) -> list[str]:
         results: Mapping[str, Any] = current_results(self._trainer) or {}
@@ -182,7 +179,7 @@ class LoggedValues:
 
     def check_epoch(self) -> None:
         """Raise if a hook has logged a value on some ranks only, before other ranks continue without them."""
-        self._agree(_hash(sorted(self._synchronised_keys())))
+        self._compare(gather_integer(_hash(sorted(self._synchronised_keys())), self._group))
 
     def end_epoch(self) -> bool:
         """Make all ranks reduce the same values of an epoch in the same order; return True if all have got there."""
@@ -191,10 +188,10 @@ class LoggedValues:
             return False
         self._begins_evaluation = True
         keys = self._synchronised_keys()
-        notes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self._group)
-        self._compare([note >> 32 for note in notes])
+        hashes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self._group)
+        self._compare([both >> 32 for both in hashes])
         self._adopted.difference_update(keys)
-        if len(set(notes)) > 1:
+        if len(set(hashes)) > 1:
             ordered = {key: results[key] for key in sorted(results)}
             results.clear()
             results.update(ordered)

@@ -10,7 +10,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -19,7 +18,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
 from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
-from lightning_ddp_ext._compat.loaders import active_combined_loader, combination_mode
+from lightning_ddp_ext._compat.loaders import active_combined_loader
 from lightning_ddp_ext._compat.loops import leaves_out_backward, without_batch_hooks
 from lightning_ddp_ext._compat.resuming import reload_training_data_after_epoch
 from lightning_ddp_ext._compat.torchmetrics import (
@@ -36,6 +35,7 @@ from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.join.metric_states import synchronize_states
 from lightning_ddp_ext.join.training_state import StepMirror
 from lightning_ddp_ext.ranks.rank_steps import RankContext, RankSteps
+from lightning_ddp_ext.ranks.sample_counts import iterables_and_mode
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 _BACKWARD = "backward"
@@ -310,9 +310,7 @@ class Lockstep(RankSteps):
 
     def combine_loaders(self, given: Any, rng: ResumableRng | None) -> LockstepCombinedLoader:
         """Combine the loaders of a loop so that all ranks make the same steps; `rng` is None in evaluation."""
-        mode = "sequential" if rng is None else "max_size_cycle"  # as in Lightning
-        if isinstance(given, CombinedLoader):
-            given, mode = given.iterables, combination_mode(given)
+        given, mode = iterables_and_mode(given, is_training=rng is not None)
         if rng is None:  # evaluation includes every sample in any case
             loader = LockstepCombinedLoader(given, mode, self.group, "join", HasNextBatch(self.group))
         else:

@@ -73,12 +73,15 @@ class StepMirror:
         """Remember the state before a step, on a rank that runs it."""
         self._structure = self._find_structure()
         # A change through `.data` has no version, so values are compared.
-        self._values = {name: (one.requires_grad, _value(one)) for name, one in self._parameters.items()}
+        self._values = {
+            name: (one.requires_grad, fingerprint(one) if one.nbytes > _LARGE else one.clone())
+            for name, one in self._parameters.items()
+        }
         self._forms = {name: _form(buffer) for name, buffer in self._buffers().items()}
         dictionaries = [pair for pair in self._dictionaries if len(pair[1]) <= _LARGEST_DICTIONARY]
         self._entries = [(place, entries, entries.copy()) for place, entries in (*self._attributes, *dictionaries)]
         self._tensors = {name: version_of(one) for name, one in vars(self._module).items() if isinstance(one, Tensor)}
-        self._optimizers = [(_versioned(_settings(one)), _versioned(_state(one))) for one in self._trainer.optimizers]
+        self._optimizers = [(_settings(one), _state(one)) for one in self._trainer.optimizers]
         self._schedules = [vars(scheduler).copy() for scheduler in self._schedulers()]
 
     @torch.no_grad()
@@ -213,10 +216,10 @@ class StepMirror:
         settings, states = {}, {}
         for number, (optimizer, before) in enumerate(zip(self._trainer.optimizers, self._optimizers, strict=True)):
             # A manual step may change state in any depth, such as in a list, which has no version.
-            if not self._module.automatic_optimization or _have_changed(before[1], _versioned(_state(optimizer))):
+            if not self._module.automatic_optimization or _have_changed(before[1], _state(optimizer)):
                 state = optimizer.state_dict()
                 states[number] = {**state, "param_groups": [*map(_without_code, state["param_groups"])]}
-            elif _have_changed(before[0], _versioned(_settings(optimizer))):
+            elif _have_changed(before[0], _settings(optimizer)):
                 settings[number] = [_without_code(group, "params") for group in optimizer.param_groups]
         schedulers = {
             number: _without_code(scheduler.state_dict())
@@ -322,11 +325,6 @@ def _form(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
-def _value(parameter: Tensor) -> Tensor | int:
-    """Return a copy, or a fingerprint of a large parameter."""
-    return fingerprint(parameter) if parameter.nbytes > _LARGE else parameter.clone()
-
-
 def _differs(requires_grad: bool, value: Tensor | int, parameter: Tensor) -> bool:
     if isinstance(value, int):
         return requires_grad != parameter.requires_grad or fingerprint(parameter) != value
@@ -349,16 +347,14 @@ def _without_code(entries: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if name not in names and not isinstance(value, _CODE)}
 
 
-def _settings(optimizer: Optimizer) -> list[Any]:
-    return [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+def _settings(optimizer: Optimizer) -> tuple[list[Any], list[int]]:
+    values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    return values, versions_of(values)
 
 
-def _state(optimizer: Optimizer) -> list[Any]:
+def _state(optimizer: Optimizer) -> tuple[list[Any], list[int]]:
     states = (state.values() if isinstance(state, dict) else (state,) for state in optimizer.state.values())
-    return [*chain.from_iterable(states)]
-
-
-def _versioned(values: list[Any]) -> tuple[list[Any], list[int]]:
+    values = [*chain.from_iterable(states)]
     return values, versions_of(values)
 
 

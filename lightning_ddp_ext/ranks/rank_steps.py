@@ -11,7 +11,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, WeightedLogging
+from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.synchronized_step import SynchronizedStep
 
@@ -84,30 +85,42 @@ class WeightedSteps(RankSteps):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        self._logging = WeightedLogging(self.trainer, self.samples)
+        self._weight: float | None = None  # of the values that a step of the LightningModule logs
+        self._is_logging = False
+        watch_logging(self.trainer, self._log, self.samples.rounded, self.samples.forget)
 
     @override
     def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
-        def run_weighted() -> STEP_OUTPUT:
-            with self._logging.step(self.step.batch_weight):
-                return run()
-
-        return super().training_step(batch, run_weighted)
+        return super().training_step(batch, lambda: self._run(run, self.step.batch_weight))
 
     @override
     def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
-        with self._logging.step(self.samples.weight(batch)):
-            return run()
+        return self._run(run, self.samples.weight(batch))
 
     @override
     def reduce(
         self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
     ) -> Tensor:
-        mean = None
-        if reduce_op == "mean":
-            mean = self._logging.average(tensor, lambda values: reduce(values, group, "sum"))
-        return reduce(tensor, group, reduce_op) if mean is None else mean
+        if reduce_op != "mean" or self._weight is None or not self._is_logging:
+            return reduce(tensor, group, reduce_op)
+        values = tensor.detach().reshape(-1)
+        _, means = sums_and_means(values, self._weight, lambda parts: reduce(parts, group, "sum"))
+        return means.reshape(tensor.shape).to(tensor.dtype)
 
     @override
     def close(self) -> None:
-        self._logging.close()
+        unwatch_logging(self.trainer)
+
+    def _run(self, run: Callable[[], STEP_OUTPUT], weight: float) -> STEP_OUTPUT:
+        self._weight = weight
+        try:
+            return run()
+        finally:
+            self._weight = None
+
+    def _log(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
+        self._is_logging = True
+        try:
+            proceed()
+        finally:
+            self._is_logging = False

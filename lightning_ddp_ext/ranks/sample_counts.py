@@ -1,9 +1,8 @@
-"""Numbers of samples per batch, and logged values weighted by them."""
+"""Numbers of samples per batch, and means over ranks that are weighted by them."""
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
-from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
 from lightning_ddp_ext._compat.loaders import active_combined_loader, combination_mode
 from lightning_ddp_ext._compat.torch import iterate_counting, samples_of
 from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
@@ -99,9 +97,16 @@ def mean_count(counts: Sequence[int | None]) -> float | None:
 
 def combine_counted(given: Any, is_training: bool) -> CombinedLoader:
     """Combine the loaders of a loop as Lightning does; keep a class that the user has derived from `CombinedLoader`."""
-    if not isinstance(given, CombinedLoader):
-        return CountedCombinedLoader(given, "max_size_cycle" if is_training else "sequential")
-    return CountedCombinedLoader(given.iterables, combination_mode(given)) if type(given) is CombinedLoader else given
+    if isinstance(given, CombinedLoader) and type(given) is not CombinedLoader:
+        return given
+    return CountedCombinedLoader(*iterables_and_mode(given, is_training))
+
+
+def iterables_and_mode(given: Any, is_training: bool) -> tuple[Any, Any]:
+    """Return the arguments with which Lightning combines the loaders of a loop."""
+    if isinstance(given, CombinedLoader):
+        return given.iterables, combination_mode(given)
+    return given, "max_size_cycle" if is_training else "sequential"
 
 
 class BatchSamples:
@@ -144,43 +149,6 @@ class BatchSamples:
         except BatchSplitError as error:
             self.problem = error.problem
             return None
-
-
-class WeightedLogging:
-    """Weights the mean over ranks of a value that a step logs like the gradient of the step."""
-
-    def __init__(self, trainer: Trainer, samples: BatchSamples) -> None:
-        self._trainer = trainer
-        self._weight: float | None = None
-        self._is_logging = False
-        watch_logging(trainer, self._update, samples.rounded, samples.forget)
-
-    def close(self) -> None:
-        """Stop following what is logged."""
-        unwatch_logging(self._trainer)
-
-    @contextmanager
-    def step(self, weight: float) -> Iterator[None]:
-        """Weight the values that the step of a LightningModule logs; nan stands for an unknown weight."""
-        self._weight = weight
-        try:
-            yield
-        finally:
-            self._weight = None
-
-    def average(self, tensor: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Return the weighted mean over ranks of a value that a step is logging, or None for any other value."""
-        if self._weight is None or not self._is_logging:
-            return None
-        _, means = sums_and_means(tensor.detach().reshape(-1), self._weight, add_up)
-        return means.reshape(tensor.shape).to(tensor.dtype)
-
-    def _update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
-        self._is_logging = True
-        try:
-            proceed()
-        finally:
-            self._is_logging = False
 
 
 def sums_and_means(values: Tensor, weight: float | None, add_up: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

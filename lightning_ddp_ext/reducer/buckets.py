@@ -50,8 +50,13 @@ class GradientBucket:
 
     def buffer(self) -> Tensor:  # noqa: D102
         if self._flat is None:
-            self._allocate()
-        assert self._flat is not None
+            first, size = self.params[0], sum(parameter.numel() for parameter in self.params)
+            self._buffer_with_payload = torch.empty(size + self.payload_numel, dtype=first.dtype, device=first.device)
+            self._flat = self._buffer_with_payload[:size]
+            self._views = views_of(self._flat, self.params)
+            for position, strides in self._strides.items():
+                view = self._views[position]
+                self._views[position] = view.as_strided(view.shape, strides)
         return self._flat
 
     def gradients(self) -> list[Tensor]:  # noqa: D102
@@ -77,11 +82,6 @@ class GradientBucket:
         """Return the part of the buffer behind the gradients."""
         buffer = self.buffer_with_payload()
         return buffer[buffer.numel() - self.payload_numel :]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the gradients in bytes."""
-        return sum(parameter.nbytes for parameter in self.params)
 
     @torch.no_grad()
     def pack(self, member: int, scale: float) -> None:
@@ -134,16 +134,6 @@ class GradientBucket:
         self._views = []
         self.packed = [False] * len(self.params)
         self.launched = False
-
-    def _allocate(self) -> None:
-        first = self.params[0]
-        size = sum(parameter.numel() for parameter in self.params)
-        self._buffer_with_payload = torch.empty(size + self.payload_numel, dtype=first.dtype, device=first.device)
-        self._flat = self._buffer_with_payload[:size]
-        self._views = views_of(self._flat, self.params)
-        for position, strides in self._strides.items():
-            view = self._views[position]
-            self._views[position] = view.as_strided(view.shape, strides)
 
 
 def _take(parameter: nn.Parameter) -> Tensor:
@@ -203,17 +193,21 @@ class GradientLayout:
         self._recently_used = list(map(max, self._recently_used, used))
         if self._synchronizations % _REVIEW:
             return
-        unused = [bucket for bucket in self.buckets if 2 * self._used_bytes(bucket) < bucket.nbytes]
-        self._recently_used = [0.0] * len(self._recently_used)
-        for bucket in unused:
+        kept = []
+        for bucket in self.buckets:
+            sizes = {member: self._parameters[member].nbytes for member in bucket.members}
+            if 2 * sum(sizes[member] for member in sizes if self._recently_used[member]) >= sum(sizes.values()):
+                kept.append(bucket)
+                continue
             self.unassigned.update(bucket.members)
             for member in bucket.members:
                 self.bucket_of[member] = None
-        self.buckets = [bucket for bucket in self.buckets if bucket not in unused]
+        self.buckets = kept
+        self._recently_used = [0.0] * len(self._recently_used)
         self._renumber()
 
     def state(self) -> dict[str, Any]:
-        """Return the assignment and the counts as numbers and lists, the same on every rank."""
+        """Return the assignment and its recent use as numbers and lists, equal on every rank."""
         return {
             "buckets": [bucket.members for bucket in self.buckets],
             "recently_used": [member for member, used in enumerate(self._recently_used) if used],
@@ -239,13 +233,6 @@ class GradientLayout:
     def _renumber(self) -> None:
         for index, bucket in enumerate(self.buckets):
             bucket.renumber(index, last=bucket is self.buckets[-1])
-
-    def _used_bytes(self, bucket: GradientBucket) -> int:
-        return sum(
-            parameter.nbytes
-            for member, parameter in zip(bucket.members, bucket.params, strict=True)
-            if self._recently_used[member]
-        )
 
     def _agree_on_order(self, new: list[int], order: Sequence[int], source: int) -> list[int]:
         # A parameter is complete when its last gradient has come; one that the source did not use goes last.

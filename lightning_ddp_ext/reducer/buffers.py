@@ -3,7 +3,7 @@
 import hashlib
 import math
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class BufferTable:
         walked = self._find_tree() != self._tree
         if walked:
             self._walk()
-        self.tensors = [_dense(owner._buffers.get(name)) for owner, name in self.places]
+        buffers = [owner._buffers.get(name) for owner, name in self.places]
+        self.tensors = [one if one is not None and one.layout is torch.strided else None for one in buffers]
         specs = [None if one is None else (one.shape, one.dtype, one.device) for one in self.tensors]
         if walked or specs != self.specs:
             self.specs = specs
@@ -72,10 +73,6 @@ class BufferTable:
         ]
         self._names = [full for full, _, _ in found if full not in ignored]
         self.places = [(part, name) for full, part, name in found if full not in ignored]
-
-
-def _dense(buffer: Tensor | None) -> Tensor | None:
-    return buffer if buffer is not None and buffer.layout is torch.strided else None
 
 
 _LOW = 2**32 - 1
@@ -127,12 +124,6 @@ class BufferTransfer:
             encoded, rest[device] = rest[device][:size], rest[device][size:]
             values = _decode(encoded / total if is_mean(dtype) else encoded, dtype)
             overwrite(tensors, values, [member in wanted for member in members])
-
-
-def cut(tensor: Tensor) -> Iterator[Tensor]:
-    """Cut a large tensor along its first dimension into views, so that sending takes less memory at once."""
-    rows = max(1, _PIECE // max(1, math.prod(tensor.shape[1:])))
-    return iter(torch.split(tensor, rows))
 
 
 def _encode(values: Tensor) -> Tensor:
@@ -226,8 +217,8 @@ class BufferSynchronizer:
         self._comparisons += bool(self._values)
         for index, (buffer, value) in enumerate(zip(buffers, self._values, strict=False)):
             if buffer is not None and value is not None and not changed[index] and not same_values(value, buffer):
-                self._silent.add(index)
-        for index in self._silent:
+                self.silent.add(index)
+        for index in self.silent:
             changed[index] |= self._table.places[index][0].training
         return changed
 
@@ -240,17 +231,12 @@ class BufferSynchronizer:
             "comparisons": self._comparisons,
         }
 
-    @property
-    def silent(self) -> list[int]:
-        """Buffers that change silently on this rank."""
-        return sorted(self._silent)
-
     def load(self, state: Mapping[str, Any], silent: Iterable[int]) -> None:
         """Restore the `state` of another synchroniser, and its `silent` on this rank, if the buffers are the same."""
         if state["structure"] == self._structure:
             self._expected = dict(state["expected"])
             self._source, self._comparisons = state["source"], state["comparisons"]
-            self._silent.update(silent)
+            self.silent.update(silent)
             self.remember()
 
     def finish(self, exchanged: ExchangedControl, weight: float) -> None:
@@ -271,7 +257,7 @@ class BufferSynchronizer:
         if not total:
             weight, total, arrived = 1.0, float(len(exchanged.weights)), set()
         elif exchanged.source != self._source:
-            arrived = {index for index in arrived if self._is_mean(index)}
+            arrived = {index for index in arrived if (spec := self._specs[index]) and is_mean(spec[1])}
             self._source = exchanged.source
         if ahead is not None and arrived:
             wanted = arrived.intersection(changed)
@@ -294,7 +280,7 @@ class BufferSynchronizer:
         self._comparisons = 0
         sizes = [0 if spec is None else spec[0].numel() * spec[1].itemsize for spec in self._specs]
         self._large = {index for index, size in enumerate(sizes) if size > _LARGE}
-        self._silent = {
+        self.silent = {  # change silently on this rank
             index
             for index, (owner, name) in enumerate(self._table.places)
             if isinstance(owner, Normalisation) and name in ("running_mean", "running_var")
@@ -322,12 +308,9 @@ class BufferSynchronizer:
             by_rank = gather_integers([fingerprint(buffer) for buffer in large], self._group)
             for buffer, *prints in zip(large, *by_rank, strict=True):
                 if len(set(prints)) > 1:
-                    for piece in cut(buffer):
+                    rows = max(1, _PIECE // max(1, math.prod(buffer.shape[1:])))
+                    for piece in torch.split(buffer, rows):  # which takes less memory at once
                         self._transfer([piece], weight).write(range(1), total)
-
-    def _is_mean(self, index: int) -> bool:
-        spec = self._specs[index]
-        return spec is not None and is_mean(spec[1])
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

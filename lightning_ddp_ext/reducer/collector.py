@@ -52,8 +52,10 @@ class BackwardPredictor:
             bucket.missing = number
         return True
 
-    def learn(self, buckets: Sequence[GradientBucket]) -> None:
-        """Remember this backward pass for the next one of its kind."""
+    def learn(self, buckets: Sequence[GradientBucket], layout_has_changed: bool) -> None:
+        """Remember this backward pass for the next one of its kind; forget earlier ones if the buckets changed."""
+        if layout_has_changed:
+            self._remembered.clear()
         if self.kind is None:
             return
         known = self._remembered.get(self.kind)
@@ -71,10 +73,6 @@ class BackwardPredictor:
     def load(self, state: Iterable[Sequence[Any]]) -> None:
         """Restore the `state` of a predictor for the same buckets."""
         self._remembered = {kind: (list(counts), list(missing)) for kind, counts, missing in state}
-
-    def forget(self) -> None:
-        """Forget all kinds, because the buckets have changed."""
-        self._remembered.clear()
 
 
 class GradientCollector:
@@ -209,12 +207,6 @@ class GradientCollector:
     def mark_synchronized(self) -> None:
         """Record that every gradient is synchronised."""
         self._unsynchronized.clear()
-
-    def learn(self, layout_has_changed: bool) -> None:
-        """Let the predictor learn from these backward passes."""
-        if layout_has_changed:
-            self.predictor.forget()
-        self.predictor.learn(self._layout.buckets)
 
     def close(self) -> None:
         """Remove the hooks from the parameters and restore deferred ones."""

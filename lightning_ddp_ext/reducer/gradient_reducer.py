@@ -315,7 +315,7 @@ class GradientReducer:
             "buffers": self._buffers.state(),
             "of_rank": {
                 "backward_passes": self._collector.predictor.state(),
-                "silent_buffers": self._buffers.silent,
+                "silent_buffers": sorted(self._buffers.silent),
             },
         }
 
@@ -391,7 +391,8 @@ class GradientReducer:
         before = self._layout.buckets
         if not self._transport.is_hook:  # a hook may keep state for each bucket
             self._layout.evict_unused_buckets(used)
-        self._collector.learn(layout_has_changed=bool(new) or self._layout.buckets != before)
+        has_changed = bool(new) or self._layout.buckets != before
+        self._collector.predictor.learn(self._layout.buckets, has_changed)
 
     def _add_late(self, bucket: GradientBucket) -> None:
         """Reduce the gradients that came after a bucket had been sent; other ranks may have others, or none."""

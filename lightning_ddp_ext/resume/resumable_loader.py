@@ -6,9 +6,9 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.loaders import combination_mode, has_state
+from lightning_ddp_ext._compat.loaders import has_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, combine_counted
+from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, combine_counted, iterables_and_mode
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 POSITION = "position"
@@ -75,8 +75,8 @@ class ResumableCombinedLoader(CountedCombinedLoader):
         return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        self._skip = position_in(states)
-        ranks = next((state[WORLD_SIZE] for state in states if WORLD_SIZE in state), self._world_size)
+        state = state_with_position(states)
+        self._skip, ranks = state.get(POSITION, 0), state.get(WORLD_SIZE, self._world_size)
         if self._skip and ranks != self._world_size:
             rank_zero_warn(
                 f"The checkpoint was saved by {ranks} ranks in the middle of an epoch, and {self._world_size} resume"
@@ -84,16 +84,14 @@ class ResumableCombinedLoader(CountedCombinedLoader):
             )
 
 
-def position_in(states: list[dict[str, Any]]) -> int:
-    """Return the number of used batches from the states of a loader in a checkpoint."""
-    return next((int(state[POSITION]) for state in states if POSITION in state), 0)
+def state_with_position(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of a loader of this package from a checkpoint, or an empty dictionary."""
+    return next((state for state in states if POSITION in state), {})
 
 
 def make_resumable(given: Any, rng: ResumableRng, world_size: int, may_look_ahead: bool) -> CombinedLoader:
     """Combine the loaders of a training loop so that they resume; a loader with a state resumes by itself."""
-    iterables, mode = given, "max_size_cycle"  # as in Lightning
-    if isinstance(given, CombinedLoader):
-        iterables, mode = given.iterables, combination_mode(given)
+    iterables, mode = iterables_and_mode(given, is_training=True)
     combined = ResumableCombinedLoader(iterables, mode, rng, world_size, may_look_ahead)
     if any(has_state(loader) for loader in combined.flattened):
         rng.is_bypassed = True

@@ -77,7 +77,12 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        _refuse_iterators(trainer)
+        for step in ("training_step", "validation_step", "test_step"):
+            if takes_dataloader_iter(trainer.lightning_module, step):
+                raise UnsupportedFeatureError(
+                    f"`{step}(self, dataloader_iter)` fetches batches itself, so that ranks cannot agree on who has"
+                    " one. Take the batch instead."
+                )
         super().setup(trainer)
 
     @override
@@ -126,13 +131,3 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
             return gathered
         rows = self._lockstep.active_ranks
         return gathered if rows is None else gathered[list(rows)]
-
-
-def _refuse_iterators(trainer: Trainer) -> None:
-    module = trainer.lightning_module
-    for step in ("training_step", "validation_step", "test_step"):
-        if takes_dataloader_iter(module, step):
-            raise UnsupportedFeatureError(
-                f"`{step}(self, dataloader_iter)` fetches batches itself, so that ranks cannot agree on who has one."
-                " Take the batch instead."
-            )

@@ -1,6 +1,7 @@
 """Values that ranks log in lockstep; the ranks are threads of this process."""
 
 import itertools
+from functools import partial
 from queue import Queue
 
 import pytest
@@ -125,45 +126,37 @@ def test_a_hook_of_the_uneven_phase_logs_the_value_of_active_ranks_at_once():
     assert run_ranks(3, run) == [{"start": 2.0}] * 3
 
 
-def fails(log, is_training=True, active=(0, 1, 2), steps=1):
-    """Return the error of three ranks, after steps in which each rank logs."""
+def fails(hook, is_training, active=(0, 1, 2), odd_step=0):
+    """Return the error of three ranks, of which rank 1 logs an odd key in one of two steps."""
     messages = Queue()
 
     def run(group):
         rank = Rank(group, is_training)
-        for number in range(steps):
-            own = [step(rank, active, lambda number=number: log(rank, number), 1.0, messages)]
+
+        def log(number):
+            if group.rank == 1 and number == odd_step:
+                rank.log(hook, "odd", 1.0)
+            rank.log(hook, "even", 1.0)
+
+        for number in range(2):
+            step(rank, active, partial(log, number), 1.0, messages)
         rank.values.end_epoch()
-        return own
 
     with pytest.raises(LoggedKeysError) as error:
         run_ranks(3, run)
     return str(error.value)
 
 
-def odd(on_rank, hook, in_step=0):
-    """Log an odd key on one rank, and another key on all ranks."""
-
-    def log(rank, number):
-        if rank.group.rank == on_rank and number == in_step:
-            rank.log(hook, "odd", 1.0)
-        rank.log(hook, "even", 1.0)
-
-    return log
-
-
 def test_keys_that_differ_are_named_with_their_ranks():
     hooks = {True: "training_step", False: "validation_step"}
     for is_training, number in itertools.product((True, False), (0, 1)):
         hook = hooks[is_training]
-        message = fails(odd(1, hook, number), is_training, steps=2)
+        message = fails(hook, is_training, odd_step=number)
         assert message.startswith(f"rank 1 logs `odd` with `sync_dist=True` in `{hook}`, rank 0 does not.")
         # A joined rank adopts the keys of the first active rank, and is not the one that is named.
-        message = fails(odd(1, hook, number), is_training, active=(1, 2), steps=2)
+        message = fails(hook, is_training, (1, 2), number)
         assert message.startswith(f"rank 1 logs `odd` with `sync_dist=True` in `{hook}`, rank 2 does not.")
 
-
-def test_a_key_that_an_epoch_hook_logs_on_one_rank_is_an_error():
     def run(group):
         rank = Rank(group)
         if group.rank == 2:

@@ -1,20 +1,135 @@
-"""Numbers of samples of batches that several loaders contribute to."""
+"""The number of samples in a batch: drawn by one loader or several, or the size of its tensors."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ddp_ext.ranks.sample_counts import (
-    BatchSamples,
-    CountedCombinedLoader,
-    combine_counted,
-    mean_count,
-)
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, CountedCombinedLoader, CountedLoader, combine_counted
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Numbers()[index] for index in range(7))
+
+
+class Broken(Numbers):
+    def __getitem__(self, index):
+        return None if index % 3 == 0 else super().__getitem__(index)
+
+
+class Table(Numbers):
+    def __getitems__(self, indices):
+        return {"a": torch.tensor(indices), "b": torch.tensor(indices)}
+
+
+class Columns(Numbers):
+    def __getitems__(self, indices):
+        return torch.tensor(indices), torch.tensor(indices)
+
+
+class OwnIteration(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            assert isinstance(batch, torch.Tensor)
+            yield batch
+
+
+class OwnIterator(DataLoader):
+    def _get_iterator(self):
+        return map(torch.Tensor.clone, super()._get_iterator())
+
+
+across_time = partial(torch.stack, dim=1)
+
+
+def only_in_double(samples):
+    (sample,) = samples
+    return sample[0].double(), {"labels": sample[1].double()}
+
+
+READY = [(torch.zeros(size, 5), torch.zeros(size)) for size in (4, 2)]
+SIZES = [[0, 1, 2, 3], [4], [5, 6]]
+
+CASES = {
+    "another dimension": (lambda: DataLoader(Numbers(), 3, collate_fn=across_time), [3, 3, 1]),
+    "without the last": (lambda: DataLoader(Numbers(), 3, drop_last=True), [3, 3]),
+    "a batch sampler": (lambda: DataLoader(Numbers(), batch_sampler=SIZES, collate_fn=across_time), [4, 1, 2]),
+    "a stream": (lambda: DataLoader(Stream(), 3, collate_fn=across_time), [3, 3, 1]),
+    "broken samples": (
+        lambda: DataLoader(Broken(), 4, collate_fn=lambda parts: torch.stack([*filter(torch.is_tensor, parts)])),
+        [2, 2],
+    ),
+    "workers": (lambda: DataLoader(Numbers(), batch_sampler=SIZES, num_workers=2, collate_fn=across_time), [4, 1, 2]),
+    "workers that persist": (
+        lambda: DataLoader(Numbers(), batch_sampler=SIZES, num_workers=2, persistent_workers=True), [4, 1, 2],
+    ),
+    "one batch each": (
+        lambda: DataLoader([torch.zeros(2), torch.zeros(5)], 1, collate_fn=lambda samples: samples[0]), [None, None],
+    ),
+    "batches that are converted": (lambda: DataLoader(READY, 1, collate_fn=only_in_double), [None, None]),
+    "batches that are converted in workers": (
+        lambda: DataLoader(READY, sampler=[1, 0], num_workers=1, collate_fn=only_in_double), [None, None],
+    ),
+    "batches that get a dimension": (lambda: DataLoader(READY, 1), [1, 1]),
+    "single samples in lists": (
+        lambda: DataLoader([torch.zeros(3, 5)] * 2, 1, collate_fn=lambda samples: {"images": list(samples)}), [1, 1],
+    ),
+    "single samples without tensors": (
+        lambda: DataLoader([3, 4], 1, collate_fn=lambda samples: {"length": len(samples)}), [1, 1],
+    ),
+    "a last sample by itself": (lambda: DataLoader([torch.zeros(3, 5)] * 3, 2, collate_fn=torch.cat), [2, 1]),
+    "no batches": (lambda: DataLoader([torch.zeros(2), torch.zeros(5)], batch_size=None), [None, None]),
+    "nothing but holes": (lambda: DataLoader([None] * 4, 2, collate_fn=len), [None, None]),
+    "columns": (lambda: DataLoader(Table(), 4, collate_fn=lambda samples: samples), [None, None]),
+    "a tuple of columns": (lambda: DataLoader(Columns(), 4, collate_fn=lambda samples: samples), [None, None]),
+    "an iteration of its own": (lambda: OwnIteration(Numbers(), 3), [None, None, None]),
+    "an iterator of its own": (lambda: OwnIterator(Numbers(), 3), [None, None, None]),
+    "no loader": (lambda: [torch.zeros(2), torch.zeros(5)], [None, None]),
+}  # fmt: skip
+
+
+def test_samples_are_counted_as_they_are_drawn():
+    for name, (make, expected) in CASES.items():
+        loader, counts = make(), []
+        collate = getattr(loader, "collate_fn", None)
+        counted = CountedLoader(loader, counts)
+        plain = list(make())
+        for _ in range(2):
+            counts.clear()
+            batches = list(counted)
+            assert counts == expected, name
+            torch.testing.assert_close(batches, plain)
+        assert sized_len(counted) == sized_len(loader), name
+        # The user's loader is unchanged: its collate function and its batches, also with persistent workers.
+        torch.testing.assert_close(list(loader), plain)
+        assert getattr(loader, "collate_fn", None) is collate, name
+
+
+def test_workers_give_the_count_of_each_batch_in_any_order_unless_they_began_before():
+    options = {"num_workers": 2, "in_order": False, "persistent_workers": True, "collate_fn": torch.stack}
+    counts, loader = [], DataLoader(Numbers(), batch_sampler=SIZES, **options)
+    for _ in range(3):
+        for batch in CountedLoader(loader, counts):
+            assert counts.pop() == len(batch)
+    loader = DataLoader(Numbers(), 3, num_workers=1, persistent_workers=True)
+    assert len(next(iter(loader))) == 3
+    assert [len(batch) for batch in CountedLoader(loader, counts)] == [3, 3, 1]
+    assert counts == [None] * 3
 
 
 def loader(samples, batch_size):
@@ -46,23 +161,19 @@ def test_loaders_that_contribute_are_averaged_in_every_mode(mode, expected):
     assert len(combined) == len(theirs) == len(expected)
 
 
-def test_limits_and_lengths_are_those_of_lightning():
+def test_limits_are_respected():
     combined = CountedCombinedLoader([loader(14, 4)], "sequential")
-    with pytest.raises(RuntimeError, match="call `iter"):
-        len(combined)
     combined.limits = 2
     iter(combined)
     assert len(combined) == len(counts_of(combined)) == 2
 
 
 def test_a_batch_that_one_loader_does_not_count_is_not_counted():
-    assert mean_count([4, None]) is None
-    assert mean_count([]) is None
     combined = CountedCombinedLoader([loader(4, 2), [torch.zeros(3)] * 2], "min_size")
     assert counts_of(combined) == [None, None]
 
 
-def test_batches_that_are_passed_over_leave_no_number():
+def test_batches_that_a_resumed_run_skips_leave_no_number():
     combined = ResumableCombinedLoader(
         DataLoader(range(6), batch_sampler=[[0, 1], [2], [3, 4, 5]]), "max_size_cycle", ResumableRng(), 1
     )
@@ -70,13 +181,13 @@ def test_batches_that_are_passed_over_leave_no_number():
     assert counts_of(combined) == [1.0, 3.0]
 
 
-def test_numbers_that_nobody_takes_do_not_add_up():
+def test_counts_that_a_step_does_not_take_are_bounded():
     combined = CountedCombinedLoader(loader(8, 2), "max_size_cycle")
     assert len(list(combined)) == 4
     assert list(combined.samples) == [2.0, 2.0]
 
 
-def test_a_class_of_the_users_own_stays():
+def test_a_users_subclass_stays():
     class Own(CombinedLoader):
         pass
 
@@ -85,7 +196,7 @@ def test_a_class_of_the_users_own_stays():
     assert isinstance(combine_counted(CombinedLoader([loader(4, 2)], "min_size"), True), CountedCombinedLoader)
 
 
-def test_tensors_decide_along_the_given_dimension_where_nothing_was_drawn():
+def test_without_a_count_of_the_loader_the_tensors_decide():
     batch = torch.zeros(5, 3)
     assert BatchSamples(0).count(batch) == 5
     assert BatchSamples(1).rounded(batch) == 3

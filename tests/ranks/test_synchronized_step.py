@@ -129,23 +129,17 @@ def test_a_skipped_batch_and_a_rank_without_data_have_no_weight(make_step, begin
     assert step.reducer.sent[0][0] == 0.0
 
 
-def test_all_batches_weigh_the_same_if_a_rank_cannot_count_its_samples(make_step, monkeypatch):
-    asked = []
-    monkeypatch.setattr(synchronized_step, "gather_integer", lambda own, group: asked.append(own) or [own, 0])
+@pytest.mark.parametrize(("other_has_counted", "weights"), [(0, [1.0, 1.0]), (1, [3.0, 5.0])])
+def test_samples_are_weights_unless_a_rank_cannot_count_them(make_step, monkeypatch, other_has_counted, weights):
+    sent = []
+    monkeypatch.setattr(
+        synchronized_step, "gather_integer", lambda own, group: sent.append(own) or [own, other_has_counted]
+    )
     step, loop = make_step("samples")
     run_batches(step, loop, [torch.zeros(3, 2), torch.zeros(5, 2)])
-    assert asked == [True]  # once
-    assert step.has_equal_weights
-    assert [sent[0] for sent in step.reducer.sent] == [1.0, 1.0]
-
-
-def test_samples_are_weights_once_both_ranks_have_counted(make_step, monkeypatch):
-    asked = []
-    monkeypatch.setattr(synchronized_step, "gather_integer", lambda own, group: asked.append(own) or [own, 1])
-    step, loop = make_step("samples")
-    run_batches(step, loop, [torch.zeros(3, 2), torch.zeros(5, 2)])
-    assert (asked, step.has_equal_weights) == ([True], False)
-    assert [sent[0] for sent in step.reducer.sent] == [3.0, 5.0]
+    assert sent == [True]  # once
+    assert step.has_equal_weights == (not other_has_counted)
+    assert [sent[0] for sent in step.reducer.sent] == weights
 
 
 def test_a_closure_without_a_backward_pass_still_synchronises(make_step):

@@ -1,6 +1,8 @@
 """Tools of the checks of the reducer, which ranks run one after another in one launch."""
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +73,31 @@ def spread(tensor: Tensor) -> float:
     largest = (tensor.detach() - first).abs().max().double()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)
+
+
+class Comparison:
+    """A module on one process with the batches of all ranks, and its copy on this rank; `error` is of all steps."""
+
+    def __init__(self, alone: nn.Module, **options: Any) -> None:
+        self.alone, self.together = alone, copy.deepcopy(alone)
+        self.reducer = GradientReducer(self.together, **options)
+        self.error = 0.0
+
+    def zero_grad(self) -> None:
+        self.alone.zero_grad()
+        self.together.zero_grad()
+
+    def step(
+        self, loss: Callable[[nn.Module, Tensor], Tensor] | None = None, rows: Callable[[int], int] = lambda rank: 4
+    ) -> None:
+        """Run a backward pass of a mean over as many rows as each rank has, weighted by the rows."""
+        loss = loss or (lambda module, x: module(x).pow(2).mean())
+        loss(self.alone, combined(rows)).backward()
+        own = rows(dist.get_rank())
+        with self.reducer.synchronize(own):
+            if own:
+                loss(self.together, batch(dist.get_rank(), own)).backward()
+        self.error = max(self.error, largest_error(self.together, self.alone))
 
 
 def net() -> nn.Module:

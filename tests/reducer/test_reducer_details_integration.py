@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ddp_ext.errors import ReplicaMismatchError
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from tests.reducer import buffer_checks, exchange_checks, gradient_checks
+from tests.reducer import buffer_checks, exchange_checks, gradient_checks  # noqa: F401 - they register checks
 from tests.reducer.checking import CHECKS, EXPECTED, agrees
 from tests.support.processes import run_processes
 
@@ -34,11 +34,6 @@ def results():
     return run_processes(run_checks, 2, timeout=90)
 
 
-def test_every_module_has_checks():
-    modules = {function.__module__ for function in CHECKS.values()}
-    assert modules == {module.__name__ for module in (buffer_checks, exchange_checks, gradient_checks)}
-
-
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_every_rank(results, name):
     for rank, found in enumerate(results):
@@ -47,7 +42,6 @@ def test_on_every_rank(results, name):
 
 def repeat_synchronisations() -> dict[int, bool]:
     """For several sizes of a layer: whether the gradient of a batch is bit-identical in each of three steps."""
-    dist.init_process_group("gloo")
     found = {}
     for size in (8, 37, 300, 5000):
         torch.manual_seed(0)
@@ -62,12 +56,6 @@ def repeat_synchronisations() -> dict[int, bool]:
             gradients.append(layer.weight.grad.clone())
         found[size] = all(torch.equal(gradient, gradients[0]) for gradient in gradients)
     return found
-
-
-def test_a_gradient_does_not_depend_on_the_step_that_made_its_bucket():
-    """Three ranks add up in another order if a message has another length."""
-    for found in run_processes(repeat_synchronisations, 3, timeout=60):
-        assert found == dict.fromkeys(found, True) != {}
 
 
 _SMALL = 0.01  # MiB, so that a bucket leaves before the backward pass ends
@@ -88,8 +76,6 @@ class Staged(torch.nn.Module):
 
 def continue_with_states() -> dict[str, object]:
     """Count the parameters that get another gradient from a reducer that continues with the state of an earlier one."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Staged()
     reducer = GradientReducer(model, bucket_cap_mb=_SMALL)
@@ -134,9 +120,26 @@ def continue_with_states() -> dict[str, object]:
     }
 
 
-def test_a_reducer_with_the_state_of_another_rounds_as_it_does():
+def round_sums() -> tuple[dict[int, bool], dict[str, object]]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return repeat_synchronisations(), continue_with_states()
+
+
+@pytest.fixture(scope="module")
+def rounded():
+    """Three ranks add up in another order if a message has another length."""
+    return run_processes(round_sums, 3, timeout=60)
+
+
+def test_a_gradient_does_not_depend_on_the_step_that_made_its_bucket(rounded):
+    for found, _ in rounded:
+        assert found == dict.fromkeys((8, 37, 300, 5000), True)
+
+
+def test_a_reducer_with_the_state_of_another_rounds_as_it_does(rounded):
     """Without the state, three ranks round differently: other buckets or predictions change the order of sums."""
-    for found in run_processes(continue_with_states, 3, timeout=60):
+    for _, found in rounded:
         assert found["with its state"] == 0
         assert found["without"] > 0
         assert found["without its predictions"] > 0

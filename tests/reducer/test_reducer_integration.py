@@ -1,6 +1,6 @@
 """The reducer on real processes, against one process with the batches of all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -46,19 +46,21 @@ def uneven(rank: int) -> int:
     return 4 + 2 * rank
 
 
-def play_matrix(connect: Callable[[Model], Reduced] = Reduced) -> dict[tuple[str, str, str], object]:
+def play_matrix(
+    connect: Callable[[Model], Reduced] = Reduced, optimizers: Sequence[str] = tuple(Optimizers)
+) -> dict[tuple[str, str, str], object]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     return {
         (scenario.name, mode, optimizer): play(scenario, mode, optimizer, connect, uneven, weigh)
         for scenario in SCENARIOS
         for mode in MODES
-        for optimizer in Optimizers
+        for optimizer in optimizers
     }
 
 
 def play_matrix_with_equal_weights() -> dict[tuple[str, str, str], object]:
-    return play_matrix(lambda model: Reduced(model, equal_weights=True))
+    return play_matrix(lambda model: Reduced(model, equal_weights=True), tuple(Optimizers)[:1])
 
 
 class Fuzzed(torch.nn.Module):
@@ -158,23 +160,16 @@ def _gradient_difference(model: torch.nn.Module) -> float:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_scenario_gives_the_gradient_of_one_process_and_identical_ranks(world_size, capsys):
+def test_every_scenario_gives_the_gradient_of_one_process_and_identical_ranks(world_size):
     verdicts = run_processes(play_matrix, world_size, timeout=120)
-    cells = {(name, mode) for name, mode, _ in verdicts[0]}
-    failed = {cell: verdict for by_cell in verdicts for cell, verdict in by_cell.items() if not verdict.passed}
-    with capsys.disabled():
-        print(
-            f"\n{len(cells - {cell[:2] for cell in failed})} of {len(cells)} scenario cells on {world_size} ranks ",
-            end="",
-        )
-    assert not failed
-    assert len(cells) == len(SCENARIOS) * len(MODES) == 36
+    assert not [cell for by_cell in verdicts for cell, verdict in by_cell.items() if not verdict.passed]
+    assert len({(name, mode) for name, mode, _ in verdicts[0]}) == len(SCENARIOS) * len(MODES) == 36
 
 
 def test_equal_weights_fail_every_scenario():
     """The negative control: the batches of the scenarios differ in size."""
     verdicts = run_processes(play_matrix_with_equal_weights, 2, timeout=120)
-    assert len(verdicts[0]) == len(SCENARIOS) * len(MODES) * len(Optimizers)
+    assert len(verdicts[0]) == len(SCENARIOS) * len(MODES) == 36
     assert not any(verdict.passed for verdict in verdicts[0].values())
 
 

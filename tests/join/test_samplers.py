@@ -1,0 +1,103 @@
+"""Samplers that give every sample to exactly one rank."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from lightning_ddp_ext.join.samplers import FractionSampler, UnpaddedDistributedSampler
+
+
+def parts(size, fractions, **options):
+    world_size = len(fractions)
+    return [list(FractionSampler(range(size), fractions, world_size, rank, **options)) for rank in range(world_size)]
+
+
+FRACTIONS = [[1.0], [0.7, 0.3], [0.0, 1.0], [1 / 3, 1 / 3, 1 / 3], [0.1, 0.2, 0.3, 0.4]]
+
+
+def test_every_sample_belongs_to_exactly_one_rank():
+    for fractions, shuffle, size in itertools.product(FRACTIONS, (False, True), (0, 1, 2, 7, 10, 101)):
+        dealt = parts(size, fractions, shuffle=shuffle)
+        assert sorted(index for part in dealt for index in part) == list(range(size))
+        for part, fraction in zip(dealt, fractions, strict=True):
+            assert abs(len(part) - fraction * size) <= 1
+
+
+def test_parts_are_consecutive_and_each_epoch_shuffles_them():
+    assert parts(10, [0.7, 0.3], shuffle=False) == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9]]
+    sampler = FractionSampler(range(40), [0.5, 0.5], 2, 1, seed=3)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(20, 40))
+    assert len(sampler) == 20
+    assert isinstance(sampler, DistributedSampler)  # so Lightning leaves it alone
+
+
+@pytest.mark.parametrize(
+    ("fractions", "expected"),
+    [
+        ([0.7, 0.2], "must add up to 1, got [0.7, 0.2], which adds up to 0.9"),
+        ([1.5, -0.5], "must be between 0 and 1, got [1.5, -0.5]"),
+        ([], "must add up to 1, got [], which adds up to 0"),
+        ([0.5, 0.25, 0.25], "must have one number per process, got [0.5, 0.25, 0.25] for 2 processes"),
+        ([1.0], "must have one number per process, got [1.0] for 2 processes"),
+    ],
+)
+def test_fractions_that_do_not_fit_are_refused(fractions, expected):
+    with pytest.raises(ValueError, match="train_fractions") as error:
+        FractionSampler(range(10), fractions, 2, 0)
+    assert expected in str(error.value)
+
+
+@given(size=st.integers(0, 40), world_size=st.integers(1, 7), shuffle=st.booleans(), epoch=st.integers(0, 3))
+def test_ranks_share_all_samples_out_in_torchs_order(size, world_size, shuffle, epoch):
+    dealt = []
+    for rank in range(world_size):
+        sampler = UnpaddedDistributedSampler(range(size), world_size, rank, shuffle=shuffle, seed=3)
+        sampler.set_epoch(epoch)
+        dealt.append(list(sampler))
+        assert len(dealt[-1]) == len(sampler)
+        if size:
+            padded = DistributedSampler(range(size), world_size, rank, shuffle=shuffle, seed=3)
+            padded.set_epoch(epoch)
+            assert dealt[-1] == list(padded)[: len(sampler)]
+    assert sorted(sample for samples in dealt for sample in samples) == list(range(size))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_a_sampler_is_replaced_in_place_unless_it_drops_samples():
+    sampler = DistributedSampler(range(5), 2, 1, shuffle=False)
+    assert list(sampler) == [1, 3, 0]
+    UnpaddedDistributedSampler.replace(sampler, 1, 2)
+    assert list(sampler) == [1, 3]
+    assert len(sampler) == 2
+    with pytest.raises(ValueError, match="`drop_last=True` drops samples"):
+        UnpaddedDistributedSampler(range(5), 2, 0, drop_last=True)
+
+
+def test_other_ranks_deal_out_the_rest_of_an_epoch():
+    """Parts of an epoch on some ranks, the rest on others: every sample once."""
+    data = list(range(11))
+
+    def deal(dealt, ranks, shuffle):
+        for rank in range(ranks):
+            sampler = UnpaddedDistributedSampler(data, ranks, rank, shuffle=shuffle)
+            sampler.set_epoch(3)
+            sampler.skip_dealt(dealt)
+            samples = list(sampler)
+            assert len(samples) == len(sampler)
+            yield samples
+
+    taken_before = [[[3, 3]], [[4, 3]], [[0, 0, 0]], [[2, 1, 2], [1, 1]]]
+    for dealt, ranks, shuffle in itertools.product(taken_before, (1, 2, 3, 4), (False, True)):
+        seen = list(itertools.chain(*deal(dealt, ranks, shuffle)))
+        for number, taken in enumerate(dealt):
+            for samples, count in zip(deal(dealt[:number], len(taken), shuffle), taken, strict=True):
+                seen += samples[:count]
+        assert sorted(seen) == data, (dealt, ranks, shuffle)
