@@ -56,6 +56,22 @@ class Fused(torch.optim.Optimizer):
         return None if closure is None else closure()
 
 
+class Noisy(torch.optim.SGD):
+    """Adds noise before and after its closure has run, as optimizers for sampling do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.add_noise()
+        loss = super().step(closure)
+        self.add_noise()
+        return loss
+
+    def add_noise(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
 class FusedOptimizer(Classifier):
     def __init__(self) -> None:
         super().__init__(Fused)

@@ -20,9 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 
 from lightning_ddp_ext import DDPCheckpointStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency
-from tests.strategies.ddp_modules import CLASSES, FEATURES, Classifier
+from tests.strategies.ddp_modules import CLASSES, FEATURES, Classifier, Noisy
 from tests.strategies.ddp_ranks import batches_of, digest_of, make_batch, quiet_trainer
-from tests.strategies.join_cases.resuming import Noisy
 
 
 class Normalised(Classifier):
