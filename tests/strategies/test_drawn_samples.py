@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.ddp_ranks import digest_of, quiet_trainer
+from tests.strategies.join_ranks import Stream
 from tests.support.processes import run_processes
 
 TIMES, FEATURES = 7, 3
@@ -63,20 +64,7 @@ class GraphBatch:
         self.targets = torch.stack([target for _, target in samples])
 
     def to(self, device: torch.device, **_: Any) -> "GraphBatch":
-        self.nodes, self.graphs, self.targets = (
-            tensor.to(device) for tensor in (self.nodes, self.graphs, self.targets)
-        )
-        return self
-
-
-class Stream(IterableDataset):
-    """Graphs one after another."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self.indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return (Graphs()[index] for index in self.indices)
+        return self  # the tests run on the CPU
 
 
 class Regression(LightningModule):
@@ -143,7 +131,7 @@ def graphs(batches: list[list[int]]) -> DataLoader:
 
 
 def streamed(batches: list[list[int]]) -> DataLoader:
-    return DataLoader(Stream(joined(batches)), batch_size=len(batches[0]), collate_fn=GraphBatch)
+    return DataLoader(Stream([Graphs()[i] for i in joined(batches)]), batch_size=len(batches[0]), collate_fn=GraphBatch)
 
 
 def ready_series(batches: list[list[int]]) -> DataLoader:
