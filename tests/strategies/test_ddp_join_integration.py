@@ -157,10 +157,7 @@ def fit_with_torch_join(case: Case) -> tuple[Tensor, str]:
 
 
 CASES = [
-    *[
-        Case((number,), (2, 2), "map", windows, clip=0.5)
-        for number, windows in ((7, 1), (8, 2), (5, 3), (1, 1), (9, 4))
-    ],
+    *[Case((number,), (2, 2), "map", windows, clip=0.5) for number, windows in ((7, 1), (5, 3), (1, 1))],
     Case((14, 6), (2, 2)),
     Case((14, 6), (2, 2), "stream", 2),
     Case((0, 9), (2, 4), windows=4),
@@ -168,7 +165,7 @@ CASES = [
     Case((10, 3), (3, 1), "stream", workers=1),
     Case((6, 13), (2, 3), trainer={"val_check_interval": 2}),
     Case((14, 6), (2, 2), windows=2, strategy={"weight_by": "sum"}),
-    *[Case((number,), (2, 2, 2), "map", windows) for number, windows in ((12, 1), (13, 2), (14, 3), (2, 1))],
+    *[Case((number,), (2, 2, 2), "map", windows) for number, windows in ((13, 2), (2, 1))],
     Case((7, 3, 13), (3, 1, 2), windows=2),
     Case((0, 5, 0), (1, 2, 1), "stream", 2),
     Case((11, 4, 1), (2, 2, 1), trainer={"val_check_interval": 0.5}, clip=0.5),

@@ -168,12 +168,6 @@ def learning_rate(module: Changing) -> None:
         group["lr"] *= 0.8
 
 
-def clamped(module: Changing) -> None:
-    with torch.no_grad():
-        for parameter in module.network.parameters():
-            parameter.clamp_(-0.3, 0.3)
-
-
 def clamped_silently(module: Changing) -> None:
     for parameter in module.network.parameters():
         parameter.data.clamp_(-0.3, 0.3)
@@ -183,16 +177,6 @@ def teacher(module: Changing) -> None:
     with torch.no_grad():
         for mean, parameter in module.pairs():
             mean.mul_(0.7).add_(parameter, alpha=0.3)
-
-
-def teacher_assigned(module: Changing) -> None:
-    for mean, parameter in module.pairs():
-        mean.data = mean.data * 0.7 + parameter.data * 0.3
-
-
-def teacher_silently(module: Changing) -> None:
-    for mean, parameter in module.pairs():
-        mean.data.mul_(0.7).add_(parameter.data, alpha=0.3)
 
 
 def teacher_replaced(module: Changing) -> None:
@@ -220,10 +204,6 @@ def frozen(module: Changing) -> None:
     module.network[0].requires_grad_(module.trainer.global_step % 3 == 0)
 
 
-def scheduler(module: Changing) -> None:
-    module.lr_schedulers().step()
-
-
 def buffer(module: Changing) -> None:
     module.queue = torch.cat([module.queue, module.queue[:1] + 0.1])
 
@@ -231,14 +211,14 @@ def buffer(module: Changing) -> None:
 CHANGES = {
     change.__name__: change
     for change in (
-        learning_rate, clamped, clamped_silently, teacher, teacher_assigned, teacher_silently, teacher_replaced,
-        numbers, attribute_of_optimizer, momentum, frozen, scheduler, buffer,
+        learning_rate, clamped_silently, teacher, teacher_replaced, numbers, attribute_of_optimizer, momentum, frozen,
+        buffer,
     )
 }  # fmt: skip
 
 
 class Keep(Callback):
-    """Keeps what a rank has after every batch."""
+    """Keeps the state of a rank after every batch."""
 
     def __init__(self) -> None:
         self.kept: list[dict[str, Any]] = []
