@@ -1,4 +1,4 @@
-"""Training on several ranks, and the same training in one process; kept apart because every rank imports it."""
+"""Training on several ranks, and the same training in one process; every rank imports this module."""
 
 import hashlib
 import os
@@ -21,15 +21,7 @@ Sizes = list[list[int]]  # of each rank's batches
 
 @dataclass(frozen=True)
 class Case:
-    """A training run.
-
-    Attributes:
-        sizes: For each rank, the sizes of its batches.
-        module: Makes the module.
-        trainer: Arguments of the Trainer.
-        strategy: Arguments of the strategy.
-        windows: Batches that make up an optimizer step; the last step may have fewer.
-    """
+    """A training run; `windows` batches make up an optimizer step, and the last step may have fewer."""
 
     sizes: Sizes
     module: Callable[[], LightningModule]
@@ -40,7 +32,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What is left of a run on a rank: what reached the optimizer, and the end."""
+    """The gradients of each optimizer step, and the end of a run, on a rank."""
 
     gradients: list[Tensor]
     parameters: Tensor
@@ -68,7 +60,7 @@ def batches_of(sizes: Sizes, rank: int) -> list[Any]:
 
 
 def combined_batches(case: Case) -> list[Any]:
-    """For each optimizer step, what all ranks have for it, as one batch."""
+    """Concatenate the batches of all ranks for each optimizer step."""
     by_rank = [batches_of(case.sizes, rank) for rank in range(len(case.sizes))]
     steps = []
     for start in range(0, len(by_rank[0]), case.windows):
@@ -81,21 +73,8 @@ def fit(case: Case, batches: Sequence[Any], **options: Any) -> Outcome:
     seed_everything(0, verbose=False)
     module = case.module()
     callback = KeepGradients()
-    trainer = Trainer(
-        **{
-            "accelerator": "cpu",
-            "precision": "64-true",
-            "max_epochs": 2,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "use_distributed_sampler": False,
-            "callbacks": [callback],
-            **case.trainer,
-            **options,
-        }
-    )
+    defaults = {"precision": "64-true", "max_epochs": 2, "callbacks": [callback]}
+    trainer = quiet_trainer(**{**defaults, **case.trainer, **options})
     trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None, shuffle=False))
     return Outcome(
         callback.kept, nn.utils.parameters_to_vector(module.parameters()).detach(), digest_of(module, trainer)

@@ -4,11 +4,9 @@ from datetime import timedelta
 
 import pytest
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ExplicitDDPStrategy
+from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from tests.parity import quiet_trainer
@@ -18,6 +16,8 @@ REFUSED = [
     *[({name: True}, TypeError, f"`{name}` is not needed: .* Delete the argument.") for name in UNUSED],
     ({"bucket_cap": 1}, TypeError, r"`bucket_cap` is not an argument of this strategy\. Did you mean `bucket_cap_mb`"),
     *[({"bucket_cap_mb": size}, ValueError, "`bucket_cap_mb` must be above 0 MiB") for size in (0, -1, float("nan"))],
+    ({"batch_dim": -1}, ValueError, "`batch_dim` must be"),
+    ({"batch_dim": 0.5}, TypeError, "`batch_dim` must be"),
     ({"weight_by": "tokens"}, ValueError, "`weight_by` must be one of"),
     ({"stall_timeout": timedelta()}, ValueError, "`stall_timeout` must be above 0 seconds"),
     ({"stall_timeout": timedelta(seconds=-1)}, ValueError, "`stall_timeout` must be above 0 seconds"),
@@ -79,16 +79,3 @@ def test_a_batch_without_weight_leaves_earlier_gradients_unchanged():
     first, second, third = module.gradients
     assert first.equal(second)
     assert not second.equal(third)
-
-
-def test_the_registered_name_makes_the_strategy():
-    trainer = Trainer(strategy="ddp_checkpoint", accelerator="cpu", devices=2, logger=False)
-    assert type(trainer.strategy) is DDPCheckpointStrategy
-    assert "ddp_checkpoint" in StrategyRegistry
-
-
-def test_arguments_keep_lightnings_names():
-    strategy = DDPCheckpointStrategy(process_group_backend="gloo", timeout=timedelta(seconds=5), start_method="fork")
-    assert isinstance(strategy, ExplicitDDPStrategy)
-    assert strategy.process_group_backend == "gloo"
-    assert strategy.reducer is None

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -17,8 +16,9 @@ from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.strategies.builtin import ddp_strategy, fsdp_strategy
+from tests.parity import quiet_trainer
 
-HERE = Path(__file__).parent
+SCRIPT = str(Path(__file__).with_name("start_scripts.py"))
 OURS = [DDPCheckpointStrategy, DDPJoinStrategy]
 MISSING_GUARD = RuntimeError("Launching multiple processes with the 'spawn' start method requires that your script")
 FIT_TWICE = NotImplementedError("Calling `trainer.fit()` twice on the same Trainer instance")
@@ -56,18 +56,6 @@ DDPJoinStrategy(start_method="popen")
 """
 
 
-def make_trainer(strategy):
-    return Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-
-
 def outcome_of(run):
     """Return an error as it reaches the caller."""
     try:
@@ -77,10 +65,26 @@ def outcome_of(run):
     return None
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", pytest.param("popen", marks=pytest.mark.slow)])
+def start(*arguments, **options):
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+def test_a_script_starts_its_own_processes(start_method):
+    done = start(SCRIPT, start_method)
+    assert done.returncode == 0, done.stderr
+    assert "SPREAD 0.0 STEPS 6" in done.stdout
+    assert start_method != "popen" or "SPREAD 0.0 STEPS 9" in done.stdout
+    assert "TESTED ['val_loss']" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "start_method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "popen"))]
+)
 def test_an_error_of_the_user_reaches_the_caller(start_method):
-    command = [sys.executable, str(HERE / "start_scripts.py"), start_method]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = start(SCRIPT, start_method, "fails")
     said = re.findall(r"CAUGHT (.*)", done.stdout)
     if start_method == "popen":
         assert "ArithmeticError the words of the user" in said, done.stderr
@@ -98,7 +102,7 @@ def test_an_error_where_processes_are_started_is_not_replaced(monkeypatch, strat
     monkeypatch.setattr("signal.signal", lambda *_: None)  # Lightning ignores Ctrl-C from then on
 
     def run(cls):
-        return outcome_of(lambda: make_trainer(cls(start_method="spawn")).fit(BoringModel()))
+        return outcome_of(lambda: quiet_trainer(cls(start_method="spawn"), 2).fit(BoringModel()))
 
     assert run(strategy) == run(DDPStrategy) != (None, None)
 
@@ -106,7 +110,7 @@ def test_an_error_where_processes_are_started_is_not_replaced(monkeypatch, strat
 @pytest.mark.parametrize("strategy", OURS)
 def test_a_checkpoint_is_loaded_where_no_trainer_is_attached(tmp_path, strategy):
     torch.save({"state_dict": {}}, tmp_path / "some.ckpt")
-    trainer = make_trainer(strategy(start_method="spawn"))
+    trainer = quiet_trainer(strategy(start_method="spawn"), 2)
     trainer.strategy.connect(BoringModel())
     assert trainer.strategy.load_checkpoint(tmp_path / "some.ckpt") == {"state_dict": {}}
 
@@ -119,8 +123,8 @@ def test_more_processes_than_devices_are_explained_by_lightning(monkeypatch, str
     }  # fmt: skip
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
-    ours = outcome_of(lambda: make_trainer(strategy()).fit(BoringModel()))
-    theirs = outcome_of(lambda: make_trainer(DDPStrategy()).fit(BoringModel()))
+    ours = outcome_of(lambda: quiet_trainer(strategy(), 2).fit(BoringModel()))
+    theirs = outcome_of(lambda: quiet_trainer(DDPStrategy(), 2).fit(BoringModel()))
     assert ours == theirs
     assert "does not match the world size (3)" in ours[1]
 
@@ -135,8 +139,7 @@ def test_more_processes_than_devices_do_not_hide_a_refusal(monkeypatch):
 
 
 def test_an_interactive_session_trains_under_every_strategy():
-    command = [sys.executable, "-i", "-W", "ignore"]
-    done = subprocess.run(command, input=SESSION, capture_output=True, text=True, timeout=120, check=False)
+    done = start("-i", "-W", "ignore", input=SESSION)
     values = re.findall(r"TRAINED (\w+) (\S+)", done.stdout)
     names = ["auto", "balanced_dp", "ddp_join", "ddp_checkpoint"]
     assert [name for name, _ in values] == names, done.stderr
@@ -147,7 +150,7 @@ def test_an_interactive_session_trains_under_every_strategy():
 @pytest.mark.parametrize("is_interactive", [True, False])
 def test_the_start_method_is_chosen_by_the_kind_of_session(monkeypatch, is_interactive):
     monkeypatch.setattr(compat_lightning.accelerator_connector, "_IS_INTERACTIVE", is_interactive)
-    launcher = make_trainer("ddp_join").strategy.launcher
+    launcher = quiet_trainer("ddp_join", 2).strategy.launcher
     assert launcher.is_interactive_compatible is is_interactive
     if is_interactive:
         for start_method in ("popen", "spawn", "forkserver"):

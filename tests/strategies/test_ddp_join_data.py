@@ -1,0 +1,353 @@
+"""Loaders, samplers and evaluation under `ddp_join` on ranks with different amounts of data. One launch for all."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torchmetrics import AUROC, CatMetric, ConfusionMatrix, Metric, PearsonCorrCoef, SpearmanCorrCoef
+from torchmetrics.retrieval import RetrievalMAP
+
+from lightning_ddp_ext.join import combined_loader
+from tests.strategies.join_ranks import (
+    COUNTS,
+    RANK,
+    WORLD_SIZE,
+    Classifier,
+    Stream,
+    assert_identical,
+    fit,
+    gather,
+    loader,
+    run_cases,
+    samples,
+    trainer,
+    values_of,
+)
+from tests.support.processes import run_processes
+
+SAMPLES, FIRST = 17, 4
+DATA = TensorDataset(*samples(SAMPLES))
+
+
+class OwnBatchSampler(BatchSampler):
+    pass
+
+
+def first_samples() -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0] * FIRST + [0.0] * (SAMPLES - FIRST), SAMPLES)
+
+
+BATCH_SAMPLERS: dict[str, Callable[[], BatchSampler]] = {
+    "torch's": lambda: BatchSampler(RandomSampler(DATA), 3, drop_last=False),
+    "that drops": lambda: BatchSampler(RandomSampler(DATA), 3, drop_last=True),
+    "subclass": lambda: OwnBatchSampler(RandomSampler(DATA), 3, drop_last=False),
+    "weighted": lambda: BatchSampler(first_samples(), 3, drop_last=False),
+    "weighted subclass": lambda: OwnBatchSampler(first_samples(), 3, drop_last=False),
+    "with a DistributedSampler": lambda: BatchSampler(
+        DistributedSampler(DATA, WORLD_SIZE, RANK, shuffle=False), 3, drop_last=False
+    ),
+}
+
+
+class Seeing(Classifier):
+    """Keeps the indices of each batch; its hook makes a loader with a batch sampler."""
+
+    def __init__(self, make: Callable[[], BatchSampler] | None = None) -> None:
+        super().__init__()
+        self.make = make
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch[0].tolist())
+        return self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
+        return batch[0].tolist()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(DATA, batch_sampler=self.make())
+
+
+def batch_samplers_keep_the_size_of_batches_and_their_samplers(folder: str) -> None:
+    for strategy, in_hook in (("ddp_join", False), ("ddp_join", True), ("ddp_checkpoint", True)):
+        for name, make in BATCH_SAMPLERS.items():
+            module = Seeing(make)
+            loaders = [] if in_hook else [DataLoader(DATA, batch_sampler=make())]
+            trainer(strategy=strategy, max_epochs=2, use_distributed_sampler=True).fit(module, *loaders)
+            seen = set(chain(*chain(*gather(module.seen))))
+            pads = strategy == "ddp_checkpoint" or "DistributedSampler" in name
+            sizes = [3, 3] if pads or RANK < 2 else [3, 2]
+            sizes = [3] if "drops" in name and sizes[-1] < 3 else sizes
+            assert [len(batch) for batch in module.seen] == sizes * 2, (strategy, in_hook, name)
+            if "weighted" in name:
+                assert seen <= set(range(FIRST)), (strategy, in_hook, name)
+            elif "drops" not in name:
+                assert seen == set(range(SAMPLES)), (strategy, in_hook, name)
+
+
+def a_batch_sampler_predicts_every_sample_once(folder: str) -> None:
+    made = DataLoader(DATA, batch_sampler=BATCH_SAMPLERS["torch's"]())
+    batches = list(chain(*gather(trainer(strategy="ddp_join", use_distributed_sampler=True).predict(Seeing(), made))))
+    assert sorted(chain(*batches)) == list(range(SAMPLES))
+    assert max(map(len, batches)) == 3
+
+
+class ByEpoch(Sampler[int]):
+    """Begins with another sample in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((index + self.epoch) % SAMPLES for index in range(SAMPLES))
+
+
+def samplers_are_divided_among_ranks_once_in_every_epoch(folder: str) -> None:
+    generator = torch.Generator().manual_seed(RANK)  # different on every rank
+    drawing = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False, generator=generator)
+    for sampler in (ByEpoch(), drawing):
+        module = Seeing()
+        trainer(max_epochs=2, use_distributed_sampler=True).fit(module, DataLoader(DATA, 3, sampler=sampler))
+        half = len(module.seen) // 2
+        for epoch, batches in enumerate((module.seen[:half], module.seen[half:])):
+            by_rank = gather(list(chain(*batches)))
+            assert sorted(chain(*by_rank)) == list(range(SAMPLES))
+            if sampler is not drawing:
+                assert [indices[0] for indices in by_rank] == [epoch, epoch + 1, epoch + 2]
+
+
+def hooks_may_change_batches_in_place(folder: str) -> None:
+    class Changing(Classifier):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            batch["features"] = batch.pop("raw")
+            return batch
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self.network(batch.pop("features").double()), batch["labels"])
+
+    _, features, labels = samples(COUNTS[RANK])
+    batches = [{"raw": features[i : i + 2], "labels": labels[i : i + 2]} for i in range(0, COUNTS[RANK], 2)]
+    assert_identical(fit(Changing(), DataLoader(batches, batch_size=None))[1].digests)
+
+
+def a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank(folder: str) -> None:
+    """Features are outputs of a network that is part of the data; torch cannot copy them."""
+    on_shadow_ranks: list[int] = []
+
+    class Remembering(Classifier):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.trainer.strategy.is_shadow:
+                on_shadow_ranks.append(max(batch[0].tolist()))
+
+    indices, features, labels = samples(COUNTS[RANK])
+    scale = torch.ones((), requires_grad=True)
+    batches = [
+        (10 * RANK + indices[i : i + 2], features[i : i + 2] * scale, labels[i : i + 2])
+        for i in range(0, COUNTS[RANK], 2)
+    ]
+    assert_identical(fit(Remembering(), DataLoader(batches, batch_size=None))[1].digests)
+    assert len(on_shadow_ranks) == (0, 2, 3)[RANK]
+    assert all(largest < 10 for largest in on_shadow_ranks)
+
+
+def several_loaders_end_on_each_rank_as_in_one_process(folder: str) -> None:
+    """Loaders have 4, 1, 2 and 1, 3, 2 batches on the ranks."""
+    expected = {"min_size": (1, 1, 2), "max_size": (4, 3, 2), "max_size_cycle": (4, 3, 2)}
+    for mode, steps in expected.items():
+
+        class Several(Classifier):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                self.seen.append(batch_idx)
+                return sum(self.loss(part) for part in batch.values() if part is not None)
+
+        module = Several()
+        combined = CombinedLoader({"a": loader(8, 2, 4), "b": loader(2, 6, 4, stream=mode == "max_size")}, mode)
+        _, trace = fit(module, combined, strategy={"weight_by": "equal"})
+        assert_identical(trace.digests)
+        assert len(module.seen) == steps[RANK], mode
+        assert trace.shadow_ranks == [step >= steps[RANK] for step in range(max(steps))], mode
+
+
+def stopping_drops_batches_of_longer_loaders_and_says_so_once(folder: str) -> None:
+    dropping = DataLoader(loader(8, 5, 2).dataset, batch_size=2, drop_last=True)
+    finished = DataLoader(Stream(list(loader(8, 5, 2))), batch_size=None)
+    cases = {
+        "drops batches 3, 2, 0 of ranks 0 to 2, 9 samples in every epoch.": (loader(8, 5, 2), None),
+        "drops batches 1, 1, 0 of ranks 0 to 2, 4 samples in every epoch.": (loader(8, 5, 2), 2),
+        "drops batches 3, 1, 0 of ranks 0 to 2, 8 samples in every epoch.": (dropping, None),
+        "drops at least batches 1, 1, 0 of ranks 0 to 2, 3 samples.": (loader(8, 5, 3, stream=True), 4),
+        "drops at least batches 1, 1, 0 of ranks 0 to 2.": (finished, 4),
+        "drops batches 1, 1, 0 of ranks 0 to 2, 3 samples in every epoch.": (loader(4, 3, 2), None),
+    }
+    for message, (given, limit) in cases.items():
+        module = Classifier()
+        with mock.patch.object(combined_loader, "rank_zero_info") as said:
+            _, trace = fit(module, given, strategy={"uneven_inputs": "stop"}, limit_train_batches=limit)
+        assert [call.args[0] for call in said.call_args_list] == [f'`uneven_inputs="stop"` {message}']
+        assert_identical(trace.digests)
+        assert not any(trace.shadow_ranks)
+        assert not message.startswith("drops batches 3") or len(module.seen) == 2
+    assert torch.is_grad_enabled()
+
+
+class Found(Metric):
+    """Keeps entries of any length for each sample, as detection metrics do."""
+
+    found: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("found", default=[], dist_reduce_fx=None)
+
+    def update(self, scores: Tensor) -> None:
+        self.found.extend(row[row > 0].reshape(-1, 1).float() for row in scores)
+
+    def compute(self) -> tuple[float, float, float]:
+        sizes = [len(entry) for entry in self.found]
+        return float(len(sizes)), float(sum(sizes)), float(sum(entry.double().sum() for entry in self.found))
+
+
+class Measuring(Callback):
+    """Owns a metric that is not part of the module."""
+
+    def __init__(self) -> None:
+        self.found = Found()
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.found.update(outputs)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        number, size, _ = self.found.compute()
+        module.log_dict({"callback's number": number, "callback's size": size})
+
+
+class Evaluated(LightningModule):
+    """Logs values and metrics of every kind; some metrics keep lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(6, 3, bias=False)
+        self.auroc = AUROC("multiclass", num_classes=3)
+        self.confusion = ConfusionMatrix("multiclass", num_classes=3)
+        self.found, self.indices, self.scores, self.sums = Found(), CatMetric(), CatMetric(), CatMetric()
+        self.others = nn.ModuleList([SpearmanCorrCoef(), PearsonCorrCoef(), RetrievalMAP(empty_target_action="skip")])
+        self.collected: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.network(batch[1])
+        losses = nn.functional.cross_entropy(scores, batch[2], reduction="none")
+        self.auroc.update(scores.softmax(1), batch[2])
+        self.confusion.update(scores, batch[2])
+        self.indices.update(batch[0])
+        self.scores.update(scores)
+        self.found.update(scores)
+        self.sums.update(losses.sum())  # a number
+        spearman, pearson, retrieval = self.others
+        spearman.update(scores[:, 0].float(), batch[1][:, 0].float())
+        pearson.update(scores[:, 0], batch[1][:, 0])
+        retrieval.update(scores[:, 1], batch[2] == 1, indexes=batch[0] % 2)
+        self.log("loss", losses.mean(), sync_dist=True, on_step=True, on_epoch=True)
+        self.log("largest", losses.max(), sync_dist=True, reduce_fx="max")
+        self.log("number", float(len(losses)), sync_dist=True, reduce_fx="sum")
+        self.collected.extend(batch[0].tolist())
+        return scores
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("hook", float(len(outputs)), sync_dist=True, reduce_fx="sum")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("auroc", self.auroc.compute())
+        self.log("seen", float(len(set(self.indices.compute().reshape(-1).tolist()))))
+        self.log("scores", float(len(self.scores.compute())))
+        self.log("sum", self.sums.compute().sum())
+        self.log_dict(dict(zip(("found", "size", "total"), self.found.compute(), strict=True)))
+        self.log_dict({type(metric).__name__: torch.nan_to_num(metric.compute()) for metric in self.others})
+        self.log_dict({f"confusion {i}": float(n) for i, n in enumerate(self.confusion.compute().flatten())})
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
+        return batch[0].tolist()
+
+
+def evaluate(number: int, batch_size: int, **options: Any) -> tuple[dict[str, float], list[int]]:
+    """Validate with this number of samples in all."""
+    torch.manual_seed(0)
+    module = Evaluated()
+    data = DataLoader(TensorDataset(*samples(number)), batch_size=batch_size)
+    made = trainer(Measuring(), use_distributed_sampler=True, **options)
+    return made.validate(module, data, verbose=False)[0], module.collected
+
+
+EVALUATED = [*[(number, 2) for number in (1, 2, 3, 5, 8, 10)], *[(number, 1) for number in (1, 2, 4, 7)]]
+
+
+FLOAT32 = ("SpearmanCorrCoef", "PearsonCorrCoef", "RetrievalMAP", "sum", "total")
+
+
+def evaluation(folder: str) -> Any:
+    return [evaluate(*case) for case in EVALUATED]
+
+
+def prediction_returns_every_sample_once(folder: str) -> None:
+    for number in (1, 2, 7):
+        data = DataLoader(TensorDataset(*samples(number)), batch_size=2)
+        batches = trainer(use_distributed_sampler=True).predict(Evaluated(), data)
+        assert list(chain(*batches or [])) == list(range(number))[RANK::3]
+
+
+CASES = [
+    batch_samplers_keep_the_size_of_batches_and_their_samplers,
+    a_batch_sampler_predicts_every_sample_once,
+    samplers_are_divided_among_ranks_once_in_every_epoch,
+    hooks_may_change_batches_in_place,
+    a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank,
+    several_loaders_end_on_each_rank_as_in_one_process,
+    stopping_drops_batches_of_longer_loaders_and_says_so_once,
+    prediction_returns_every_sample_once,
+    evaluation,
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_processes(run_cases, 3, CASES, str(tmp_path_factory.mktemp("data")), timeout=200)
+
+
+@pytest.mark.parametrize("case", CASES[:-1], ids=lambda case: case.__name__)
+def test_on_every_rank(found, case):
+    values_of(found, case)
+
+
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
+@pytest.mark.filterwarnings("ignore:`pos_label` automatically set")
+@pytest.mark.filterwarnings("ignore:Metric .* will save")
+@pytest.mark.filterwarnings("ignore:The variance of")
+def test_evaluation_weights_every_sample_once(found):
+    for index, (number, batch_size) in enumerate(EVALUATED):
+        expected, _ = evaluate(number, batch_size, strategy="auto", devices=1)
+        for rank, of_rank in enumerate(values_of(found, evaluation)):
+            values, collected = of_rank[index]
+            for name, value in expected.items():  # some metrics keep float32
+                tolerance = 1e-6 if name in FLOAT32 else 1e-9
+                assert values[name] == pytest.approx(value, rel=tolerance), (name, number, batch_size)
+            assert values.keys() == expected.keys()
+            assert collected == list(range(number))[rank::3]
+        assert expected["number"] == expected["hook"] == expected["seen"] == expected["callback's number"] == number
