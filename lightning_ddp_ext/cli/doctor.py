@@ -48,14 +48,12 @@ from lightning_ddp_ext.distributed.network_choice import ChosenNetwork, NodeNetw
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, ReplicaMismatchError
 
-# The steps, in their order.
-SETTINGS, SLURM, BACKEND, RENDEZVOUS = "settings", "SLURM", "backend", "rendezvous"
-NETWORK, VERSIONS, ALL_REDUCE = "network", "versions", "all-reduce"
+# The step that has failed with an error, if it is not that of the settings.
 _STEPS: dict[type[Exception], str] = {
-    BackendError: BACKEND,
-    RendezvousError: RENDEZVOUS,
-    NetworkInterfaceError: NETWORK,
-    ReplicaMismatchError: VERSIONS,
+    BackendError: "backend",
+    RendezvousError: "rendezvous",
+    NetworkInterfaceError: "network",
+    ReplicaMismatchError: "versions",
 }
 
 # The default strategy of training has one process, and no network to be checked.
@@ -65,15 +63,13 @@ _FAREWELL = 5.0  # seconds for local ranks to end
 
 SIZES = tuple(1024 * 16**power for power in range(5))  # 1 KiB to 64 MiB
 _REPEATS = 9
-_ELEMENT = torch.float32.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceTime:
-    """The time of one all-reduce of a tensor of `size` bytes per rank: the median of the slowest rank.
+    """The time of one all-reduce of `size` bytes per rank, with the bandwidths of NCCL's tests in bytes per second.
 
-    Bandwidths are in bytes per second, as in NCCL's own tests
-    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+    See https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
     """
 
     size: int
@@ -87,34 +83,31 @@ class AllReduceTime:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Traffic of each rank, at least, over time: among n ranks, 2 (n - 1) / n of the tensor in and out of each."""
+        """Least traffic of each rank over time: 2 (n - 1) / n of the tensor among n ranks."""
         return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
 
 
 def measure_all_reduce(
     device: torch.device, *, sizes: Sequence[int] = SIZES, limit: float = 4.0
 ) -> list[AllReduceTime]:
-    """Time all-reduces of ascending sizes in bytes on every rank, until about `limit` seconds have passed.
+    """Time all-reduces of ascending sizes in bytes until about `limit` seconds have passed, but the first in any case.
 
-    The first size is measured however long it takes. The result is the same on every rank, and empty for a single one.
+    Every rank returns the same times: the median of the slowest rank. A single rank returns none.
     """
     world_size = dist.get_world_size()
-    if world_size == 1:
-        return []
     measured: list[AllReduceTime] = []
     repeats, started = _REPEATS, time.perf_counter()
-    for at, size in enumerate(sizes):
-        tensor = torch.zeros(size // _ELEMENT, device=device)
+    for size, next_size in zip(sizes, (*sizes[1:], sizes[-1]), strict=True):
+        if world_size == 1 or repeats < 1:
+            break
+        tensor = torch.zeros(size // torch.float32.itemsize, device=device)
         _, *times = [_time_all_reduce(tensor) for _ in range(1 + repeats)]  # the first call warms up
         # The slowest rank decides for all, so that they stop after the same size.
         agreed = torch.tensor([statistics.median(times), time.perf_counter() - started], device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         seconds, spent = agreed.tolist()
         measured.append(AllReduceTime(size, seconds, world_size))
-        expected = seconds * sizes[min(at + 1, len(sizes) - 1)] / size
-        repeats = min(_REPEATS, int((limit - spent) / expected) - 1)
-        if repeats < 1:
-            break
+        repeats = min(_REPEATS, int((limit - spent) * size / (seconds * next_size)) - 1)
     return measured
 
 
@@ -149,28 +142,50 @@ class Diagnosis:
         return self.failed is None
 
     @property
+    def ranks(self) -> str:
+        """The numbers of ranks and nodes as text."""
+        plurals = ["" if count == 1 else "s" for count in (self.world_size, self.num_nodes)]
+        return f"{self.world_size} rank{plurals[0]} on {self.num_nodes} node{plurals[1]}"
+
+    @property
     def verdict(self) -> str:
-        """Everything in one line."""
+        """The result in one line."""
         if not self.is_healthy:
             return f"Not healthy: {self.error}"
         if self.progress.backend is None:
             return f"Healthy: `strategy={self.strategy}` runs in one process and needs no network."
-        ranks = f"{_plural(self.world_size, 'rank')} on {_plural(self.num_nodes, 'node')}"
         if not self.all_reduce:
-            return f"Healthy: {ranks}."
+            return f"Healthy: {self.ranks}."
         largest = self.all_reduce[-1]
         return (
-            f"Healthy: {ranks} add up {size_text(largest.size)} in {time_text(largest.seconds)}"
+            f"Healthy: {self.ranks} add up {size_text(largest.size)} in {time_text(largest.seconds)}"
             f" ({speed_text(largest.bus_bandwidth)} per rank)."
         )
+
+    def rows(self) -> list[tuple[str, str | RenderableType]]:
+        """Return the name and findings of each step in order; a step that was not tried has no findings."""
+        settings = f"strategy={self.strategy}" if self.strategy else ""
+        if self.environment:
+            settings += f", {self.ranks}, known from {self.environment}"
+        versions = (f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions().items())
+        this_node = NodeNetwork(
+            node=socket.gethostname(), ranks=(self.rank,), interface=None, targets=(), available=interface_addresses()
+        )
+        return [
+            ("settings", settings),
+            ("SLURM", self.slurm or ""),
+            ("nodes", "\n".join(map(_describe_node, self.progress.nodes or [this_node]))),
+            ("backend", self.progress.backend or ""),
+            ("rendezvous", self.progress.endpoint or ""),
+            ("network", "" if self.network is None else str(self.network)),
+            ("versions", ", ".join(versions)),
+            ("all-reduce", _time_table(self.all_reduce) if self.all_reduce else ""),
+        ]
 
 
 def size_text(size: int) -> str:
     """Return a number of bytes as text, such as "64 MiB"."""
-    for unit, bytes_of in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= bytes_of:
-            return f"{size / bytes_of:g} {unit}"
-    return f"{size} B"
+    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
 
 
 def time_text(seconds: float) -> str:
@@ -187,49 +202,21 @@ def _digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):g}"  # 1000 rather than 1e+03
 
 
-def _plural(count: int, one: str) -> str:
-    return f"{count} {one}{'' if count == 1 else 's'}"
-
-
-def print_diagnosis(diagnosis: Diagnosis, file: TextIO) -> None:
+def _print(diagnosis: Diagnosis, file: TextIO) -> None:
     """Print a row for each step that was tried, and the verdict."""
     table = Table(title="Preflight", title_justify="left", show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     table.add_column(no_wrap=True)
-    for step, found in _rows(diagnosis):
+    for step, found in diagnosis.rows():
         has_failed = step == diagnosis.failed
         if found or has_failed:
             cell = Text(found) if isinstance(found, str) else found  # brackets in names are no markup
             table.add_row(step, cell, Text("failed", style="bold red") if has_failed else Text("ok", style="green"))
         if has_failed:
-            break  # later steps have not been tried
+            break
     Console(file=file).print(table)
     print(diagnosis.verdict, file=file, flush=True)
-
-
-def _rows(diagnosis: Diagnosis) -> list[tuple[str, str | RenderableType]]:
-    settings = f"strategy={diagnosis.strategy}" if diagnosis.strategy else ""
-    if diagnosis.environment:
-        ranks = f"{_plural(diagnosis.world_size, 'rank')} on {_plural(diagnosis.num_nodes, 'node')}"
-        settings += f", {ranks}, known from {diagnosis.environment}"
-    versions = ", ".join(f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions().items())
-    return [
-        (SETTINGS, settings),
-        (SLURM, diagnosis.slurm or ""),
-        ("nodes", "\n".join(map(_describe_node, diagnosis.progress.nodes or [_this_node(diagnosis.rank)]))),
-        (BACKEND, diagnosis.progress.backend or ""),
-        (RENDEZVOUS, diagnosis.progress.endpoint or ""),
-        (NETWORK, "" if diagnosis.network is None else str(diagnosis.network)),
-        (VERSIONS, versions),
-        (ALL_REDUCE, _time_table(diagnosis.all_reduce) if diagnosis.all_reduce else ""),
-    ]
-
-
-def _this_node(rank: int) -> NodeNetwork:
-    return NodeNetwork(
-        node=socket.gethostname(), ranks=(rank,), interface=None, targets=(), available=interface_addresses()
-    )
 
 
 def _describe_node(node: NodeNetwork) -> str:
@@ -241,41 +228,40 @@ def _describe_node(node: NodeNetwork) -> str:
 
 def _time_table(rows: Sequence[AllReduceTime]) -> RenderableType:
     grid = Table.grid(padding=(0, 3))
-    for name in ("size", "time", "algorithm", "bus"):
+    names = "size", "time", "algorithm", "bus"
+    for name in names:
         grid.add_column(name, justify="right")
-    grid.add_row("size", "time", "algorithm", "bus", style="dim")
+    grid.add_row(*names, style="dim")
     for row in rows:
         speeds = speed_text(row.algorithm_bandwidth), speed_text(row.bus_bandwidth)
         grid.add_row(size_text(row.size), time_text(row.seconds), *speeds)
     return grid
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    overrides: tuple[str, ...]
-    config_dir: str | None
-    timeout: float
-
-
 def doctor(arguments: Sequence[str]) -> int:
-    """Run the command on this rank, print on rank 0, and return the exit code.
-
-    It is 0 if all is well and otherwise 1; another rank than 0 leaves an error that rank 0 knows to rank 0.
-    """
+    """Run the command on this rank, print on rank 0, and return the exit code: 0 if all is well, otherwise 1."""
     options = _parse(arguments)
     # Lightning's messages at every start.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     with _own_output() as output:
         diagnosis = diagnose(options)
-        if diagnosis.rank != 0:
-            _complain(diagnosis)
-        else:
-            print_diagnosis(diagnosis, output)
-    return _exit_code(diagnosis)
+        if diagnosis.rank == 0:
+            _print(diagnosis, output)
+            return 0 if diagnosis.is_healthy else 1
+        return _finish_rank(diagnosis)
 
 
-def _parse(arguments: Sequence[str]) -> _Options:
+def _finish_rank(diagnosis: Diagnosis) -> int:
+    """Write an error of another rank than 0 to standard error, unless rank 0 prints it; return the exit code."""
+    # Launchers end all ranks when one fails, and rank 0 may not have printed the error yet.
+    if diagnosis.is_healthy or diagnosis.is_shared:
+        return 0
+    print(f"lightning-ddp-ext doctor: rank {diagnosis.rank}: {diagnosis.verdict}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="lightning-ddp-ext doctor",
         description="Checks nodes, networks and the launch of a training command, within seconds and without training:"
@@ -286,11 +272,10 @@ def _parse(arguments: Sequence[str]) -> _Options:
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for missing ranks (%(default)g)")
     parser.add_argument("--config-dir", "-cd", help="a folder with your own configuration (default: conf, if there)")
     parser.add_argument("overrides", nargs="*", help="overrides of the training command, such as strategy=ddp_join")
-    found = parser.parse_intermixed_args(arguments)
-    if not found.timeout > 0:
-        parser.error(f"`--timeout` must be above 0 seconds, got {found.timeout:g}. Use 30, the default.")
-    config_dir = found.config_dir or ("conf" if Path("conf").is_dir() else None)
-    return _Options(tuple(found.overrides), config_dir, found.timeout)
+    options = parser.parse_intermixed_args(arguments)
+    if not options.timeout > 0:
+        parser.error(f"`--timeout` must be above 0 seconds, got {options.timeout:g}. Use 30, the default.")
+    return options
 
 
 @contextlib.contextmanager
@@ -307,57 +292,54 @@ def _own_output() -> Iterator[TextIO]:
             os.dup2(output.fileno(), 1)
 
 
-def _exit_code(diagnosis: Diagnosis) -> int:
-    # Launchers end all ranks when one fails, and rank 0 may not have printed the error yet.
-    return 0 if diagnosis.is_healthy or (diagnosis.rank != 0 and diagnosis.is_shared) else 1
-
-
-def _complain(diagnosis: Diagnosis) -> None:
-    """Write an error that rank 0 does not know to standard error."""
-    if not diagnosis.is_healthy and not diagnosis.is_shared:
-        sys.stderr.write(f"lightning-ddp-ext doctor: rank {diagnosis.rank}: {diagnosis.verdict}\n")
-        sys.stderr.flush()
-
-
-def diagnose(options: _Options) -> Diagnosis:
+def diagnose(options: argparse.Namespace) -> Diagnosis:
     """Try all steps until one fails."""
     rank = next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdecimal()), 0)
     diagnosis = Diagnosis(rank=rank, slurm=summarize(os.environ))
     try:
         _check(options, diagnosis)
     except Exception as error:
+        backend = diagnosis.progress.backend
         diagnosis.is_shared = diagnosis.progress.is_answered
-        diagnosis.failed = _STEPS.get(type(error), SETTINGS)
-        if diagnosis.failed != SETTINGS:
-            diagnosis.error = str(error)
-        elif diagnosis.progress.backend is not None and isinstance(error, RuntimeError):
+        if type(error) in _STEPS:
+            diagnosis.failed, diagnosis.error = _STEPS[type(error)], str(error)
+        elif backend is not None and isinstance(error, RuntimeError):
             diagnosis.is_shared = False  # ranks may have different errors of the backend
-            diagnosis.failed = NETWORK if diagnosis.network is None else ALL_REDUCE
+            diagnosis.failed = "network" if diagnosis.network is None else "all-reduce"
             reason = str(error).partition("\n")[0]
             diagnosis.error = (
-                f"the process group of `{diagnosis.progress.backend}` failed on rank {diagnosis.rank}: {reason}."
+                f"the process group of `{backend}` failed on rank {diagnosis.rank}: {reason}."
                 " Look for a rank that has ended, and for a firewall between the nodes."
             )
+        elif os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
         else:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
-            diagnosis.error = describe(error)  # training would end with the same message
+            diagnosis.failed, diagnosis.error = "settings", describe(error)  # training would end with the same message
     return diagnosis
 
 
-def _check(options: _Options, diagnosis: Diagnosis) -> None:
+def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
     config = _compose(options)
     choices = config.hydra.runtime.choices
     diagnosis.strategy = str(choices.strategy)
     prepare_config(config, choices)
     problems = find_slurm_problems(config)
     if problems:
-        diagnosis.failed, diagnosis.error = SLURM, " Also: ".join(problems)
+        diagnosis.failed, diagnosis.error = "SLURM", " Also: ".join(problems)
         diagnosis.is_shared = True  # all tasks have the same variables
         return
     connection = _take_connection(config, options.timeout)
-    plugins = make_plugins(config)
-    trainer = _make_trainer(config, plugins)
+    trainer: Trainer = instantiate(
+        config.trainer,
+        _convert_="all",
+        plugins=make_plugins(config),
+        strategy=instantiate(config.strategy),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=os.getcwd(),
+    )
     check_run(config, config.hydra, trainer)
     strategy = trainer.strategy
     if connection is None or not isinstance(strategy, DDPStrategy | FSDPStrategy):
@@ -369,50 +351,37 @@ def _check(options: _Options, diagnosis: Diagnosis) -> None:
         return
     environment = strategy.cluster_environment
     assert environment is not None  # the Trainer gives every strategy one
+    assert strategy.accelerator is not None  # the Trainer gives every strategy one
     diagnosis.environment = type(environment).__name__
     environment.validate_settings(strategy.num_processes, strategy.num_nodes)
     with _local_ranks(strategy, environment, options, diagnosis):
-        _connect_and_measure(strategy, environment, connection, diagnosis)
+        strategy.set_world_ranks()
+        diagnosis.rank, diagnosis.world_size = environment.global_rank(), environment.world_size()
+        diagnosis.num_nodes = strategy.num_nodes
+        try:
+            strategy.accelerator.setup_device(strategy.root_device)
+            diagnosis.network = connection.open(strategy, diagnosis.progress)
+            compare_setups(describe_versions())
+            diagnosis.all_reduce = measure_all_reduce(strategy.root_device)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
-def _connect_and_measure(
-    strategy: DDPStrategy | FSDPStrategy,
-    environment: ClusterEnvironment,
-    connection: Connection,
-    diagnosis: Diagnosis,
-) -> None:
-    assert strategy.accelerator is not None  # the Trainer gives every strategy one
-    strategy.set_world_ranks()
-    diagnosis.rank, diagnosis.world_size = environment.global_rank(), environment.world_size()
-    diagnosis.num_nodes = strategy.num_nodes
-    try:
-        strategy.accelerator.setup_device(strategy.root_device)
-        diagnosis.network = connection.open(strategy, diagnosis.progress)
-        compare_setups(describe_versions())
-        diagnosis.all_reduce = measure_all_reduce(strategy.root_device)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _compose(options: _Options) -> DictConfig:
+def _compose(options: argparse.Namespace) -> DictConfig:
+    """Compose the training configuration, with a strategy of several processes if no override is about the strategy."""
+    folder = options.config_dir or ("conf" if Path("conf").is_dir() else None)
     # In front of the packaged configuration, as `--config-dir` of the training command is.
-    own = [] if options.config_dir is None else [f"hydra.searchpath=['file://{Path(options.config_dir).resolve()}']"]
+    own = [] if folder is None else [f"hydra.searchpath=['file://{Path(folder).resolve()}']"]
     with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
         overrides = [*own, *options.overrides]
         config = compose("train", overrides, return_hydra_config=True)
-        if _leaves_strategy_open(config, options.overrides):
+        choices = config.hydra.runtime.choices
+        keys = [one.key_or_group for one in OverridesParser.create().parse_overrides(options.overrides)]
+        is_chosen = any(key.partition(".")[0] == "strategy" for key in keys) or choices.get("experiment") is not None
+        if choices.strategy == _DEFAULT_STRATEGY and not is_chosen and not is_started_alone():
             config = compose("train", [*overrides, _CHECKED_STRATEGY], return_hydra_config=True)
     return config
-
-
-def _leaves_strategy_open(config: DictConfig, overrides: Sequence[str]) -> bool:
-    """Return True if no override chooses a strategy or an argument of the default one."""
-    choices = config.hydra.runtime.choices
-    if choices.strategy != _DEFAULT_STRATEGY or choices.get("experiment") is not None or is_started_alone():
-        return False
-    keys = [override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))]
-    return not any(key.partition(".")[0] == "strategy" for key in keys)
 
 
 def _take_connection(config: DictConfig, timeout: float) -> Connection | None:
@@ -433,24 +402,12 @@ def _take_connection(config: DictConfig, timeout: float) -> Connection | None:
     return connection
 
 
-def _make_trainer(config: DictConfig, plugins: list[Any] | None) -> Trainer:
-    trainer: Trainer = instantiate(
-        config.trainer,
-        _convert_="all",
-        plugins=plugins,
-        strategy=instantiate(config.strategy),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=os.getcwd(),
-    )
-    return trainer
-
-
 @contextlib.contextmanager
 def _local_ranks(
-    strategy: DDPStrategy | FSDPStrategy, environment: ClusterEnvironment, options: _Options, diagnosis: Diagnosis
+    strategy: DDPStrategy | FSDPStrategy,
+    environment: ClusterEnvironment,
+    options: argparse.Namespace,
+    diagnosis: Diagnosis,
 ) -> Iterator[None]:
     """Start the other ranks of this node if training would start them."""
     if environment.creates_processes_externally:
@@ -483,8 +440,6 @@ def _local_ranks(
                 process.join()
 
 
-def _run_local_rank(options: _Options, variables: dict[str, str]) -> None:
+def _run_local_rank(options: argparse.Namespace, variables: dict[str, str]) -> None:
     os.environ.update(variables)
-    diagnosis = diagnose(options)
-    _complain(diagnosis)
-    raise SystemExit(_exit_code(diagnosis))
+    raise SystemExit(_finish_rank(diagnose(options)))

@@ -23,23 +23,14 @@ from lightning_ddp_ext.errors import NetworkInterfaceError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeNetwork:
-    """The network of one node.
-
-    Attributes:
-        node: Its name.
-        ranks: The ranks on it; the first one chooses the interface for all of them.
-        interface: Name of the interface; None if the backend chooses one.
-        targets: Addresses and ports at which other nodes can try to reach it.
-        reached_over: The interface over which the node has reached rank 0; None on rank 0's node, and for a file.
-        available: Addresses of all interfaces that are up, by interface.
-    """
+    """The interface of one node, which the first of its ranks chooses for all of them."""
 
     node: str
     ranks: tuple[int, ...]
-    interface: str | None
-    targets: tuple[Target, ...]
-    reached_over: str | None = None
-    available: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
+    interface: str | None  # None if the backend chooses one
+    targets: tuple[Target, ...]  # at which other nodes can try to reach the node
+    reached_over: str | None = None  # the interface on the way to rank 0; None on rank 0's node, and for a file
+    available: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)  # addresses by interface
 
     @property
     def addresses(self) -> tuple[str, ...]:

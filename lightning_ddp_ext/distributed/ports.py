@@ -1,4 +1,4 @@
-"""Ports of a node: binding, listening and connecting."""
+"""Ports of a node: listening and connecting."""
 
 import contextlib
 import errno
@@ -20,8 +20,8 @@ _BACKLOG = 1024
 Target = tuple[str, int]  # address and port
 
 
-def bind(address: str | None, port: int) -> socket.socket:
-    """Bind a port of one address, or of all for None, without listening; port 0 is any free one."""
+def listen(address: str | None, port: int) -> socket.socket:
+    """Listen on one address, or on all for None; port 0 is any free one. The system accepts connections by itself."""
     target: tuple[Any, ...]
     if address is not None:
         family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -29,22 +29,12 @@ def bind(address: str | None, port: int) -> socket.socket:
         family, target = socket.AF_INET6, ("::", port)
     else:
         family, target = socket.AF_INET, ("", port)
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if address is None and family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind(target)  # `socket.create_server` would lose the zone of a link-local address
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def listen(address: str | None, port: int) -> socket.socket:
-    """Listen on one address, or on all for None; the system accepts connections by itself."""
-    listening = bind(address, port)
-    try:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listening.bind(target)  # `socket.create_server` would lose the zone of a link-local address
         listening.listen(_BACKLOG)
     except OSError:
         listening.close()
@@ -52,21 +42,12 @@ def listen(address: str | None, port: int) -> socket.socket:
     return listening
 
 
-def check_port(address: str | None, port: int) -> None:
-    """Raise a RendezvousError if another program listens on a port that rank 0 needs later."""
-    # Only bound: a rank that already looks for rank 0 must not take this for its store.
-    try:
-        bind(address, port).close()
-    except OSError as error:
-        raise port_error(address, port, error) from error
-
-
 def port_error(address: str | None, port: int, error: OSError) -> RendezvousError:
     """Return the error that explains why rank 0 cannot listen on a port."""
     place = f"port {port} of node {socket.gethostname()} cannot be listened on, {address or 'any address'}, rank 0"
     if error.errno != errno.EADDRINUSE:
         return RendezvousError(f"{place}: {error.strerror}. Choose another port for rank 0.")
-    listening = who_listens(port)
+    listening = _who_listens(port)
     known = f" by {listening}" if listening else ""
     return RendezvousError(
         f"{place}: {os.strerror(errno.EADDRINUSE)}{known}."
@@ -74,22 +55,20 @@ def port_error(address: str | None, port: int, error: OSError) -> RendezvousErro
     )
 
 
-def who_listens(port: int) -> str | None:
-    """Return the name and number of the process that listens on a port of this node, as far as this user may see it."""
+def _who_listens(port: int) -> str | None:
+    """Return the name and number of the process that listens on a port, if this user may see it."""
     try:
-        listening = [
-            connection
-            for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
-        ]
+        found = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     except psutil.AccessDenied:  # macOS shows connections to root only
         return None
-    for number in (connection.pid for connection in listening if connection.pid is not None):
-        try:
-            return f"`{psutil.Process(number).name()}` (process {number})"
-        except psutil.Error:  # it has ended, or belongs to another user
-            return f"process {number}"
-    return "a process of another user" if listening else None
+    numbers = [one.pid for one in found if one.laddr and one.laddr.port == port]
+    number = next((number for number in numbers if number is not None), None)
+    if number is None:
+        return "a process of another user" if numbers else None
+    try:
+        return f"`{psutil.Process(number).name()}` (process {number})"
+    except psutil.Error:  # it has ended, or belongs to another user
+        return f"process {number}"
 
 
 def first_connection(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> str | None:

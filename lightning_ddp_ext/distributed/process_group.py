@@ -83,7 +83,12 @@ def init_process_group(
         ```
     """
     if dist.is_initialized():
-        _check_existing(rank, world_size)
+        existing = (dist.get_rank(), dist.get_world_size())
+        if existing != (rank, world_size):
+            raise RendezvousError(
+                f"this process is rank {existing[0]} of {existing[1]} in an earlier process group, and rank {rank} of"
+                f" {world_size} in this run. Start a new process for every run of another size."
+            )
         return None
     progress = progress or RendezvousProgress()
     progress.backend = backend
@@ -96,7 +101,13 @@ def init_process_group(
     if endpoint.path is None and endpoint.host is None:
         endpoint = RendezvousEndpoint(main_address, main_port, other_ports=tuple(other_ports), run=run)
     unpin_interface()  # the choice of an earlier run is not the user's
-    error = _find_error(backend, device_type, network_interface, num_nodes)
+    error: DDPExtError | None = None
+    try:
+        check_backend(backend, device_type)
+        check_interface(network_interface, num_nodes)
+        check_gloo_variable(backend, network_interface)
+    except (BackendError, NetworkInterfaceError) as own_error:
+        error = own_error  # raised after the other ranks have heard of it, which would wait for this rank
     info = RendezvousInfo(
         backend=backend.lower(),
         rank=rank,
@@ -124,28 +135,6 @@ def init_process_group(
     # NCCL warns about a group that is left behind; a thread of gloo's may abort the interpreter while it ends.
     atexit.register(_destroy)
     return network
-
-
-def _check_existing(rank: int, world_size: int) -> None:
-    existing = (dist.get_rank(), dist.get_world_size())
-    if existing != (rank, world_size):
-        raise RendezvousError(
-            f"this process is rank {existing[0]} of {existing[1]} in an earlier process group, and rank {rank} of"
-            f" {world_size} in this run. Start a new process for every run of another size."
-        )
-
-
-def _find_error(
-    backend: str, device_type: str | None, network_interface: str | None, num_nodes: int
-) -> DDPExtError | None:
-    """Return what is wrong on this node; it is raised after the other ranks have heard of it, who would wait for us."""
-    try:
-        check_backend(backend, device_type)
-        check_interface(network_interface, num_nodes)
-        check_gloo_variable(backend, network_interface)
-    except (BackendError, NetworkInterfaceError) as error:
-        return error
-    return None
 
 
 def _meet(info: RendezvousInfo, progress: RendezvousProgress) -> tuple[ChosenNetwork, dist.Store]:

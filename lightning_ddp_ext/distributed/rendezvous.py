@@ -263,7 +263,8 @@ def join_round(
 
     def find_result() -> tuple[RendezvousRound, Message] | None:
         nonlocal joined
-        request = _read_request(opened.store)
+        text = opened.store.get(_REQUEST) if opened.store.check([_REQUEST]) else b""
+        request = json.loads(text) if text else None
         # Under torchrun, rank 0 of an attempt that has failed may have left a request behind.
         if request and (joined is None or joined.name != request["name"]):
             joined = RendezvousRound(info, opened.store, request["name"], progress)
@@ -278,12 +279,6 @@ def join_round(
             " ranks. Check that all of them have been started."
         )
     return found
-
-
-def _read_request(store: dist.Store) -> Message | None:
-    text = store.get(_REQUEST) if store.check([_REQUEST]) else b""
-    request: Message | None = json.loads(text) if text else None
-    return request
 
 
 def _respond(info: RendezvousInfo, opened: OpenStore, request: Message, stack: contextlib.ExitStack) -> Message:
@@ -301,8 +296,10 @@ def _respond(info: RendezvousInfo, opened: OpenStore, request: Message, stack: c
         if info.error is not None:
             raise info.error
         if response["machine"] != request["machine"]:  # rank 0 chooses for its own node
-            searched = [(address, port) for address, port in request["searched"]]
-            interface = _choose(info, opened) or _search_interface(searched)
+            interface = _choose(info, opened)
+            if interface is None:  # with a file: take the interface over which one of rank 0's addresses answers
+                found = first_connection([(address, port) for address, port in request["searched"]], _SEARCH_LIMIT)
+                interface = None if found is None else interface_with(found)
             if interface is None:
                 raise NetworkInterfaceError(
                     f"no interface of node {socket.gethostname()}, rank {info.rank}, was found to reach rank 0."
@@ -318,12 +315,6 @@ def _choose(info: RendezvousInfo, opened: OpenStore) -> Interface | None:
     return choose_interface(
         info.requested, gloo=info.gloo, num_nodes=info.num_nodes, local_address=opened.local_address
     )
-
-
-def _search_interface(targets: Sequence[Target]) -> Interface | None:
-    """Return the interface over which one of rank 0's addresses answers, or None."""
-    local_address = first_connection(targets, _SEARCH_LIMIT)
-    return None if local_address is None else interface_with(local_address)
 
 
 def _listen_on(addresses: Sequence[str], stack: contextlib.ExitStack) -> list[Target]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.distributed.connections import spare_port
 from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint
 from lightning_ddp_ext.distributed.interfaces import is_local, is_loopback, loopback_address, resolve
-from lightning_ddp_ext.distributed.ports import check_port, listen, port_error
+from lightning_ddp_ext.distributed.ports import listen, port_error
 from lightning_ddp_ext.errors import RendezvousError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1  # seconds between attempts
@@ -70,12 +70,6 @@ def open_store(
         return _serve_first_free(endpoint, world_size, num_nodes, timeout)
     host = loopback_address() if num_nodes == 1 and _is_this_node(endpoint.host) else endpoint.host
     return connect_store(host, endpoint.ports, rank=rank, timeout=timeout, run=endpoint.run)
-
-
-def check_endpoint(endpoint: RendezvousEndpoint, num_nodes: int) -> None:
-    """Raise a RendezvousError if another program has the port that rank 0, this process, needs later."""
-    if endpoint.host is not None and endpoint.port is not None and not _is_agent_store(endpoint):
-        check_port(_listening_address(endpoint.host, num_nodes), endpoint.port)
 
 
 def _serve_first_free(endpoint: RendezvousEndpoint, world_size: int, num_nodes: int, timeout: timedelta) -> OpenStore:

@@ -27,18 +27,12 @@ def test_a_constructor_refuses_what_cannot_work(make, arguments, error, message)
         make(**arguments)
 
 
-def test_the_loopback_interface_is_refused_for_several_nodes_by_the_trainer():
+def test_the_trainer_refuses_what_does_not_suit_nodes_devices_and_launcher(monkeypatch):
     with pytest.raises(NetworkInterfaceError, match="which other nodes cannot reach, and the run has 2 of them"):
         trainer(ddp_strategy(network_interface="loopback"), num_nodes=2)
-
-
-def test_a_backend_for_other_devices_is_rejected_by_the_trainer(monkeypatch):
     monkeypatch.setitem(backends._BUILT, "nccl", lambda: True)
     with pytest.raises(BackendError, match="does not communicate for cpu devices"):
         trainer(ddp_strategy(process_group_backend="nccl"))
-
-
-def test_processes_of_mpirun_without_mpi4py_are_refused_by_the_trainer(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(BackendError, match="Install `mpi4py`"):
@@ -67,12 +61,9 @@ def test_a_manual_cluster_gives_lightning_the_rank_of_a_node():
         ({"main_address": "a..b"}, "`main_address` must be the name or address"),
     ],
 )
-def test_a_manual_cluster_refuses_numbers_out_of_range(arguments, message):
+def test_a_manual_cluster_refuses_numbers_out_of_range_and_a_trainer_with_others(arguments, message):
     with pytest.raises(ValueError, match=message):
         ManualEnvironment(**{"num_nodes": 2, "node_rank": 0, "main_address": "node1", **arguments})
-
-
-def test_a_trainer_with_another_number_of_nodes_is_refused():
     environment = ManualEnvironment(num_nodes=2, node_rank=0, main_address="node1")
     with pytest.raises(ValueError, match="`num_nodes=1` of the Trainer differs from `num_nodes=2` of the cluster"):
         environment.validate_settings(num_devices=1, num_nodes=1)

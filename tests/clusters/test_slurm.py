@@ -91,18 +91,10 @@ def test_tasks_that_do_not_fit_are_named_once_with_variables_and_a_remedy(enviro
     assert problem.endswith(".")
 
 
-def test_several_problems_are_all_named():
+def test_problems_are_counted_tasks_per_node_read_and_a_job_summarized():
     assert len(find_problems(srun(2, 1, SLURM_JOB_NAME="bash"), 1, 2)) == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"), [("1", [1]), ("2(x2)", [2, 2]), ("2(x2),1", [2, 2, 1]), ("", []), ("2(x2", [])]
-)
-def test_tasks_per_node_are_read(text, counts):
-    assert tasks_per_node(text) == counts
-
-
-def test_a_job_is_summarized_in_one_line():
+    for text, counts in {"1": [1], "2(x2)": [2, 2], "2(x2),1": [2, 2, 1], "": [], "2(x2": []}.items():
+        assert tasks_per_node(text) == counts
     assert summarize({}) is None
     assert summarize(TASK).startswith("job 7, `SLURM_JOB_NAME=train`, `SLURM_NNODES=2`, `SLURM_NTASKS=4`")
 
@@ -110,19 +102,13 @@ def test_a_job_is_summarized_in_one_line():
 STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}
 
 
-def test_the_first_step_of_a_job_begins_with_lightnings_port():
+def test_candidate_ports_differ_between_steps_and_lie_where_lightnings_do_which_is_the_first():
     assert candidate_ports(STEP)[0] == lightning_port(STEP) == 19711
     assert candidate_ports({"SLURM_JOB_ID": "1234567"})[0] == lightning_port({"SLURM_JOB_ID": "1234567"}) == 19567
-
-
-def test_the_ports_of_a_step_differ_and_lie_where_lightnings_do():
     for job in (1, 4711, 9999, 10000, 123456789):
         ports = candidate_ports({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "3", "SLURM_RESTART_COUNT": "2"})
         assert len(set(ports)) == len(ports) == 4
         assert all(15000 <= port < 25000 for port in ports)
-
-
-def test_jobs_steps_and_restarts_on_one_node_have_different_ports():
     near = [
         {"SLURM_JOB_ID": str(4711 + job), "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restarts)}
         for job, step, restarts in itertools.product(range(5), range(3), range(3))

@@ -28,48 +28,45 @@ def write_bits(tensors, bits):
     tensors["a"].view(torch.int32)[0, 2] = bits
 
 
-# A change on one rank, and the message about the tensor; {} stands for the ranks.
-CHANGES = {
+# A change on one rank: the tensor, and the message, of which {} stands for the ranks.
+VALUES = {
     "a bit": (
-        lambda tensors: tensors["a"].view(torch.int32)[1, 1].bitwise_xor_(1),
-        "a, float32 [2, 3], of {}: 1 element differs, first at [1, 1] 4.00000048 instead of 4, by up to 4.77e-07"
-        " (relative 1.19e-07) (1 of 6 tensors differ)",
+        lambda tensors: tensors["a"].view(torch.int32)[1, 1].bitwise_xor_(1), "a, float32 [2, 3]",
+        "1 element differs, first at [1, 1] 4.00000048 instead of 4, by up to 4.77e-07 (relative 1.19e-07)",
     ),
     "the sign of zero": (
-        lambda tensors: tensors["b"][2].neg_(),
-        "b, bfloat16 [4], of {}: 1 element differs, first at [2] -0 instead of 0, by up to 0 (relative 0)"
-        " (1 of 6 tensors differ)",
+        lambda tensors: tensors["b"][2].neg_(), "b, bfloat16 [4]",
+        "1 element differs, first at [2] -0 instead of 0, by up to 0 (relative 0)",
     ),
     "nan": (
-        lambda tensors: write_bits(tensors, 0x7FC00000),
-        "a, float32 [2, 3], of {}: 1 element differs, first at [0, 2] nan instead of 2, by up to nan (relative nan)"
-        " (1 of 6 tensors differ)",
+        lambda tensors: write_bits(tensors, 0x7FC00000), "a, float32 [2, 3]",
+        "1 element differs, first at [0, 2] nan instead of 2, by up to nan (relative nan)",
     ),
     "another nan": (
-        lambda tensors: write_bits(tensors, 0x7FC00001),
-        "a, float32 [2, 3], of {}: 1 element differs, first at [0, 2] nan (0x7fc00001) instead of nan (0x7fc00000),"
-        " by up to nan (relative nan) (1 of 6 tensors differ)",
+        lambda tensors: write_bits(tensors, 0x7FC00001), "a, float32 [2, 3]",
+        "1 element differs, first at [0, 2] nan (0x7fc00001) instead of nan (0x7fc00000), by up to nan (relative nan)",
     ),
     "an integer": (
-        lambda tensors: tensors["c"].add_(1),
-        "c, int64 [], of {}: 1 element differs, first 8 instead of 7, by up to 1 (relative 0.125)"
-        " (1 of 6 tensors differ)",
+        lambda tensors: tensors["c"].add_(1), "c, int64 []",
+        "1 element differs, first 8 instead of 7, by up to 1 (relative 0.125)",
     ),
     "a sparse tensor": (
-        lambda tensors: tensors.update(d=(2 * torch.eye(3)).to_sparse()),
-        "d, float32 sparse_coo [3, 3], of {}: 3 elements differ, first at [0, 0] 2 instead of 1, by up to 1"
-        " (relative 0.5) (1 of 6 tensors differ)",
+        lambda tensors: tensors.update(d=(2 * torch.eye(3)).to_sparse()), "d, float32 sparse_coo [3, 3]",
+        "3 elements differ, first at [0, 0] 2 instead of 1, by up to 1 (relative 0.5)",
     ),
     "booleans": (
-        lambda tensors: tensors["e"].logical_not_(),
-        "e, bool [2], of {}: 2 elements differ, first at [0] False instead of True, by up to 1 (relative 1)"
-        " (1 of 6 tensors differ)",
+        lambda tensors: tensors["e"].logical_not_(), "e, bool [2]",
+        "2 elements differ, first at [0] False instead of True, by up to 1 (relative 1)",
     ),
     "a complex number": (
-        lambda tensors: tensors["f"][1].fill_(3 + 1j),
-        "f, complex64 [2], of {}: 1 element differs, first at [1] 3+1j instead of 3+0j, by up to 1 (relative 0.316)"
-        " (1 of 6 tensors differ)",
+        lambda tensors: tensors["f"][1].fill_(3 + 1j), "f, complex64 [2]",
+        "1 element differs, first at [1] 3+1j instead of 3+0j, by up to 1 (relative 0.316)",
     ),
+}  # fmt: skip
+CHANGES = {
+    name: (change, f"{tensor}, of {{}}: {text} (1 of 6 tensors differ)")
+    for name, (change, tensor, text) in VALUES.items()
+} | {
     "two tensors": (
         lambda tensors: (tensors["c"].add_(1), tensors["a"].add_(1)),
         "a, float32 [2, 3], of {}: 6 elements differ, first at [0, 0] 1 instead of 0, by up to 1 (relative 0.167)"
@@ -78,27 +75,20 @@ CHANGES = {
 }
 # A change of names, shapes or dtypes; the first {} stands for the odd rank, the second for the others.
 FORMS = {
-    "missing": (
-        lambda tensors: tensors.pop("b"),
-        "b is missing on {}, but bfloat16 [4] on {} (1 of 6 tensors differ)",
-    ),
-    "all missing": (
-        lambda tensors: tensors.clear(),
-        "a is missing on {}, but float32 [2, 3] on {} (6 of 6 tensors differ)",
-    ),
+    "missing": (lambda tensors: tensors.pop("b"), "b is missing on {}, but bfloat16 [4] on {} (1 of 6"),
+    "all missing": (lambda tensors: tensors.clear(), "a is missing on {}, but float32 [2, 3] on {} (6 of 6"),
     "one more": (
-        lambda tensors: tensors.update(g=torch.ones(2)),
-        "g is float32 [2] on {}, but missing on {} (1 of 7 tensors differ)",
+        lambda tensors: tensors.update(g=torch.ones(2)), "g is float32 [2] on {}, but missing on {} (1 of 7"
     ),
     "shape": (
         lambda tensors: tensors.update(a=tensors["a"].view(3, 2)),
-        "a is float32 [3, 2] on {}, but float32 [2, 3] on {} (1 of 6 tensors differ)",
+        "a is float32 [3, 2] on {}, but float32 [2, 3] on {} (1 of 6",
     ),
     "dtype": (
         lambda tensors: tensors.update(a=tensors["a"].double()),
-        "a is float64 [2, 3] on {}, but float32 [2, 3] on {} (1 of 6 tensors differ)",
+        "a is float64 [2, 3] on {}, but float32 [2, 3] on {} (1 of 6",
     ),
-}
+}  # fmt: skip
 EQUAL = {
     "nothing": lambda tensors: None,
     "another order": lambda tensors: tensors.update(a=tensors.pop("a")),
@@ -168,7 +158,7 @@ def three():
 def test_every_rank_names_the_tensor_the_ranks_and_the_difference(two, three):
     for results, odd, others in ((two, "rank 1", "rank 0"), (three, "rank 0", "ranks 1, 2")):
         expected = {name: message.format(f"{odd} differs from {others}") for name, (_, message) in CHANGES.items()}
-        expected |= {name: message.format(odd, others) for name, (_, message) in FORMS.items()}
+        expected |= {name: f"{message.format(odd, others)} tensors differ)" for name, (_, message) in FORMS.items()}
         expected |= dict.fromkeys(EQUAL)
         for found, _, _ in results:
             assert found == expected

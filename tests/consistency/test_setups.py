@@ -71,6 +71,10 @@ def compare_all(odd_rank):
     return messages
 
 
+MODULE = "Build the same module on every rank, with the same parameters frozen."
+PREFIX = "ranks are not set up alike: "
+
+
 @pytest.fixture(scope="module")
 def two():
     first, second = run_processes(compare_all, 2, odd_rank=1, timeout=180)
@@ -78,58 +82,36 @@ def two():
     return first
 
 
-MODULE = "Build the same module on every rank, with the same parameters frozen."
-PREFIX = "ranks are not set up alike: "
-
-
-def test_equal_setups_are_silent(two):
-    assert [name for name, message in two.items() if message is None] == [
-        "equal modules",
-        "equal versions",
-        "equal arguments",
-    ]
-
-
-def test_differences_of_modules_are_named(two):
-    assert two["frozen"] == (
-        f"{PREFIX}parameter `first.bias` is float32 [3] trained on rank 0 but float32 [3] frozen on rank 1. {MODULE}"
-    )
-    assert two["width"].startswith(
-        f"{PREFIX}parameter `first.weight` is float32 [3, 2] trained on rank 0 but float32 [4, 2] trained on rank 1; "
-        "parameter `first.bias` is "
-    )
+def test_modules_versions_and_arguments_that_differ_are_named_and_equal_ones_are_not(two):
+    expected = {
+        **dict.fromkeys(("equal modules", "equal versions", "equal arguments")),
+        "frozen": f"parameter `first.bias` is float32 [3] trained on rank 0 but float32 [3] frozen on rank 1. {MODULE}",
+        "head": f"parameter `head.weight` is missing on rank 0 but float32 [1, 1] trained on rank 1. {MODULE}",
+        "order": "order of entries, of which number 0 is parameter `first.weight` on rank 0 but parameter"
+        " `norm.weight` on rank 1. Create and register them in the same order on every rank.",
+        "buffer": "buffer `norm.running_mean` is float32 [3] on rank 0 but float64 [3] on rank 1."
+        " Build the same module on every rank, and change it in the same steps. Exclude a buffer that holds other"
+        " values on each rank with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.",
+        "versions": f"version of torch is {torch.__version__} on rank 0 but 2.11.0 on rank 1."
+        " Install the same versions on every host.",
+        "arguments": "argument `bucket_cap_mb` is 25 on rank 0 but 25.0 on rank 1; argument `hook` is"
+        f" {__name__}.hook on rank 0 but {__name__}.other_hook on rank 1; argument `names` is {{a, b}} on"
+        " rank 0 but {a} on rank 1; and 1 more. Give the strategy the same arguments on every rank.",
+        "own": "seed is 1 on rank 0 but 2 on rank 1. Make it equal on every rank.",
+    }
+    assert {name: two[name] for name in expected} == {
+        name: message and f"{PREFIX}{message}" for name, message in expected.items()
+    }
+    assert two.keys() - expected == {"width", "tied"}
+    first = "parameter `first.weight` is float32 [3, 2] trained on rank 0 but float32 [4, 2] trained on rank 1; "
+    assert two["width"].startswith(f"{PREFIX}{first}parameter `first.bias` is ")
     assert two["width"].endswith(f"; and 4 more. {MODULE}")
-    assert two["head"] == (
-        f"{PREFIX}parameter `head.weight` is missing on rank 0 but float32 [1, 1] trained on rank 1. {MODULE}"
-    )
     tied = "parameter `again.weight` is float32 [2, 3] trained on rank 0 but float32 [2, 3] trained, the same as"
     assert tied in two["tied"]
-    assert two["order"] == (
-        f"{PREFIX}order of entries, of which number 0 is parameter `first.weight` on rank 0 but parameter `norm.weight`"
-        " on rank 1. Create and register them in the same order on every rank."
-    )
-    assert two["buffer"] == (
-        f"{PREFIX}buffer `norm.running_mean` is float32 [3] on rank 0 but float64 [3] on rank 1."
-        " Build the same module on every rank, and change it in the same steps. Exclude a buffer that holds other"
-        " values on each rank with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`."
-    )
 
 
 def test_the_ranks_of_each_value_are_named():
     messages = run_processes(compare_all, 3, odd_rank=0, timeout=180)
     assert messages[0] == messages[1] == messages[2]
-    assert messages[0]["frozen"] == (
-        f"{PREFIX}parameter `first.bias` is float32 [3] frozen on rank 0 but float32 [3] trained on ranks 1, 2."
-        f" {MODULE}"
-    )
-
-
-def test_versions_and_arguments_are_named(two):
-    torch_version = f"version of torch is {torch.__version__} on rank 0 but 2.11.0 on rank 1"
-    assert two["versions"] == f"{PREFIX}{torch_version}. Install the same versions on every host."
-    assert two["arguments"] == (
-        f"{PREFIX}argument `bucket_cap_mb` is 25 on rank 0 but 25.0 on rank 1; argument `hook` is"
-        f" {__name__}.hook on rank 0 but {__name__}.other_hook on rank 1; argument `names` is {{a, b}} on"
-        " rank 0 but {a} on rank 1; and 1 more. Give the strategy the same arguments on every rank."
-    )
-    assert two["own"] == f"{PREFIX}seed is 1 on rank 0 but 2 on rank 1. Make it equal on every rank."
+    named = "parameter `first.bias` is float32 [3] frozen on rank 0 but float32 [3] trained on ranks 1, 2."
+    assert messages[0]["frozen"] == f"{PREFIX}{named} {MODULE}"

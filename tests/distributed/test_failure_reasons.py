@@ -36,41 +36,27 @@ def others(store, ranks, dead=()):
     thread.join()
 
 
-@pytest.fixture
-def reason_of():
+def find_reason_of(world_size, ranks, dead=()):
     """Ask rank 1 of a world why it waits in vain."""
-
-    def ask(world_size, ranks, dead=()):
-        store = dist.HashStore()
-        beats = Heartbeats(store, 1, world_size, INTERVAL, lambda: STATE)
-        with others(store, ranks, dead):
-            beats.start()
-            try:
-                return find_reason(beats, RuntimeError("connection reset"))
-            finally:
-                beats.stop()
-
-    return ask
+    store = dist.HashStore()
+    beats = Heartbeats(store, 1, world_size, INTERVAL, lambda: STATE)
+    with others(store, ranks, dead):
+        beats.start()
+        try:
+            return find_reason(beats, RuntimeError("connection reset"))
+        finally:
+            beats.stop()
 
 
 @pytest.mark.parametrize("world_size", [3, MANY])
-def test_a_rank_that_is_gone_is_named_among_few_and_many(reason_of, world_size):
+def test_ranks_are_said_to_be_gone_or_silent_or_to_live_among_few_and_many(world_size):
     last = world_size - 1
-    reason = reason_of(world_size, [0, *range(2, world_size)], dead=[last])
-    assert reason.kind == "lost"
-    assert f"the process of rank {last} is gone" in reason.text
-
-
-@pytest.mark.parametrize("world_size", [3, MANY])
-def test_a_rank_that_was_never_heard_of_is_not_said_to_live(reason_of, world_size):
-    last = world_size - 1
-    reason = reason_of(world_size, [0, *range(2, last)])
-    assert f"no sign of life of rank {last}." in reason.text
-    assert "All ranks live" not in reason.text
-
-
-@pytest.mark.parametrize("world_size", [3, MANY])
-def test_ranks_that_all_live_are_listed(reason_of, world_size):
-    reason = reason_of(world_size, [0, *range(2, world_size)])
-    assert "All ranks live: rank 0: " in reason.text
-    assert f"rank {world_size - 1}: in all_reduce" in reason.text
+    gone = find_reason_of(world_size, [0, *range(2, world_size)], dead=[last])
+    assert gone.kind == "lost"
+    assert f"the process of rank {last} is gone" in gone.text
+    silent = find_reason_of(world_size, [0, *range(2, last)])
+    assert f"no sign of life of rank {last}." in silent.text
+    assert "All ranks live" not in silent.text
+    living = find_reason_of(world_size, [0, *range(2, world_size)])
+    assert "All ranks live: rank 0: " in living.text
+    assert f"rank {last}: in all_reduce" in living.text

@@ -178,22 +178,54 @@ def test_ranks_that_only_take_their_time_are_left_alone(outcomes, name):
         assert "stall report" not in row["output"]
 
 
-@pytest.mark.parametrize(("name", "living"), [("rank 1 is stopped", 0), ("rank 1 is stopped, file", 0)])
-def test_a_rank_without_a_sign_of_life_ends_the_others(outcomes, name, living):
-    row = outcomes[name][living]
-    failed(
-        row,
-        "OtherRankError: rank 1 stalled: no sign of life of rank 1 for",
-        "step 3, counting",
-        "in stop (test_heartbeats_integration.py",
-    )
-    assert row["seconds"] > LIMIT
+def _failure_of(rank):
+    return f"OtherRankError: rank {rank} failed: ArithmeticError: boom (at step 3, counting"
 
 
-def test_a_stopped_rank_0_ends_the_others_though_its_store_does_not_answer(outcomes):
-    failed(
-        outcomes["rank 0 is stopped"][1], "OtherRankError: rank 0 has stalled: its store has not answered rank 1 for"
-    )
+STALLED = [
+    "OtherRankError: rank 1 stalled: no sign of life of rank 1 for", "step 3, counting",
+    "in stop (test_heartbeats_integration.py",
+]  # fmt: skip
+IN_VAIN = "OtherRankError: rank 0 waited in vain"
+# Parts of the error of a rank, and the time until it is raised.
+ERRORS = {
+    ("rank 1 is stopped", 0): (STALLED, SOON),
+    ("rank 1 is stopped, file", 0): (STALLED, SOON),
+    ("rank 0 is stopped", 1): (
+        ["OtherRankError: rank 0 has stalled: its store has not answered rank 1 for"], SOON
+    ),
+    ("each waits for the other", 0): (
+        ["OtherRankError: every rank waits for another one, and nothing has come for", "recv <- wait_for_anoth"], SOON
+    ),
+    ("each waits for the other", 1): (["OtherRankError: every rank waits", "recv <- wait_for_anoth"], SOON),
+    ("rank 1 is stopped, no limit", 0): (
+        ["OtherRankError: the process of rank 1 is gone: no sign of life of rank 1"], SOON
+    ),
+    ("rank 1 does not come", 0): ([IN_VAIN, "rank 1: step 3, counting, in sleep_long"], SOON),
+    ("rank 1 does not come", 1): ([IN_VAIN], SOON),
+    ("rank 1 leaves", 0): (["OtherRankError: rank 1 ended the run while rank 0 still waited"], SOON),
+    ("rank 1 is killed", 0): (["OtherRankError: the process of rank 1 is gone"], AFTER_WORD_OF_IT),
+    ("rank 0 is killed", 1): (["OtherRankError: the process of rank 0 is gone"], AFTER_WORD_OF_IT),
+    ("rank 1 fails", 1): (["ArithmeticError: boom"], AFTER_WORD_OF_IT),
+    ("rank 1 fails", 0): ([_failure_of(1)], AFTER_WORD_OF_IT),
+    ("rank 0 fails", 0): (["ArithmeticError: boom"], AFTER_WORD_OF_IT),
+    ("rank 0 fails", 1): ([_failure_of(0)], AFTER_WORD_OF_IT),
+    ("rank 1 fails with a collective under way", 1): (["ArithmeticError: boom"], AFTER_WORD_OF_IT),
+    ("rank 1 fails with a collective under way", 0): ([_failure_of(1)], AFTER_WORD_OF_IT),
+    ("rank 1 fails while rank 0 is busy", 0): ([_failure_of(1).partition(" (")[0]], AFTER_WORD_OF_IT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "rank"), ERRORS)
+def test_living_ranks_end_with_an_error_that_names_the_culprit(outcomes, name, rank):
+    parts, within = ERRORS[name, rank]
+    failed(outcomes[name][rank], *parts, within=within)
+
+
+def test_a_rank_waits_for_signs_of_life_for_as_long_as_the_limit_and_is_not_missed_after_its_end(outcomes):
+    assert all(outcomes[name][0]["seconds"] > LIMIT for name in ("rank 1 is stopped", "rank 1 is stopped, file"))
+    assert outcomes["rank 1 leaves"][1]["value"] == 3
+    assert [outcomes[f"rank {rank} is killed"][rank]["exit_code"] for rank in range(2)] == [-9, -9]
 
 
 @pytest.mark.parametrize(("name", "living"), [("rank 1 is stopped", 0), ("rank 0 is stopped", 1)])
@@ -201,68 +233,21 @@ def test_the_report_shows_every_rank_and_the_stack_of_its_own(outcomes, name, li
     output = outcomes[name][living]["output"]
     assert output.count(f"stall report of rank {living} of 2") == 1
     rows = [line.split() for line in output.splitlines() if line[:1] in "01" and "counting" in line]
-    assert [row[0] for row in rows] == ["0", "1"]
-    assert [row[3] for row in rows] == ["3", "3"]
+    assert [(row[0], row[3]) for row in rows] == [("0", "3"), ("1", "3")]
     assert "all_reduce <- run_rank (test_heartbeats_integration.py" in output
     assert "Python stack of the main thread" in output
     assert "dist.all_reduce(torch.ones(1))" in output
     assert "Restart the run from its last checkpoint" in output
-
-
-def test_ranks_that_wait_for_each_other_are_ended(outcomes):
-    for row in outcomes["each waits for the other"]:
-        failed(
-            row, "OtherRankError: every rank waits for another one, and nothing has come for", "recv <- wait_for_anoth"
-        )
-        assert "stall report" in row["output"]
-
-
-def test_without_a_limit_a_stopped_rank_is_found_when_a_collective_times_out(outcomes):
-    row = outcomes["rank 1 is stopped, no limit"][0]
-    failed(row, "OtherRankError: the process of rank 1 is gone: no sign of life of rank 1")
-    assert "stall report" not in row["output"]
-
-
-def test_a_rank_that_does_not_come_in_time_is_named_with_where_it_is(outcomes):
-    failed(
-        outcomes["rank 1 does not come"][0],
-        "OtherRankError: rank 0 waited in vain",
-        "rank 1: step 3, counting, in sleep_long",
-    )
-    failed(outcomes["rank 1 does not come"][1], "OtherRankError: rank 0 waited in vain")
-
-
-@pytest.mark.parametrize(("name", "living"), [("rank 1 is killed", 0), ("rank 0 is killed", 1)])
-def test_a_process_that_is_gone_is_named(outcomes, name, living):
-    failed(outcomes[name][living], f"OtherRankError: the process of rank {1 - living} is gone", within=AFTER_WORD_OF_IT)
-    assert outcomes[name][1 - living]["exit_code"] == -9
-
-
-@pytest.mark.parametrize("name", ["rank 1 fails", "rank 0 fails", "rank 1 fails with a collective under way"])
-def test_every_rank_tells_the_original_error_and_its_rank(outcomes, name):
-    culprit = int(name[5])
-    failed(outcomes[name][culprit], "ArithmeticError: boom", within=AFTER_WORD_OF_IT)
-    told = f"OtherRankError: rank {culprit} failed: ArithmeticError: boom (at step 3, counting"
-    failed(outcomes[name][1 - culprit], told, within=AFTER_WORD_OF_IT)
-
-
-def test_a_rank_that_is_busy_in_python_is_interrupted(outcomes):
-    row = outcomes["rank 1 fails while rank 0 is busy"][0]
-    failed(row, "OtherRankError: rank 1 failed: ArithmeticError: boom", within=AFTER_WORD_OF_IT)
+    assert all("stall report" in row["output"] for row in outcomes["each waits for the other"])
+    assert "stall report" not in outcomes["rank 1 is stopped, no limit"][0]["output"]
 
 
 def test_a_process_that_cannot_be_interrupted_is_ended_after_its_last_words(outcomes):
     row = outcomes["rank 1 fails while rank 0 is deaf"][0]
     assert row["exit_code"] == STALL_EXIT_CODE
     assert row["seconds"] < AFTER_WORD_OF_IT
-    assert "rank 1 failed: ArithmeticError: boom" in row["output"]
-    assert "time.sleep(60)" in row["output"]
-    assert "LAST WORDS" in row["output"]
-
-
-def test_a_rank_that_has_ended_its_run_is_not_missed(outcomes):
-    failed(outcomes["rank 1 leaves"][0], "OtherRankError: rank 1 ended the run while rank 0 still waited")
-    assert outcomes["rank 1 leaves"][1]["value"] == 3
+    for part in ("rank 1 failed: ArithmeticError: boom", "time.sleep(60)", "LAST WORDS"):
+        assert part in row["output"]
 
 
 def test_every_scenario_was_played_and_looked_at(outcomes):

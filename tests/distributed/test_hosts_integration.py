@@ -62,31 +62,22 @@ def test_auto_finds_the_interface_that_connects_the_nodes(run, flavour, address)
         assert value["NCCL_SOCKET_IFNAME"] == "=eth0"
 
 
-@pytest.mark.parametrize("places", [(1, 1, 2, 2), (1, 2, 1)])
-def test_ranks_of_one_node_agree(run, places):
-    values = worked(run(flavour="debian", places=places))
-    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"eth0"}
-
-
-def test_ranks_of_one_node_use_its_loopback_interface(run):
-    values = worked(run("node2", flavour="wrong", places=(2, 2)))
-    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"lo"}
-    assert values[0]["listening"] == ["127.0.0.1"]
-
-
-@pytest.mark.parametrize("flavour", ["good", "debian"])
-def test_rank_0_listens_on_the_chosen_address_only(run, flavour):
-    rank_0, _ = worked(run(flavour=flavour))
-    assert rank_0["listening"] == ["10.77.0.1"]
-
-
-def test_a_named_interface_is_used(run):
-    values = worked(run("10.77.0.1", flavour="wrong", network_interface="eth0"))
-    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"eth0"}
-
-
-def test_the_users_own_choice_for_gloo_is_honoured_under_auto(run):
-    failed(run(env={"GLOO_SOCKET_IFNAME": "eth1"}), "NetworkInterfaceError", "`eth1`", within=SOON)
+@pytest.mark.parametrize(
+    ("address", "settings", "chosen", "listening"),
+    [
+        ("node1", {"flavour": "debian", "places": (1, 1, 2, 2)}, "eth0", None),
+        ("node1", {"flavour": "debian", "places": (1, 2, 1)}, "eth0", None),
+        ("node2", {"flavour": "wrong", "places": (2, 2)}, "lo", "127.0.0.1"),  # one node
+        ("node1", {}, "eth0", "10.77.0.1"),
+        ("node1", {"flavour": "debian"}, "eth0", "10.77.0.1"),
+        ("10.77.0.1", {"flavour": "wrong", "network_interface": "eth0"}, "eth0", None),
+        ("node1", {"network_interface": None}, None, None),
+    ],
+)
+def test_ranks_use_one_interface_and_rank_0_listens_on_its_address_only(run, address, settings, chosen, listening):
+    values = worked(run(address, **settings))
+    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {chosen}
+    assert listening is None or values[0]["listening"] == [listening]
 
 
 @pytest.mark.parametrize("flavour", ["good", "wrong"])
@@ -103,54 +94,43 @@ def test_hosts_without_ipv4_are_connected(hosts, run, flavour):
     assert values[0]["listening"] == ["fd00:77::1"]
 
 
-def test_another_port_than_the_clusters_is_used(run, ports):
+def test_another_port_than_the_clusters_and_a_file_are_used(run, ports, tmp_path):
     worked(run("198.51.100.1", flavour="wrong", init_method=f"tcp://10.77.0.1:{next(ports)}"))
-
-
-def test_ranks_meet_in_a_file(run, tmp_path):
     values = worked(run("198.51.100.1", flavour="none", init_method=f"file://{tmp_path}/meeting"))
     assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {"eth0"}
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_chosen_works_where_names_are_right(run):
-    values = worked(run(network_interface=None))
-    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {None}
-
-
-def test_nothing_chosen_fails_on_both_nodes_where_a_name_is_a_loopback_address(run):
-    outcomes = run(flavour="debian", network_interface=None)
-    failed(outcomes, "NetworkInterfaceError", "127.0.1.1", "Set `network.interface` to `auto`", within=SOON)
-
-
-def test_nothing_chosen_fails_on_both_nodes_where_a_name_is_wrong(run):
-    outcomes = run("10.77.0.1", flavour="wrong", network_interface=None)
-    failed(outcomes, "NetworkInterfaceError", "10.88.1.1", "10.88.2.1", "Network is unreachable", within=SOON)
+LOOPBACK = ["Set `network.interface` to `auto`"]
 
 
 @pytest.mark.parametrize(
-    ("name", "address", "reason"),
-    [("eth1", "10.88.1.1", "Network is unreachable"), ("eth2", "10.99.0.1", "No route to host")],
-)
-def test_an_interface_that_leads_nowhere_is_an_error_on_both_nodes(run, name, address, reason):
-    outcomes = run(network_interface=name)
-    failed(outcomes, "NetworkInterfaceError", f"`{name}`", "node1", "node2", address, reason, within=SOON)
-
-
-def test_an_interface_that_nodes_lack_is_an_error_at_once(run):
-    outcomes = run(network_interface="nosuch0")
-    failed(outcomes, "NetworkInterfaceError", "`nosuch0` not found on node node", "eth1 (10.88.", within=AT_ONCE)
+    ("address", "settings", "parts", "within"),
+    [
+        ("node1", {"env": {"GLOO_SOCKET_IFNAME": "eth1"}}, ["`eth1`"], SOON),  # the user's choice, under `auto`
+        ("node1", {"flavour": "debian", "network_interface": None}, ["127.0.1.1", *LOOPBACK], SOON),
+        (
+            "10.77.0.1", {"flavour": "wrong", "network_interface": None},
+            ["10.88.1.1", "10.88.2.1", "Network is unreachable"], SOON,
+        ),
+        (
+            "node1", {"network_interface": "eth1"},
+            ["`eth1`", "node1", "node2", "10.88.1.1", "Network is unreachable"], SOON,
+        ),
+        ("node1", {"network_interface": "eth2"}, ["`eth2`", "node1", "node2", "10.99.0.1", "No route to host"], SOON),
+        ("node1", {"network_interface": "nosuch0"}, ["`nosuch0` not found on node node", "eth1 (10.88."], AT_ONCE),
+        ("node1", {"network_interface": "lo"}, ["`network.interface=lo`"], AT_ONCE),
+        ("node1", {"network_interface": "loopback"}, ["`network.interface=loopback`"], AT_ONCE),
+    ],
+)  # fmt: skip
+def test_an_interface_that_does_not_connect_the_nodes_is_an_error_on_both(run, address, settings, parts, within):
+    failed(run(address, **settings), "NetworkInterfaceError", *parts, within=within)
 
 
 def test_an_interface_that_one_node_lacks_is_an_error_on_both(run):
     second = {"network_interface": "nosuch0", "delay": 5.0}  # rank 0 is there by then
     outcomes = run(network_interface="eth0", only_on_2=second, timeout=60)
     failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on node node2", within=SOON)
-
-
-@pytest.mark.parametrize("name", ["lo", "loopback"])
-def test_the_loopback_interface_is_refused_for_several_nodes(run, name):
-    failed(run(network_interface=name), "NetworkInterfaceError", f"`network.interface={name}`", within=AT_ONCE)
 
 
 def test_a_main_address_without_a_route_is_named(run):

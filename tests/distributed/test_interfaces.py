@@ -66,11 +66,8 @@ def test_the_loopback_interface_is_found_and_is_an_error_for_several_nodes(name)
 def test_an_interface_that_is_missing_or_has_no_address_is_an_error_that_lists_the_others(name, message):
     with pytest.raises(NetworkInterfaceError, match=message):
         check_interface(name)
-
-
-def test_no_choice_and_auto_are_accepted():
-    for name in (None, "auto"):
-        check_interface(name, num_nodes=2)
+    for accepted in (None, "auto"):
+        check_interface(accepted, num_nodes=2)
 
 
 @pytest.mark.usefixtures("invented")
@@ -108,17 +105,14 @@ def test_gloo_takes_the_interface_of_its_variable_and_otherwise_the_address_of_t
 
 def test_an_interface_is_pinned_in_the_syntax_of_each_backend_until_it_is_unpinned(monkeypatch):
     monkeypatch.setenv(GLOO, "before")
-    pin_interface("eth0")
-    assert values() == ["eth0", "=eth0"]
-    pin_interface("eth1")
-    assert values() == ["eth1", "=eth1"]
+    for name in ("eth0", "eth1"):
+        pin_interface(name)
+        assert values() == [name, f"={name}"]
     unpin_interface()
     assert values() == ["before", None]
-
-
-def test_variables_of_the_user_are_kept(monkeypatch):
+    monkeypatch.delenv(GLOO)
     monkeypatch.setenv(NCCL, "^docker")
-    pin_interface("eth0", keep=True)
+    pin_interface("eth0", keep=True)  # the user's variables
     assert values() == ["eth0", "^docker"]
     monkeypatch.setenv(GLOO, "eth5")  # changed since
     unpin_interface()

@@ -1,61 +1,31 @@
-import errno
 import os
 import socket
 import time
 
 import pytest
 
-from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint
-from lightning_ddp_ext.distributed.ports import (
-    bind,
-    check_port,
-    explain_failures,
-    first_connection,
-    listen,
-    who_listens,
-)
-from lightning_ddp_ext.distributed.stores import check_endpoint
-from lightning_ddp_ext.errors import RendezvousError
+from lightning_ddp_ext.distributed.ports import explain_failures, first_connection, listen, port_error
 from tests.support.ports import free_port
 
 
-@pytest.fixture
-def taken():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        yield other.getsockname()[1]
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", None])
-def test_a_port_of_another_program_is_rejected_with_its_name_and_a_free_one_stays_free(taken, address):
-    with pytest.raises(RendezvousError, match=rf"port {taken} of node .* already in use by .*end the process") as error:
-        check_port(address, taken)
-    assert f"(process {os.getpid()})" in str(error.value)
-    port = free_port()
-    for _ in range(2):
-        check_port(address, port)
-    assert who_listens(port) is None
-
-
-def test_a_bound_port_accepts_no_connections():
-    port = free_port()
-    with bind("127.0.0.1", port), socket.socket() as other:
-        assert other.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+def test_a_port_of_another_program_is_an_error_that_names_the_program(address):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match="in use") as raised:
+            listen(address, port)
+        text = str(port_error(address, port, raised.value))
+    assert text.startswith(f"port {port} of node ")
+    assert "already in use by `" in text
+    assert f"(process {os.getpid()}). Choose another port for rank 0, or end the process" in text
+    assert "in use. Choose" in str(port_error(address, free_port(), raised.value))
 
 
 def test_an_address_of_another_node_cannot_be_listened_on():
-    with pytest.raises(RendezvousError, match=r"192\.0\.2\.1, rank 0: Cannot assign .*\. Choose another port"):
-        check_port("192.0.2.1", 0)
-
-
-def test_endpoints_of_torchruns_agent_and_of_a_file_are_not_checked(taken, monkeypatch, tmp_path):
-    endpoint = RendezvousEndpoint("127.0.0.1", taken)
-    with pytest.raises(RendezvousError):
-        check_endpoint(endpoint, 1)
-    check_endpoint(RendezvousEndpoint(path=tmp_path / "meeting"), 1)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(taken))
-    check_endpoint(endpoint, 1)
+    with pytest.raises(OSError, match="Cannot assign") as raised:
+        listen("192.0.2.1", 0)
+    text = str(port_error("192.0.2.1", 0, raised.value))
+    assert "192.0.2.1, rank 0: Cannot assign requested address. Choose another port" in text
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", None])

@@ -1,11 +1,185 @@
-"""Process groups of one node."""
+"""Process groups of one node: ranks that find each other, and ranks that cannot."""
+
+import os
+import signal
+import socket
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.rendezvous_scenarios import play_scenarios
+from tests.distributed import rank_server
+from tests.distributed.rank_programs import (
+    join,
+    join_and_die,
+    join_twice,
+    join_unaware,
+    serve_as_agent,
+    time_all_reduces,
+    train,
+)
+from tests.support.ports import free_port
 from tests.support.processes import run_processes
 
 SOON = 10.0  # seconds; time limits are 1 or 2
+
+
+def _ranks(function, folder, *, limit=20.0, world_size=2, only=None, late=None, **settings):
+    settings = {"world_size": world_size, "main_address": "127.0.0.1", **settings}
+    if "main_port" not in settings:
+        settings["main_port"] = free_port()
+    ranks = range(world_size) if only is None else only
+    jobs = [{"rank": rank, "arguments": {**settings, "rank": rank}} for rank in ranks]
+    if late is not None:
+        jobs[late]["arguments"]["delay"] = 0.5
+    return rank_server.run(function, jobs, limit, folder)
+
+
+@contextmanager
+def _agent(folder, **arguments):
+    port = free_port()
+    agent = os.fork()
+    if agent == 0:
+        rank_server.work(serve_as_agent, {"port": port, **arguments}, folder / "agent")
+    try:
+        yield port
+    finally:
+        os.kill(agent, signal.SIGKILL)
+        os.waitpid(agent, 0)
+
+
+def _with_agent(folder, attempts):
+    """Run attempts one after the other on one store, as torchrun does when it restarts workers."""
+    with _agent(folder) as port:
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [attempt(env=env, main_port=port) for attempt in attempts]
+
+
+def _restarts(folder):
+    # A rank that comes early finds the keys of the attempt before in the store.
+    failed = partial(_ranks, join, folder, only=[0], timeout=1)
+    attempts = [partial(_ranks, join, folder, late=late, network_interface="auto") for late in (0, None, 0, 1)]
+    first, *others = _with_agent(folder, [failed, *attempts])
+    assert "rank 1 of 2 ranks did not join in time" in first[0]["error"], first[0]["output"]
+    return [outcome for outcomes in others for outcome in outcomes]
+
+
+def _tcp_under_torchrun(folder):
+    return _with_agent(folder, [partial(_ranks, join, folder, init_method=f"tcp://127.0.0.1:{free_port()}")])[0]
+
+
+def _leftover(folder):
+    path = folder / "leftover"
+    init_method = f"file://{path}"
+    _ranks(join_and_die, folder, init_method=init_method)
+    assert path.exists()
+    return _ranks(join, folder, init_method=init_method, late=1)
+
+
+def _taken_port(folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        return _ranks(join, folder, main_port=other.getsockname()[1], timeout=2)
+
+
+def _shared_file(folder, *, file_mode=None, folder_mode=0o700):
+    info = folder / f"shared-{file_mode}-{folder_mode}"
+    info.mkdir()
+    info.chmod(folder_mode)
+    path = info / "meeting"
+    if file_mode is not None:
+        path.touch()
+        path.chmod(file_mode)
+    return _ranks(join, folder, init_method=f"file://{path}", umask=0)
+
+
+def _moved_from_a_mute_program(folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:  # accepts, and never answers
+        return _ranks(join, folder, main_port=other.getsockname()[1], run="mine", other_ports=[free_port()])
+
+
+def _moved_from_another_run(folder):
+    with _agent(folder, run="other") as port:
+        return _ranks(join, folder, main_port=port, other_ports=[free_port(), free_port()], run="mine")
+
+
+def _two_runs(folder):
+    """Four ranks of two runs, which want the same ports; those that search come first."""
+    ports = [free_port() for _ in range(3)]
+    jobs = []
+    for number, (run, rank) in enumerate((run, rank) for run in ("one", "two") for rank in (0, 1)):
+        arguments = {
+            "world_size": 2, "rank": rank, "main_address": "127.0.0.1", "main_port": ports[0],
+            "other_ports": ports[1:], "run": run, "delay": 0.0 if rank else 0.5,
+        }  # fmt: skip
+        jobs.append({"rank": number, "arguments": arguments})
+    return rank_server.run(join, jobs, 20.0, folder)
+
+
+def _no_free_port(folder):
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        ports = [taken.getsockname()[1] for taken in (one, two)]
+        return _ranks(join, folder, only=[0], main_port=ports[0], other_ports=ports[1:], run="mine", timeout=2)
+
+
+# Ranks that find each other, and the sum of their numbers.
+FOUND = {
+    "auto": (partial(_ranks, join, network_interface="auto"), 3),
+    "loopback": (partial(_ranks, join, network_interface="loopback"), 3),
+    "nothing chosen": (partial(_ranks, join), 3),
+    "one rank": (partial(_ranks, join, world_size=1, network_interface="auto"), 1),
+    "three ranks": (partial(_ranks, join, world_size=3, network_interface="auto"), 6),
+    "tcp": (lambda folder: _ranks(join, folder, init_method=f"tcp://localhost:{free_port()}"), 3),
+    "file": (lambda folder: _ranks(join, folder, init_method=f"file://{folder}/meeting", network_interface="auto"), 3),
+    "folder such as /tmp": (partial(_shared_file, folder_mode=0o1777), 3),
+    "tcp under torchrun": (_tcp_under_torchrun, 3),
+    "restarts": (_restarts, 3),
+    # An address that leads here but is not of this node, as a translated one: the store listens everywhere, and moves.
+    "unknown address": (partial(_ranks, join_unaware, network_interface="auto"), 3),
+    "moved from a mute program": (_moved_from_a_mute_program, 3),
+    "moved from another run": (_moved_from_another_run, 3),
+    "two runs": (_two_runs, 3),
+}
+# Ranks that do not, and parts of the error of all ranks, or of each rank.
+FAILED = {
+    "file of all": (
+        partial(_shared_file, file_mode=0o666),
+        ["the file can be written by other users (its mode is 666)", "Use a path in a folder that only you can write"],
+    ),
+    "file of a group": (partial(_shared_file, file_mode=0o660), ["written by other users (its mode is 660)"]),
+    "folder of all": (partial(_shared_file, folder_mode=0o777), ["can be written by all users"]),
+    "leftover": (_leftover, ["leftover` was used before", "Delete the file"]),
+    "missing folder": (
+        lambda folder: _ranks(join, folder, init_method=f"file://{folder}/missing/meeting"), ["no folder", "Create it"]
+    ),
+    "taken port": (_taken_port, {
+        0: ["cannot be listened on", "Address already in use", "Choose another port"],
+        1: ["is not the store of rank 0", "Choose a port that nothing else uses"],
+    }),
+    "no free port": (_no_free_port, ["rank 0, are all in use", "Set `MASTER_PORT` to a free one"]),
+    "rank 0 not found": (
+        lambda folder: _ranks(join, folder, only=[1], timeout=1, other_ports=[free_port()], run="mine"),
+        ["rank 1 on node", "could not connect to rank 0 at 127.0.0.1:", " or "],
+    ),
+    "rank 1 missing": (
+        partial(_ranks, join, only=[0], timeout=1), ["rank 1 of 2 ranks did not join in time", "Check that"]
+    ),
+    "rank 0 missing": (
+        partial(_ranks, join, only=[1], timeout=1), ["rank 1 on node", "could not connect to rank 0 at 127.0.0.1:"]
+    ),
+}  # fmt: skip
+OTHERS = {
+    "twice": partial(_ranks, join_twice),
+    "training, ddp": partial(_ranks, train, strategy="ddp", limit=60.0, network_interface="auto"),
+    "training, ddp_join": partial(_ranks, train, strategy="ddp_join", limit=60.0, network_interface="auto"),
+    "timed all-reduces": partial(_ranks, time_all_reduces),
+}
+
+
+def play_scenarios(folder):
+    """Play all scenarios, and return the outcomes of their ranks by name."""
+    scenarios = {name: play for name, (play, _) in (FOUND | FAILED).items()} | OTHERS
+    return {name: play(Path(folder)) for name, play in scenarios.items()}
 
 
 @pytest.fixture(scope="module")
@@ -22,100 +196,46 @@ def values(rows):
     return [row["value"] for row in rows]
 
 
-def errors(rows, kind, *parts):
-    for row in rows:
-        assert row["error"].startswith(f"{kind}: "), row["error"] or row["output"]
+@pytest.mark.parametrize("name", FOUND)
+def test_ranks_of_one_node_find_each_other(outcomes, name):
+    assert {value["sum"] for value in values(outcomes[name])} == {FOUND[name][1]}
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_ranks_that_cannot_meet_name_the_reason_and_a_remedy_soon(outcomes, name):
+    parts = FAILED[name][1]
+    assert outcomes[name]
+    for row in outcomes[name]:
+        assert row["error"].startswith("RendezvousError: "), row["error"] or row["output"]
         assert row["seconds"] < SOON
-        for part in parts:
+        for part in parts[row["rank"]] if isinstance(parts, dict) else parts:
             assert part in row["error"]
 
 
-@pytest.mark.parametrize(
-    ("name", "total"),
-    [
-        ("auto", 3), ("loopback", 3), ("nothing chosen", 3), ("one rank", 1), ("three ranks", 6), ("tcp", 3),
-        ("file", 3), ("tcp under torchrun", 3), ("restarts", 3), ("moved from a mute program", 3),
-        ("moved from another run", 3), ("two runs", 3),
-    ],
-)  # fmt: skip
-def test_the_ranks_of_one_host_find_each_other(outcomes, name, total):
-    assert {value["sum"] for value in values(outcomes[name])} == {total}
-
-
 @pytest.mark.parametrize(("name", "chosen"), [("auto", "lo"), ("loopback", "lo"), ("nothing chosen", None)])
-def test_gloo_and_nccl_are_told_in_their_own_syntax(outcomes, name, chosen):
+def test_gloo_and_nccl_get_the_interface_in_their_own_syntax(outcomes, name, chosen):
     for value in values(outcomes[name]):
         assert value["GLOO_SOCKET_IFNAME"] == chosen
         assert value["NCCL_SOCKET_IFNAME"] == (chosen and f"={chosen}")
 
 
-@pytest.mark.parametrize("name", ["auto", "nothing chosen", "tcp"])
-def test_the_store_of_one_host_listens_on_the_loopback_address(outcomes, name):
-    for value in values(outcomes[name]):
-        assert set(value["listening"]) <= {"127.0.0.1"}
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_join"])
-def test_while_training_runs_no_socket_has_another_address_than_the_chosen_one(outcomes, strategy):
-    for value in values(outcomes[f"training, {strategy}"]):
-        assert value["steps"] == 2
-        assert value["listening"] == ["127.0.0.1"]  # gloo, and on rank 0 the store
-        assert value["connected"] == ["127.0.0.1"]
-
-
-def test_a_store_that_had_to_listen_everywhere_has_moved(outcomes):
+def test_no_socket_has_another_address_than_the_chosen_one(outcomes):
+    for name in ("auto", "nothing chosen", "tcp"):
+        for value in values(outcomes[name]):
+            assert set(value["listening"]) <= {"127.0.0.1"}
     for value in values(outcomes["unknown address"]):
         assert value["listening"] == ["127.0.0.1"]
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("file of all", "the file can be written by other users (its mode is 666)"),
-        ("file of a group", "the file can be written by other users (its mode is 660)"),
-        ("folder of all", "can be written by all users"),
-    ],
-)
-def test_a_file_that_others_can_write_is_no_place_to_meet(outcomes, name, problem):
-    errors(outcomes[name], "RendezvousError", problem, "Use a path in a folder that only you can write")
-
-
-def test_ranks_meet_in_a_file_of_a_folder_where_only_owners_can_replace_theirs(outcomes):
-    assert {value["sum"] for value in values(outcomes["folder such as /tmp"])} == {3}
+    for strategy in ("ddp", "ddp_join"):
+        for value in values(outcomes[f"training, {strategy}"]):
+            assert value["steps"] == 2
+            assert value["listening"] == ["127.0.0.1"]  # gloo, and on rank 0 the store
+            assert value["connected"] == ["127.0.0.1"]
 
 
 def test_a_process_group_is_kept_unless_its_size_is_another(outcomes):
     for again, error in values(outcomes["twice"]):
         assert again is None
         assert "of 2 in an earlier process group" in error
-
-
-def test_a_file_of_a_crashed_run_is_named(outcomes):
-    errors(outcomes["leftover"], "RendezvousError", "leftover` was used before", "Delete the file")
-
-
-def test_a_missing_folder_is_named(outcomes):
-    errors(outcomes["missing folder"], "RendezvousError", "no folder", "Create it")
-
-
-def test_a_port_of_another_program_is_named(outcomes):
-    rank_0, rank_1 = outcomes["taken port"]
-    errors([rank_0], "RendezvousError", "cannot be listened on", "Address already in use", "Choose another port")
-    errors([rank_1], "RendezvousError", "is not the store of rank 0", "Choose a port that nothing else uses")
-
-
-def test_ports_that_are_all_taken_are_named(outcomes):
-    errors(outcomes["no free port"], "RendezvousError", "rank 0, are all in use", "Set `MASTER_PORT` to a free one")
-
-
-def test_a_rank_0_that_is_at_none_of_its_ports_is_named(outcomes):
-    place = "could not connect to rank 0 at 127.0.0.1:"
-    errors(outcomes["rank 0 not found"], "RendezvousError", "rank 1 on node", place, " or ")
-
-
-def test_missing_ranks_are_named(outcomes):
-    errors(outcomes["rank 1 missing"], "RendezvousError", "rank 1 of 2 ranks did not join in time", "Check that")
-    errors(outcomes["rank 0 missing"], "RendezvousError", "rank 1 on node", "could not connect to rank 0 at 127.0.0.1:")
 
 
 def test_all_reduces_are_timed_alike_on_all_ranks_until_the_time_is_over(outcomes):

@@ -2,7 +2,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -13,6 +12,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.resume.preemption import AtomicCheckpointIO
+from tests.support.processes import run_processes
 
 
 class Unpicklable:
@@ -20,20 +20,13 @@ class Unpicklable:
         raise ArithmeticError("cannot be saved")
 
 
-def test_a_checkpoint_is_saved_and_loaded(tmp_path):
+def test_a_checkpoint_is_saved_and_loaded_and_a_save_that_fails_leaves_the_one_before(tmp_path):
     path = tmp_path / "new" / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, path)
-    assert torch.equal(AtomicCheckpointIO().load_checkpoint(path, weights_only=True)["weight"], torch.ones(3))
-    assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
-
-
-def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path):
-    path = tmp_path / "a.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"number": 1}, path)
     with pytest.raises(ArithmeticError, match="cannot be saved"):
         AtomicCheckpointIO().save_checkpoint({"number": 2, "other": Unpicklable()}, path)
-    assert torch.load(path, weights_only=True) == {"number": 1}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    assert torch.equal(AtomicCheckpointIO().load_checkpoint(path, weights_only=True)["weight"], torch.ones(3))
+    assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
@@ -61,35 +54,30 @@ def test_a_partial_file_is_not_taken_for_a_checkpoint(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", ["ddp_join", "object"])
-def test_a_plugin_that_leaves_writing_to_another_one_is_taken(strategy):
-    plugin = AsyncCheckpointIO()
+def test_a_plugin_that_leaves_writing_to_another_one_is_taken_and_one_of_the_users_kept(strategy):
+    plugin, own = AsyncCheckpointIO(), TorchCheckpointIO()
     strategy = DDPJoinStrategy() if strategy == "object" else strategy
     trainer = Trainer(strategy=strategy, plugins=[plugin], accelerator="cpu", devices=2, logger=False)
     assert trainer.strategy.checkpoint_io is plugin
     assert isinstance(plugin.checkpoint_io, AtomicCheckpointIO)
+    assert DDPCheckpointStrategy(checkpoint_io=own).checkpoint_io is own
 
 
-def test_a_plugin_of_the_users_is_kept():
-    plugin = TorchCheckpointIO()
-    assert DDPCheckpointStrategy(checkpoint_io=plugin).checkpoint_io is plugin
-    assert isinstance(DDPCheckpointStrategy().checkpoint_io, AtomicCheckpointIO)
-
-
-SAVING = """
-import sys, torch
-from lightning_ddp_ext.resume.preemption import AtomicCheckpointIO
-for number in range(10**6):
-    AtomicCheckpointIO().save_checkpoint({"number": number, "weight": torch.zeros(2**18)}, sys.argv[1])
-"""
-
-
-@pytest.mark.parametrize("moment", [0.0, pytest.param(0.02, marks=pytest.mark.slow)])
-def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path, moment):
-    path = tmp_path / "a.ckpt"
-    process = subprocess.Popen([sys.executable, "-c", SAVING, str(path)])
-    while not path.exists() and process.poll() is None:
+def kill_while_saving(path, moment):
+    """Save again and again in a process that is killed some seconds after the first checkpoint."""
+    process = os.fork()
+    if process == 0:
+        for number in range(10**6):
+            AtomicCheckpointIO().save_checkpoint({"number": number, "weight": torch.zeros(2**18)}, path)
+    while not os.path.exists(path):
         time.sleep(0.001)
     time.sleep(moment)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    os.kill(process, signal.SIGKILL)
+    return os.waitpid(process, 0)[1]
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.02])
+def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path, moment):
+    path = tmp_path / "a.ckpt"
+    assert run_processes(kill_while_saving, 1, str(path), moment) == [signal.SIGKILL]
     assert torch.load(path, weights_only=True)["weight"].shape == (2**18,)

@@ -84,15 +84,9 @@ def test_another_handler_of_sigterm_is_called_at_once_and_one_of_the_requeueing_
 
 @pytest.mark.parametrize("auto_requeue", [True, False])
 def test_slurm_requeues_the_job_after_its_signal_if_its_environment_allows_it(tmp_path, monkeypatch, auto_requeue):
-    for name, value in {
-        "NTASKS": "1",
-        "JOB_ID": "7",
-        "JOB_NAME": "a",
-        "PROCID": "0",
-        "LOCALID": "0",
-        "NODEID": "0",
-    }.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
+    names = {"NTASKS": 1, "JOB_ID": 7, "JOB_NAME": "a", "PROCID": 0, "LOCALID": 0, "NODEID": 0}
+    for name, value in names.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
     rank = Rank(tmp_path, SLURMEnvironment(auto_requeue, signal.SIGUSR2))
     monkeypatch.setattr(
         preemption, "requeue_job", lambda environ: rank.done.append(f"requeued {environ['SLURM_JOB_ID']}")
@@ -102,26 +96,20 @@ def test_slurm_requeues_the_job_after_its_signal_if_its_environment_allows_it(tm
     assert rank.done == ["saved hpc_ckpt_1.ckpt", *(["requeued 7"] if auto_requeue else []), "waited"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "job"),
-    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2")],
-)
-def test_a_job_is_requeued_by_its_number(monkeypatch, variables, job):
+def test_a_job_is_requeued_by_its_number_or_warned_of(monkeypatch):
     commands = []
 
     def run(command, **_):
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0, "", "")
+        commands.append(command[-1])
+        assert command[:-1] == ["scontrol", "requeue"]
+        return subprocess.CompletedProcess(command, int(command[-1] == "8"), "", "denied\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert requeue_job({"SLURM_JOB_ID": "7", **variables})
-    assert commands == [["scontrol", "requeue", job]]
-
-
-def test_a_job_that_cannot_be_requeued_is_a_warning(monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "denied\n"))
-    with pytest.warns(UserWarning, match="Job 7 was not requeued: denied. Submit it with `sbatch --requeue`"):
-        assert not requeue_job({"SLURM_JOB_ID": "7"})
+    assert requeue_job({"SLURM_JOB_ID": "7"})
+    assert requeue_job({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"})
+    with pytest.warns(UserWarning, match="Job 8 was not requeued: denied. Submit it with `sbatch --requeue`"):
+        assert not requeue_job({"SLURM_JOB_ID": "8"})
+    assert commands == ["7", "5_2", "8"]
 
 
 def test_without_a_checkpoint_to_save_sigterm_ends_the_process_and_its_children(monkeypatch):

@@ -53,8 +53,7 @@ def test_an_interrupted_epoch_goes_on_as_the_whole_one(workers, ahead, stop):
     assert stop == 4 or control != rest
 
 
-def test_numbers_that_are_drawn_before_the_first_step_do_not_matter():
-    """As by a validation that is made before training resumes."""
+def test_numbers_that_are_drawn_before_the_first_step_do_not_matter_as_by_a_validation():
     loader = DataLoader(Noise(), batch_size=2, shuffle=True)
     torch.manual_seed(1)
     whole, _ = steps(ResumableRng(), loader, 1)

@@ -56,16 +56,20 @@ class Drawing(Dataset):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_generator_draws_the_same_from_a_state_that_was_saved(kind):
-    generator = KINDS[kind]()
+def test_a_generator_draws_the_same_from_a_saved_state_and_from_a_seed(kind):
+    generator, other = KINDS[kind](), KINDS[kind]()
     draw(generator)
     saved = in_a_checkpoint(capture_states([generator]))
     expected = draw(generator)
-    other = KINDS[kind]()
     assert draw(other) != expected
     restore_states([other], saved)
     assert draw(other) == expected
     assert draw(other) != expected
+    drawn = []
+    for seed in (5, 5, 6):
+        seed_all([generator], seed)
+        drawn.append(draw(generator))
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_generators_of_other_kinds_are_left_alone():
@@ -75,16 +79,6 @@ def test_generators_of_other_kinds_are_left_alone():
         restore_states([first], capture_states([second]))
         restore_states([first], capture_states([first, second]))
         assert capture_states([first]) == expected
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_seed_decides_what_a_generator_draws(kind):
-    generator = KINDS[kind]()
-    drawn = []
-    for seed in (5, 5, 6):
-        seed_all([generator], seed)
-        drawn.append(draw(generator))
-    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_generators_are_found_in_loaders_samplers_and_datasets_once():
@@ -103,8 +97,7 @@ class Anything:
     """A dataset, and a sampler, of no class of torch's."""
 
     def __init__(self, length):
-        self.length = length
-        self.generator = random.Random(length)
+        self.length, self.generator = length, random.Random(length)
 
     def __len__(self):
         return self.length
@@ -113,15 +106,10 @@ class Anything:
         return iter(range(self.length))
 
 
-def test_datasets_and_samplers_may_be_of_any_class():
+def test_datasets_and_samplers_may_be_of_any_class_and_generators_without_a_state_are_none():
     dataset, sampler = Anything(3), Anything(2)
-    assert set(map(id, find_loader_rngs([DataLoader(dataset, sampler=sampler)]))) == {
-        id(dataset.generator),
-        id(sampler.generator),
-    }
-
-
-def test_what_has_no_state_is_no_generator():
+    found = find_loader_rngs([DataLoader(dataset, sampler=sampler)])
+    assert set(map(id, found)) == {id(dataset.generator), id(sampler.generator)}
     assert find_loader_rngs([DataLoader(Drawing(random.SystemRandom()))]) == []
 
 

@@ -63,9 +63,9 @@ class Trouble(Callback):
         is_culprit = trainer.global_rank == self.culprit
         if is_culprit:
             time.sleep(_BEATS)
-            marker = self.folder / "fault"
-            marker.with_suffix(".part").write_text(str(time.monotonic()))
-            marker.with_suffix(".part").replace(marker)
+            part = self.folder / "fault.part"
+            part.write_text(str(time.monotonic()))
+            part.replace(self.folder / "fault")
         FAULTS[self.fault](self, trainer, is_culprit)
 
 
@@ -77,22 +77,16 @@ def _fail(trouble: Trouble) -> None:
     raise ArithmeticError("boom")
 
 
-def _run_out_of_memory(trouble: Trouble) -> None:
-    torch.empty(2**50)
-
-
 def _fill_disk(trouble: Trouble, trainer: Trainer, is_culprit: bool) -> None:
     """Save a checkpoint to a disk that has become full."""
     folder = trouble.folder / CHECKPOINTS
     if trainer.is_global_zero:
-        with (folder / "filler").open("wb") as filler:
-            free = shutil.disk_usage(folder).free
-            filler.write(bytes(max(0, free - 65536)))
+        (folder / "filler").write_bytes(bytes(max(0, shutil.disk_usage(folder).free - 65536)))
     trainer.save_checkpoint(folder / "full.ckpt")
 
 
 def _lose_folder(trouble: Trouble, trainer: Trainer, is_culprit: bool) -> None:
-    """Save a checkpoint to a folder that has become a link to nowhere, as that of a file system that is gone."""
+    """Save a checkpoint to a folder that has become a link to nowhere, as on a file system that is gone."""
     folder = trouble.folder / CHECKPOINTS
     if trainer.is_global_zero:
         folder.rename(folder.with_name("vanished"))
@@ -112,7 +106,7 @@ FAULTS = {
     "kill -9": _on_culprit(lambda trouble: os.kill(os.getpid(), signal.SIGKILL)),
     "SIGSTOP": _on_culprit(lambda trouble: os.kill(os.getpid(), signal.SIGSTOP)),
     "exception": _on_culprit(_fail),
-    "out of memory": _on_culprit(_run_out_of_memory),
+    "out of memory": _on_culprit(lambda trouble: torch.empty(2**50)),
     "full disk": _fill_disk,
     "vanished folder": _lose_folder,
     "slow rank": _on_culprit(lambda trouble: time.sleep(1.5 * trouble.limit)),
@@ -145,19 +139,14 @@ def train(
     counts = COUNTS if strategy == "ddp_join" else (COUNTS[0],) * 2
     batches = [torch.randn(4, 8) for _ in range(counts[rank])]
     kind = DDPJoinStrategy if strategy == "ddp_join" else DDPCheckpointStrategy
-    made = kind(
-        process_group_backend="gloo",
-        network_interface="auto",
-        timeout=timedelta(minutes=10),
-        stall_timeout=timedelta(seconds=limit),
-    )
+    limits = {"timeout": timedelta(minutes=10), "stall_timeout": timedelta(seconds=limit)}
     environment = LightningEnvironment()
     if hosts:
         environment = ManualEnvironment(num_nodes=2, node_rank=rank, main_address=main_address, main_port=main_port)
     else:
         os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR=main_address, MASTER_PORT=str(main_port))
     trainer = Trainer(
-        strategy=made,
+        strategy=kind(process_group_backend="gloo", network_interface="auto", **limits),
         accelerator="cpu",
         devices=1 if hosts else 2,
         num_nodes=2 if hosts else 1,
@@ -176,19 +165,3 @@ def train(
     loader = DataLoader(batches, batch_size=None, num_workers=workers)
     trainer.fit(Network(), loader, DataLoader([torch.randn(4, 8) for _ in range(VALIDATION)], batch_size=None))
     return {"steps": trainer.global_step}
-
-
-def list_broken_checkpoints(folder: Path) -> list[str]:
-    """Return the names of checkpoints below a folder that cannot be loaded."""
-    broken = []
-    for path in folder.rglob("*.ckpt"):
-        try:
-            torch.load(path, weights_only=True)
-        except Exception:
-            broken.append(path.name)
-    return broken
-
-
-def count_checkpoints(folder: Path) -> int:
-    """Return how many checkpoints there are below a folder."""
-    return len(list(folder.rglob("*.ckpt")))

@@ -40,41 +40,41 @@ PHASES = {"even": "training, batch 2", "tail": "training, batch 6", "validation"
 
 
 def play(faults, strategy="ddp_join"):
-    """Run faults one after another on this process's children; returns what is looked at."""
+    """Run faults one after another on children of this process, and return the outcomes."""
     become_subreaper()
     outcomes = []
     for fault in faults:
         with tempfile.TemporaryDirectory() as folder:
             outcome = run_fault(fault, Path(folder) / "run", LIMIT, strategy=strategy)
-        outcomes.append({**vars(outcome), "said": outcome.said, "living": outcome.living})
+        outcomes.append(outcome)
     return outcomes
 
 
 def check(outcome):
-    fault, rows = outcome["fault"], outcome["rows"]
+    fault, rows = outcome.fault, outcome.rows
     assert not any(row["timed_out"] for row in rows), "\n".join(row["output"] for row in rows)
-    assert outcome["left"] == 0
+    assert outcome.left == 0
     if fault.kind in GO_ON:
         assert [row["value"] for row in rows] == [{"steps": 16}] * 2, "\n".join(row["output"] for row in rows)
         return
-    assert outcome["seconds"] < LIMIT + MORE + BUSY
+    assert outcome.seconds < LIMIT + MORE + BUSY
     expected = SAID[fault.kind].format(rank=fault.rank)
-    for row in outcome["living"]:
+    for row in outcome.living:
         if row["rank"] != fault.rank or fault.kind in OF_LINKS:
             assert row["error"].startswith("OtherRankError: "), row["output"]
             assert expected in row["error"]
         else:
             assert row["error"], row["output"]
     if fault.kind in ("exception", "out of memory"):
-        assert PHASES[fault.phase] in outcome["said"]
-    assert outcome["checkpoints"] > 0 or fault.phase == "even"
-    assert not outcome["broken"]
+        assert PHASES[fault.phase] in outcome.said
+    assert outcome.checkpoints > 0 or fault.phase == "even"
+    assert not outcome.broken
 
 
 @pytest.fixture(scope="module")
 def few():
     (outcomes,) = run_processes(play, 1, FEW, timeout=280)
-    return {outcome["fault"]: outcome for outcome in outcomes}
+    return {outcome.fault: outcome for outcome in outcomes}
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_all_ranks_end_soon_and_say_what_has_happened_or_go_on(few, fault):
 @pytest.mark.slow
 def test_a_stall_report_names_step_phase_and_what_is_waited_for(few):
     outcome = few[Fault("SIGSTOP", 1, "even")]
-    output = outcome["rows"][0]["output"]
+    output = outcome.rows[0]["output"]
     assert "stall report of rank 0 of 2" in output
     assert output.count("training, batch 2") >= 2
     own = next(line for line in output.splitlines() if line.startswith("0 "))
@@ -118,4 +118,4 @@ def test_a_link_that_is_cut(fault, tmp_path):
         outcome = run_fault(fault, tmp_path / "run", 12.0, hosts)
     finally:
         hosts.close()
-    check({**vars(outcome), "said": outcome.said, "living": outcome.living})
+    check(outcome)

@@ -39,17 +39,15 @@ from tests.strategies.preemption_data import (
 )
 from tests.support.processes import run_processes
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 # With 22 samples on two ranks in batches of 3, an epoch has 4 batches.
 CASES = {
     "within an epoch": Case(1, dealt()),
     "at the end of an epoch": Case(3, dealt()),
     "at the beginning of an epoch": Case(4, dealt()),
-    "in the second epoch": Case(6, dealt()),
     "by SIGUSR1": Case(2, dealt(), signum=signal.SIGUSR1),
     "in backward": Case(2, dealt(), hook="on_before_optimizer_step"),
-    "after a batch": Case(2, dealt(), hook="on_train_batch_end"),
     "before a validation": Case(1, dealt(), options={"val_check_interval": 2}),
     "in a validation": Case(1, dealt(), hook="on_validation_batch_start", options={"val_check_interval": 2}),
     "in the last validation": Case(3, dealt(), hook="on_validation_batch_start"),
@@ -60,17 +58,13 @@ CASES = {
     "after a validation, with a plateau": Case(1, dealt(), module=PlateauBySteps, options={"val_check_interval": 2}),
     "by number of steps": Case(5, dealt(), options={"max_epochs": -1, "max_steps": 9}),
     "with generators of its own": Case(1, of_generators(), is_dealt=False),
-    "with generators of its own, at the end of an epoch": Case(3, of_generators(), is_dealt=False),
     "in the uneven phase": Case(2, own(12, 5), is_dealt=False, rank=0),
     "in the uneven phase, on a joined rank": Case(3, own(12, 5), is_dealt=False, hook="on_train_batch_end"),
     "in a stream": Case(1, streams(14, 11)),
     "in the uneven phase of a stream": Case(3, streams(14, 5), rank=0),
-    "in a stream, at the end of an epoch": Case(4, streams(14, 5), rank=0),
     "manual optimization": Case(2, own(12, 5), is_dealt=False, rank=0, module=RandomAdversaries),
     "ddp_checkpoint": Case(2, dealt(), "ddp_checkpoint"),
-    "ddp_checkpoint, at the end of an epoch": Case(3, dealt(), "ddp_checkpoint"),
     "ddp_checkpoint, in a stream": Case(2, streams(14, 14), "ddp_checkpoint"),
-    "ddp_checkpoint, with workers": Case(1, dealt(num_workers=1), "ddp_checkpoint"),
     "ddp_checkpoint, in the second epoch, with workers": Case(6, dealt(num_workers=1), "ddp_checkpoint"),
     "ddp_checkpoint, with a schedule that asks": Case(2, dealt(), "ddp_checkpoint", module=Estimating),
     "ddp_checkpoint, in a stream with a limit": Case(
@@ -80,73 +74,54 @@ CASES = {
 }
 
 
-AFTER_VALIDATION = {"monitor": "val_loss", "save_on_train_epoch_end": False}
-
-
 def by_steps(number: int) -> dict[str, Any]:
     return {"every_n_train_steps": number, "save_on_train_epoch_end": False}
 
 
-# Runs that a `ModelCheckpoint` with these arguments saves at the end of an epoch.
+EVERY_2 = {"val_check_interval": 2}
+WINDOWS = {"module": Unnormalised}
+ADVERSARIES = {"is_dealt": False, "module": RandomAdversaries}
+PLATEAU = Case(0, dealt(), module=PlateauBySteps, options=EVERY_2)
+# Runs that a `ModelCheckpoint` with these arguments saves at the end of an epoch, or within one where a validation or
+# a step of `ReduceLROnPlateau` is due.
 SAVED = {
-    "a loader with workers": (by_steps(4), Case(0, dealt(num_workers=2))),
-    "no validation": (by_steps(4), Case(0, dealt(), options={"limit_val_batches": 0})),
-    "validations by steps": (
-        by_steps(4),
-        Case(0, dealt(), options={"val_check_interval": 4, "check_val_every_n_epoch": None}),
+    "end: workers": (by_steps(4), Case(0, dealt(num_workers=2))),
+    "end: no validation": (by_steps(4), Case(0, dealt(), options={"limit_val_batches": 0})),
+    "end: validations by steps": (
+        by_steps(4), Case(0, dealt(), options={"val_check_interval": 4, "check_val_every_n_epoch": None})
     ),
-    "a window that is short": (
-        by_steps(2),
-        Case(0, dealt(), module=Unnormalised, options={"accumulate_grad_batches": 3}),
+    "end: a short window": (by_steps(2), Case(0, dealt(), **WINDOWS, options={"accumulate_grad_batches": 3})),
+    "end: the uneven phase": (by_steps(4), Case(0, own(12, 5), is_dealt=False)),
+    "end: streams": (by_steps(5), Case(0, streams(14, 5))),
+    "end: streams with windows": (
+        by_steps(2), Case(0, streams(14, 14), **WINDOWS, options={"accumulate_grad_batches": 4})
     ),
-    "the uneven phase": (by_steps(4), Case(0, own(12, 5), is_dealt=False)),
-    "streams": (by_steps(5), Case(0, streams(14, 5))),
-    "streams with windows": (
-        by_steps(2),
-        Case(0, streams(14, 14), module=Unnormalised, options={"accumulate_grad_batches": 4}),
+    "end: manual optimization": (by_steps(8), Case(0, own(12, 5), **ADVERSARIES)),
+    "end: generators of the loader's own, with a worker": (
+        by_steps(4), Case(0, of_generators(num_workers=1), is_dealt=False)
     ),
-    "manual optimization": (by_steps(8), Case(0, own(12, 5), is_dealt=False, module=RandomAdversaries)),
-    "generators of the loader's own, with a worker": (
-        by_steps(4),
-        Case(0, of_generators(num_workers=1), is_dealt=False),
+    "end: by number of steps": ({}, Case(0, dealt(), options={"max_epochs": -1, "max_steps": 9})),
+    "end: after an epoch of streams": ({}, Case(0, streams(14, 5))),
+    "end: ddp_checkpoint": (by_steps(4), Case(0, dealt(), "ddp_checkpoint")),
+    "end: ddp_checkpoint, with a schedule that asks for the number of steps, and workers": (
+        by_steps(4), Case(0, dealt(num_workers=1), "ddp_checkpoint", module=Estimating)
     ),
-    "after an epoch, by number of steps": ({}, Case(0, dealt(), options={"max_epochs": -1, "max_steps": 9})),
-    "after an epoch of streams": ({}, Case(0, streams(14, 5))),
-    "ddp_checkpoint": (by_steps(4), Case(0, dealt(), "ddp_checkpoint")),
-    "ddp_checkpoint, with a schedule that asks for the number of steps, and workers": (
-        by_steps(4),
-        Case(0, dealt(num_workers=1), "ddp_checkpoint", module=Estimating),
+    "end: ddp_checkpoint, streams": (by_steps(5), Case(0, streams(14, 14), "ddp_checkpoint")),
+    "within: before a validation, with a plateau": (by_steps(2), PLATEAU),
+    "within: after a validation, with a plateau": (
+        {"monitor": "val_loss", "save_on_train_epoch_end": False}, PLATEAU
     ),
-    "ddp_checkpoint, streams": (by_steps(5), Case(0, streams(14, 14), "ddp_checkpoint")),
-}
-
-# Runs that a `ModelCheckpoint` with these arguments saves within an epoch, where a validation or a step of
-# `ReduceLROnPlateau` is due.
-SAVED_WITHIN = {
-    "before a validation, with a plateau": (
-        by_steps(2),
-        Case(0, dealt(), module=PlateauBySteps, options={"val_check_interval": 2}),
+    "within: windows": (
+        by_steps(1), Case(0, dealt(34), **WINDOWS, options={"accumulate_grad_batches": 2, **EVERY_2})
     ),
-    "after a validation, with a plateau": (
-        AFTER_VALIDATION,
-        Case(0, dealt(), module=PlateauBySteps, options={"val_check_interval": 2}),
+    "within: the uneven phase": (by_steps(3), Case(0, own(12, 5), is_dealt=False, options={"val_check_interval": 3})),
+    "within: streams": (by_steps(4), Case(0, streams(14, 5), options={**EVERY_2, "check_val_every_n_epoch": None})),
+    "within: manual optimization": (by_steps(4), Case(0, own(12, 5), **ADVERSARIES)),
+    "within: ddp_checkpoint": (by_steps(2), Case(0, dealt(), "ddp_checkpoint", options=EVERY_2)),
+    "within: ddp_checkpoint, with a loader that resumes by itself": (
+        by_steps(2), Case(0, stateful, "ddp_checkpoint", options=EVERY_2)
     ),
-    "in windows": (
-        by_steps(1),
-        Case(0, dealt(34), module=Unnormalised, options={"accumulate_grad_batches": 2, "val_check_interval": 2}),
-    ),
-    "in the uneven phase": (by_steps(3), Case(0, own(12, 5), is_dealt=False, options={"val_check_interval": 3})),
-    "streams": (
-        by_steps(4),
-        Case(0, streams(14, 5), options={"val_check_interval": 2, "check_val_every_n_epoch": None}),
-    ),
-    "manual optimization": (by_steps(4), Case(0, own(12, 5), is_dealt=False, module=RandomAdversaries)),
-    "ddp_checkpoint": (by_steps(2), Case(0, dealt(), "ddp_checkpoint", options={"val_check_interval": 2})),
-    "ddp_checkpoint, with a loader that resumes by itself": (
-        by_steps(2),
-        Case(0, stateful, "ddp_checkpoint", options={"val_check_interval": 2}),
-    ),
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -160,11 +135,12 @@ class Found:
     files: list[str]
 
 
-def run_all(folder: str) -> dict[str, Found]:
-    """Run every case on this rank."""
+def run_all(folder: str) -> tuple[dict[str, Found], dict[str, tuple[Trail, Trail]]]:
+    """Run every case on this rank: those that a signal interrupts, and those that a callback saves."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    return {name: _run(case, Path(folder, name)) for name, case in CASES.items()}
+    interrupted = {name: _run(case, Path(folder, name)) for name, case in CASES.items()}
+    return interrupted, {name: _resume_saved(*case, Path(folder, name)) for name, case in SAVED.items()}
 
 
 def _run(case: Case, folder: Path) -> Found:
@@ -181,17 +157,6 @@ def _run(case: Case, folder: Path) -> Found:
     if files:
         _fit(case, folder, Tracing(resumed, None), ckpt_path="hpc")
     return Found(whole, interrupted, resumed, code, files)
-
-
-def run_saved(folder: str) -> dict[str, tuple[Trail, Trail]]:
-    """Run every case that a callback saves: what the whole run has left, and the resumed one."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    return {
-        f"{place}: {name}": _resume_saved(options, case, Path(folder, place, name))
-        for place, cases in (("end", SAVED), ("within", SAVED_WITHIN))
-        for name, (options, case) in cases.items()
-    }
 
 
 def _resume_saved(options: dict[str, Any], case: Case, folder: Path) -> tuple[Trail, Trail]:
@@ -231,100 +196,78 @@ def _fit(case: Case, folder: Path, *callbacks: Callback, ckpt_path: str | None =
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results(tmp_path_factory):
     """What each rank has; one launch for all cases."""
-    return run_processes(run_all, 2, str(tmp_path_factory.mktemp("runs")), timeout=500)
+    return run_processes(run_all, 2, str(tmp_path_factory.mktemp("runs")), timeout=860)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_that_leaves_and_resumes_ends_as_the_whole_one(found, name):
-    for by_name in found:
-        case = by_name[name]
+def test_ranks_leave_after_the_same_batch_and_a_resumed_run_ends_as_the_whole_one(results, name):
+    first, second = cases = [interrupted[name] for interrupted, _ in results]
+    for case in cases:
         assert case.interrupted.digests, "left before its first batch"
         assert len(case.interrupted.digests) < len(case.whole.digests), "was not interrupted"
         assert case.interrupted.digests + case.resumed.digests == case.whole.digests
         assert case.interrupted.steps + case.resumed.steps == case.whole.steps
         assert case.interrupted.validated + case.resumed.validated == case.whole.validated
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_leave_after_the_same_batch_with_one_checkpoint(found, name):
-    first, second = (by_name[name] for by_name in found)
     assert first.interrupted.digests == second.interrupted.digests
     assert first.files == second.files == ["hpc_ckpt_1.ckpt"]
     assert first.code == second.code == 128 + CASES[name].signum
 
 
-def test_random_numbers_matter(found):
+def test_random_numbers_matter(results):
     """The control: ranks draw different ones, and so does each run that does not restore them."""
-    assert found[0]["within an epoch"].whole.digests != found[0]["in the uneven phase"].whole.digests
-    assert len(set(found[0]["within an epoch"].whole.digests)) == len(found[0]["within an epoch"].whole.digests)
+    within, uneven = (results[0][0][name].whole.digests for name in ("within an epoch", "in the uneven phase"))
+    assert within != uneven
+    assert len(set(within)) == len(within)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return run_processes(run_saved, 2, str(tmp_path_factory.mktemp("saved")), timeout=300)
-
-
-PLACES = [f"end: {name}" for name in SAVED] + [f"within: {name}" for name in SAVED_WITHIN]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_that_a_callback_saves_resumes_as_the_whole_one(saved, place):
-    for whole, resumed in (by_place[place] for by_place in saved):
+@pytest.mark.parametrize("name", SAVED)
+def test_a_run_that_a_callback_saves_resumes_as_the_whole_one(results, name):
+    for whole, resumed in (saved[name] for _, saved in results):
         batches, validations = whole.saved
         assert 0 < batches < len(whole.digests)
         is_at_end = whole.steps[batches - 1][0] < whole.steps[batches][0]
-        assert is_at_end == place.startswith("end"), "was saved somewhere else"
+        assert is_at_end == name.startswith("end"), "was saved somewhere else"
         assert resumed.digests == whole.digests[batches:]
         assert resumed.steps == whole.steps[batches:]
         assert resumed.validated == whole.validated[validations:]
 
 
-def save_within_an_epoch(folder: str, steps: list[int]) -> list[list[int]]:
-    """Save after some batches of an epoch; returns the samples of this rank until then."""
-    return [_train_on(folder, None, number)[0] for number in steps]
-
-
-def resume_on_others(folder: str, steps: list[int]) -> list[Any]:
-    """Resume on the ranks of this launch; returns the samples of this rank in the rest of the epoch and in the next."""
-    return [_train_on(folder, f"{folder}/{number}.ckpt", number) for number in steps]
-
-
 DRAWN = 8  # steps: 6 are an epoch on two ranks
 
 
-def save_what_is_drawn(folder: str) -> list[int]:
-    """Save in the second epoch of a sampler with a generator of its own; returns the samples of this rank in it."""
-    return _train_on(folder, None, DRAWN, _drawn, name="drawn")[1]
+def save_in_epochs(folder: str, steps: list[int]) -> tuple[list[list[int]], list[int]]:
+    """Save after some batches of the first epoch, in the second one with a sampler's generator, and in a stream.
+
+    Returns the samples of this rank until each step, and in the second epoch.
+    """
+    until = [_train_on(folder, None, number)[0] for number in steps]
+    _train_on(folder, None, 2, streams(*[12] * WORLD_SIZE), name="stream")
+    return until, _train_on(folder, None, DRAWN, _drawn, name="drawn")[1]
 
 
-def resume_what_is_drawn(folder: str) -> list[int]:
-    """Resume on the ranks of this launch; returns the samples of this rank in the rest of the epoch."""
-    return _train_on(folder, f"{folder}/drawn.ckpt", DRAWN, _drawn)[1]
+def resume_in_epochs(folder: str, steps: list[int]) -> tuple[list[Any], list[int], list[str]]:
+    """Resume on the ranks of this launch.
+
+    Returns the samples of this rank in the rest of the first epoch and in the next one for each step, in the rest of
+    the second epoch, and errors where resuming is not possible.
+    """
+    rest = [_train_on(folder, f"{folder}/{number}.ckpt", number) for number in steps]
+    errors = []
+    several = lambda: [DataLoader(Augmented(12), 2), DataLoader(Augmented(12), 2)]  # noqa: E731
+    for loader in (streams(*[12] * WORLD_SIZE), several):
+        with pytest.raises(RuntimeError) as raised:
+            _train_on(folder, f"{folder}/stream.ckpt", 2, loader)
+        errors.append(f"{type(raised.value).__name__}: {raised.value}")
+    return rest, _train_on(folder, f"{folder}/drawn.ckpt", DRAWN, _drawn)[1], errors
 
 
 def _drawn() -> DataLoader:
+    """A loader whose sampler has a generator that differs between ranks, and advances."""
     generator = torch.Generator().manual_seed(RANK)
     sampler = WeightedRandomSampler([1.0] * 31, 31, replacement=False, generator=generator)
     return DataLoader(Augmented(31), batch_size=3, sampler=sampler)
-
-
-def refuse_on_others(folder: str) -> list[str]:
-    """Resume where that is not possible."""
-    found = []
-    for loader in (streams(12, 12, 12), lambda: [DataLoader(Augmented(12), 2), DataLoader(Augmented(12), 2)]):
-        try:
-            _train_on(folder, f"{folder}/stream.ckpt", 2, loader)
-            found.append("")
-        except RuntimeError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-def save_streams(folder: str) -> None:
-    """Save within an epoch of a stream."""
-    _train_on(folder, None, 2, streams(12, 12), name="stream")
 
 
 def _train_on(
@@ -357,54 +300,24 @@ def _train_on(
     return by_epoch[0], by_epoch[1]
 
 
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    """Samples by rank until an epoch is interrupted on two ranks, and when three resume it."""
-    folder = str(tmp_path_factory.mktemp("others"))
-    steps = [1, 4, 5, 6]  # the ranks have 16 and 15 samples, in batches of 3; 6 is the last one
-    before = run_processes(save_within_an_epoch, 2, folder, steps, timeout=120)
-    run_processes(save_streams, 2, folder, timeout=120)
-    after = run_processes(resume_on_others, 3, folder, steps, timeout=120)
-    refused = run_processes(refuse_on_others, 3, folder, timeout=120)
-    return steps, before, after, refused
-
-
+# In batches of 3: two ranks have 16 and 15 samples, three have 11 and 10. The last steps end an epoch, and fewer ranks,
+# whose epochs have more batches than the one that was saved, begin the next one.
 @pytest.mark.slow
-def test_what_is_left_of_an_epoch_is_dealt_out_on_another_number_of_ranks(others):
-    steps, before, after, _ = others
-    for number in range(len(steps)):
-        until = [index for by_rank in before for index in by_rank[number]]
-        rest = [index for by_rank in after for index in by_rank[number][0]]
-        assert sorted(until + rest) == list(range(31))
+@pytest.mark.parametrize(("before", "after", "steps"), [(2, 3, [1, 4, 5, 6]), (3, 2, [4])])
+def test_another_number_of_ranks_shares_the_rest_of_an_epoch_but_not_of_streams(before, after, steps, tmp_path):
+    saved = run_processes(save_in_epochs, before, str(tmp_path), steps, timeout=240)
+    resumed = run_processes(resume_in_epochs, after, str(tmp_path), steps, timeout=240)
+    everything = list(range(31))
+    for number, step in enumerate(steps):
+        until = [index for by_step, _ in saved for index in by_step[number]]
+        rest = [index for by_step, *_ in resumed for index in by_step[number][0]]
+        following = [index for by_step, *_ in resumed for index in by_step[number][1]]
         assert until
-        assert bool(rest) == (steps[number] < 6)
-        following = [index for by_rank in after for index in by_rank[number][1]]
-        assert sorted(following) == list(range(31))
-
-
-@pytest.mark.slow
-def test_fewer_ranks_begin_the_next_epoch_after_the_last_batch(tmp_path):
-    """Their epochs have more batches than the one that was saved."""
-    last = [4]  # of 11 and 10 samples
-    before = run_processes(save_within_an_epoch, 3, str(tmp_path), last, timeout=120)
-    assert sorted(index for by_rank in before for index in by_rank[0]) == list(range(31))
-    after = run_processes(resume_on_others, 2, str(tmp_path), last, timeout=120)
-    assert [rest for ((rest, _),) in after] == [[], []]
-    assert sorted(index for ((_, following),) in after for index in following) == list(range(31))
-
-
-@pytest.mark.slow
-def test_more_ranks_go_on_with_what_a_sampler_has_drawn(tmp_path):
-    """Its generator is another one on each rank, and has advanced."""
-    before = run_processes(save_what_is_drawn, 2, str(tmp_path), timeout=120)
-    after = run_processes(resume_what_is_drawn, 3, str(tmp_path), timeout=120)
-    assert all(before)
-    assert sorted(index for by_rank in (*before, *after) for index in by_rank) == list(range(31))
-
-
-@pytest.mark.slow
-def test_streams_and_several_loaders_refuse_another_number_of_ranks(others):
-    for by_rank in others[3]:
-        for message in by_rank:
-            assert "UnsupportedFeatureError: the checkpoint was saved by 2 ranks in the middle of an epoch" in message
-            assert "Resume on 2 ranks" in message
+        assert bool(rest) == (step != steps[-1])
+        assert sorted(until + rest) == sorted(following) == everything
+    drawn = [*(drawn for _, drawn in saved), *(drawn for _, drawn, _ in resumed)]
+    assert before > after or all(drawn[:before])
+    assert before > after or sorted(index for by_rank in drawn for index in by_rank) == everything
+    for message in (message for *_, messages in resumed for message in messages):
+        assert f"UnsupportedFeatureError: the checkpoint was saved by {before} ranks in the middle of an ep" in message
+        assert f"Resume on {before} ranks" in message

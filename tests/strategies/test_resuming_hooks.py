@@ -6,14 +6,36 @@ import numpy
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.strategies.ddp_ranks import quiet_trainer
 from tests.strategies.join_ranks import samples
 from tests.strategies.preemption_data import STRATEGIES, Augmented, Random, Tracing, Trail, dealt, streams
 
 BATCHES = 4  # in an epoch
-LOADERS = {"a loader": dealt(11), "a stream": streams(11)}
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+class Breaking(Augmented):
+    """Cannot give its seventh sample, once."""
+
+    left = 6
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.left == -1:
+            raise OSError("the file is gone")
+        return super().__getitem__(index)
+
+
+LOADERS = {
+    "a loader": dealt(11),
+    "a stream": streams(11),
+    "a loader that breaks": lambda: DataLoader(Breaking(11), batch_size=3, shuffle=True),
+}
 
 
 class SaveOnce(Callback):
@@ -30,8 +52,9 @@ class SaveOnce(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def make_trainer(strategy, trail, *callbacks, **options):
-    return quiet_trainer(
+def fit(strategy, trail, *callbacks, kind=Random, loader="a loader", path=None, **options):
+    """Train on one rank, from a checkpoint if there is a path; return the module."""
+    trainer = quiet_trainer(
         **{
             "strategy": STRATEGIES[strategy](process_group_backend="gloo"),
             "devices": 1,
@@ -42,17 +65,24 @@ def make_trainer(strategy, trail, *callbacks, **options):
             **options,
         }
     )
+    return fit_with(trainer, kind, LOADERS[loader], path)
 
 
-def fit(trainer, kind=Random, make_loader=LOADERS["a loader"], ckpt_path=None):
-    seed_everything(0 if ckpt_path is None else 1, verbose=False)  # deals the samples out
-    own = 0 if ckpt_path is None else 1
+def fit_with(trainer, kind=Random, make_loader=LOADERS["a loader"], path=None):
+    seed_everything(0 if path is None else 1, verbose=False)  # deals the samples out
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
-        seed(own)
+        seed(0 if path is None else 1)
     validation = DataLoader(list(zip(*samples(5), strict=True)), batch_size=2)
     module = kind().double()
-    trainer.fit(module, make_loader(), validation, ckpt_path=ckpt_path, weights_only=True)
+    trainer.fit(module, make_loader(), validation, ckpt_path=path, weights_only=True)
     return module
+
+
+def save_and_resume(tmp_path, hook, batches, saving, resuming=None, **options):
+    """Save once in a hook, and resume; return the trail and the module of both runs."""
+    whole, resumed, path = Trail(), Trail(), f"{tmp_path}/1.ckpt"
+    module = fit(saving, whole, SaveOnce(hook, batches, path), **options)
+    return whole, resumed, module, fit(resuming or saving, resumed, path=path, **options)
 
 
 def assert_goes_on(resumed, whole):
@@ -73,52 +103,45 @@ def strategy(request):
     return request.param
 
 
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize(
-    ("hook", "batches"),
+    ("hook", "batches", "loader"),
     [
-        ("on_train_batch_end", 2),
-        ("on_train_batch_end", BATCHES),
-        ("on_validation_end", 2),
-        ("on_validation_end", BATCHES),
-        ("on_train_epoch_end", BATCHES),
+        ("on_train_batch_end", 2, "a loader"),
+        slow("on_train_batch_end", 2, "a stream"),
+        ("on_train_batch_end", BATCHES, "a loader"),
+        ("on_validation_end", 2, "a loader"),
+        ("on_validation_end", BATCHES, "a loader"),
+        slow("on_validation_end", BATCHES, "a stream"),
+        ("on_train_epoch_end", BATCHES, "a loader"),
+        slow("on_train_epoch_end", BATCHES, "a stream"),
     ],
 )
-def test_a_run_that_is_saved_in_a_hook_and_saved_again_ends_as_the_whole_one(strategy, loader, hook, batches, tmp_path):
-    options = {"val_check_interval": 2, "check_val_every_n_epoch": None}
-    whole = Trail()
-    fit(
-        make_trainer(strategy, whole, SaveOnce(hook, batches, f"{tmp_path}/1.ckpt"), **options),
-        make_loader=LOADERS[loader],
-    )
-    first = Trail()
-    again = SaveOnce("on_validation_end", batches if hook == "on_train_batch_end" else 2, f"{tmp_path}/2.ckpt")
-    fit(make_trainer(strategy, first, again, **options), make_loader=LOADERS[loader], ckpt_path=f"{tmp_path}/1.ckpt")
+def test_a_run_that_is_saved_in_a_hook_and_saved_again_ends_as_the_whole_one(strategy, hook, batches, loader, tmp_path):
+    options = {"val_check_interval": 2, "check_val_every_n_epoch": None, "loader": loader}
+    paths = [f"{tmp_path}/{number}.ckpt" for number in range(2)]
+    whole, first, second = Trail(), Trail(), Trail()
+    fit(strategy, whole, SaveOnce(hook, batches, paths[0]), **options)
+    again = SaveOnce("on_validation_end", batches if hook == "on_train_batch_end" else 2, paths[1])
+    fit(strategy, first, again, path=paths[0], **options)
     assert_is_the_same(first, whole)
-    second = Trail()
-    fit(make_trainer(strategy, second, **options), make_loader=LOADERS[loader], ckpt_path=f"{tmp_path}/2.ckpt")
+    fit(strategy, second, path=paths[1], **options)
     assert second.digests == first.digests[first.saved[0] :]
     assert second.validated == first.validated[first.saved[1] :]
 
 
-@pytest.mark.parametrize("batches", [2, BATCHES])
+@pytest.mark.parametrize("batches", [2, slow(BATCHES)])
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_batch_end", "on_validation_epoch_end"])
 def test_a_validation_that_was_not_over_is_made_again(strategy, batches, hook, tmp_path):
-    whole, resumed = Trail(), Trail()
-    saving = SaveOnce(hook, batches, f"{tmp_path}/1.ckpt")
-    fit(make_trainer(strategy, whole, saving, val_check_interval=2))
-    fit(make_trainer(strategy, resumed, val_check_interval=2), ckpt_path=f"{tmp_path}/1.ckpt")
+    whole, resumed, *_ = save_and_resume(tmp_path, hook, batches, strategy, val_check_interval=2)
     assert_goes_on(resumed, whole)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", slow("on_validation_end"), slow("on_train_epoch_end")])
 def test_a_trainer_that_has_fitted_before_resumes(strategy, hook, tmp_path):
-    trail = Trail()
-    trainer = make_trainer(strategy, trail, SaveOnce(hook, BATCHES, f"{tmp_path}/1.ckpt"))
-    fit(trainer)
-    whole, resumed = Trail(**vars(trail)), Trail()
+    whole, resumed, path = Trail(), Trail(), f"{tmp_path}/1.ckpt"
+    trainer = fit(strategy, whole, SaveOnce(hook, BATCHES, path)).trainer
     trainer.callbacks[0] = Tracing(resumed, None)
-    fit(trainer, ckpt_path=f"{tmp_path}/1.ckpt")
+    fit_with(trainer, path=path)
     assert_is_the_same(resumed, whole)
 
 
@@ -132,13 +155,10 @@ class CutShort(Random):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_epochs": -1, "max_steps": 10}])
+@pytest.mark.parametrize("options", [{}, slow({"max_epochs": -1, "max_steps": 10})])
 def test_an_epoch_that_was_cut_short_has_ended(strategy, options, tmp_path):
-    whole, resumed = Trail(), Trail()
-    saving = SaveOnce("on_train_epoch_end", 3, f"{tmp_path}/1.ckpt")
-    options = {"limit_val_batches": 0, **options}
-    fit(make_trainer(strategy, whole, saving, **options), CutShort)
-    fit(make_trainer(strategy, resumed, **options), CutShort, ckpt_path=f"{tmp_path}/1.ckpt")
+    options = {"kind": CutShort, "limit_val_batches": 0, **options}
+    whole, resumed, *_ = save_and_resume(tmp_path, "on_train_epoch_end", 3, strategy, **options)
     assert_is_the_same(resumed, whole)
 
 
@@ -152,18 +172,16 @@ class LateValue(Random):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
         schedules = [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0) for _ in "ab"]
         return [optimizer], [
-            {"scheduler": schedules[0], "monitor": "late"},
-            {"scheduler": schedules[1], "monitor": "val_loss"},
+            {"scheduler": schedule, "monitor": name}
+            for schedule, name in zip(schedules, ("late", "val_loss"), strict=True)
         ]
 
 
-def test_a_schedule_whose_value_is_not_there_yet_is_left_out_with_a_warning(strategy, tmp_path):
-    whole, resumed = Trail(), Trail()
-    module = fit(
-        make_trainer(strategy, whole, SaveOnce("on_train_epoch_end", BATCHES, f"{tmp_path}/1.ckpt")), LateValue
-    )
+def test_a_schedule_whose_value_is_not_there_yet_is_skipped_with_a_warning(strategy, tmp_path):
     with pytest.warns(RuntimeWarning, match="ReduceLROnPlateau conditioned on metric late which is not available"):
-        found = fit(make_trainer(strategy, resumed), LateValue, ckpt_path=f"{tmp_path}/1.ckpt")
+        whole, resumed, module, found = save_and_resume(
+            tmp_path, "on_train_epoch_end", BATCHES, strategy, kind=LateValue
+        )
     assert_goes_on(resumed, whole)
     (late, other), expected = found.lr_schedulers(), module.lr_schedulers()
     assert late.last_epoch == expected[0].last_epoch - 1
@@ -172,29 +190,10 @@ def test_a_schedule_whose_value_is_not_there_yet_is_left_out_with_a_warning(stra
 
 
 @pytest.mark.parametrize(("saving", "resuming"), [("ddp_checkpoint", "ddp_join"), ("ddp_join", "ddp_checkpoint")])
-@pytest.mark.parametrize("batches", [2, BATCHES])
+@pytest.mark.parametrize("batches", [2, slow(BATCHES)])
 def test_each_strategy_resumes_what_the_other_has_saved(saving, resuming, batches, tmp_path):
-    whole, resumed = Trail(), Trail()
-    fit(make_trainer(saving, whole, SaveOnce("on_train_batch_end", batches, f"{tmp_path}/1.ckpt")))
-    fit(make_trainer(resuming, resumed), ckpt_path=f"{tmp_path}/1.ckpt")
+    whole, resumed, *_ = save_and_resume(tmp_path, "on_train_batch_end", batches, saving, resuming)
     assert_is_the_same(resumed, whole)
-
-
-class Breaking(Dataset):
-    """Cannot give a sample, once."""
-
-    def __init__(self, number):
-        self.samples, self.is_broken, self.left = Augmented(number), True, 6
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        self.left -= 1
-        if self.is_broken and self.left < 0:
-            self.is_broken = False
-            raise OSError("the file is gone")
-        return self.samples[index]
 
 
 class SaveOnException(Callback):
@@ -207,14 +206,11 @@ class SaveOnException(Callback):
 
 def test_an_exception_while_a_batch_is_fetched_leaves_nothing_due(strategy, tmp_path):
     """Neither the validation after the second batch nor what follows that."""
-    whole, interrupted, resumed = Trail(), Trail(), Trail()
+    whole, interrupted, resumed, path = Trail(), Trail(), Trail(), f"{tmp_path}/1.ckpt"
     options = {"val_check_interval": 2}
-    fit(make_trainer(strategy, whole, **options))
+    fit(strategy, whole, **options)
     with pytest.raises(OSError, match="the file is gone"):
-        fit(
-            make_trainer(strategy, interrupted, SaveOnException(f"{tmp_path}/1.ckpt"), **options),
-            make_loader=lambda: DataLoader(Breaking(11), batch_size=3, shuffle=True),
-        )
-    fit(make_trainer(strategy, resumed, **options), ckpt_path=f"{tmp_path}/1.ckpt")
+        fit(strategy, interrupted, SaveOnException(path), loader="a loader that breaks", **options)
+    fit(strategy, resumed, path=path, **options)
     assert interrupted.steps + resumed.steps == whole.steps
     assert [step for step, _ in interrupted.validated + resumed.validated] == [step for step, _ in whole.validated]

@@ -1,8 +1,6 @@
 import sys
 import threading
 
-import pytest
-
 from lightning_ddp_ext.distributed.stall_report import describe_main_stack, find_main_thread, find_stack_location
 
 
@@ -17,7 +15,7 @@ def test_the_main_thread_is_found_from_another_one():
     thread.join()
     place, stack = found
     assert place.collective == ""
-    assert "test_the_main_thread_is_found_from_another_one (test_whereabouts.py:" in place.code
+    assert "test_the_main_thread_is_found_from_another_one (test_stack_location.py:" in place.code
     assert "in test_the_main_thread_is_found_from_another_one\n    thread." in stack
 
 
@@ -35,26 +33,21 @@ def test_a_function_of_torch_distributed_is_named_with_its_caller():
     training_step()
     place = find_stack_location(frames["f"])
     assert place.collective == "all_gather_object"
-    assert place.code.startswith("training_step (test_whereabouts.py:")
+    assert place.code.startswith("training_step (test_stack_location.py:")
     assert str(place).startswith("all_gather_object <- training_step (")
     assert place.waits
 
 
-@pytest.mark.parametrize(
-    ("module", "waits"),
-    [
-        ("torch.distributed.distributed_c10d", True),
-        ("lightning_ddp_ext.reducer.gradient_reducer", True),
-        ("torch.distributed.checkpoint.filesystem", False),
-        ("lightning_ddp_ext.join.lockstep_loader", False),
-        ("theirs", False),
-    ],
-)
-def test_a_thread_waits_for_ranks_only_where_nothing_else_takes_time(module, waits):
-    namespace = {"__name__": module, "sys": sys}
-    exec("def stay():\n    return sys._getframe()", namespace)
-    assert find_stack_location(namespace["stay"]()).waits == waits
-
-
-def test_nothing_is_known_of_a_thread_that_has_ended():
-    assert str(find_stack_location(None)) == ""
+def test_a_thread_waits_for_ranks_only_where_nothing_else_takes_time():
+    modules = {
+        "torch.distributed.distributed_c10d": True,
+        "lightning_ddp_ext.reducer.gradient_reducer": True,
+        "torch.distributed.checkpoint.filesystem": False,
+        "lightning_ddp_ext.join.lockstep_loader": False,
+        "theirs": False,
+    }
+    for module, waits in modules.items():
+        namespace = {"__name__": module, "sys": sys}
+        exec("def stay():\n    return sys._getframe()", namespace)
+        assert find_stack_location(namespace["stay"]()).waits == waits, module
+    assert str(find_stack_location(None)) == ""  # of a thread that has ended
