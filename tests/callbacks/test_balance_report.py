@@ -102,17 +102,6 @@ def test_each_training_is_a_report_of_its_own():
     assert {record.replica for record in report.records} == {0, 1, 2, 3}
 
 
-def test_pictures_of_unknown_formats_are_refused():
-    with pytest.raises(ValueError, match=r"`plot` must end in \.png, \.svg, \.pdf, got 'balance\.xyz'"):
-        BalanceReport(plot="balance.xyz")
-
-
-def test_a_picture_is_drawn(tmp_path):
-    report = BalanceReport(plot=tmp_path / "new" / "balance.png")
-    fit(BalancedDataParallelStrategy(), 2, report)
-    assert report.plot.read_bytes().startswith(b"\x89PNG")
-
-
 def test_other_strategies_record_nothing(tmp_path):
     report = BalanceReport(tmp_path / "replicas.csv")
     fit("auto", 1, report)
