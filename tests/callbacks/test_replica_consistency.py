@@ -91,6 +91,7 @@ def test_the_state_of_a_training_has_names():
         *[f"`momentum_buffer` of `{name}` in optimizer 0" for name in parameters],
     ]
     assert state["`lr` of group 0 in optimizer 0"].item() == 0.1
+    assert "`momentum_buffer` of `0.bias` in optimizer 1" in name_training_state(module, [optimizer, optimizer])
     assert state["parameter `0.weight`"] is module[0].weight
 
 
