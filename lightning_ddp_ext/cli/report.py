@@ -135,7 +135,7 @@ def draw_run(folder: Path, trainer: Trainer) -> None:
         _draw_curves(axis, {name: curve for name, curve in curves.items() if ("loss" in name) == (title == "loss")})
         axis.set(title=title, xlabel="optimizer step")
     if records:
-        _draw_replicas(*axes[1], records)
+        _draw_replicas(axes[1][0], axes[1][1], records)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
