@@ -11,7 +11,6 @@ from typing import Any
 
 _LONGEST = timedelta(days=365)  # torch keeps time limits in 64-bit nanoseconds, at most 292 years
 _LARGEST_BUCKET = 2**20  # MiB
-_PLOTS = (".png", ".svg", ".pdf")
 
 
 def check_integer(name: str, value: object, *, least: int = 0, most: int | None = None, remedy: str) -> None:
@@ -67,12 +66,6 @@ def check_path(name: str, value: object) -> None:
         raise TypeError(f"`{name}` must be a path, got {value!r}. Leave it out to write no file.")
     if not os.fspath(value) or os.path.isdir(value):
         raise ValueError(f"`{name}` must be the path of a file, got {str(value)!r}. Leave it out to write no file.")
-
-
-def check_plot(name: str, path: str | os.PathLike[str] | None) -> None:
-    """Check the suffix of the optional path of a plot."""
-    if path is not None and not os.fspath(path).endswith(_PLOTS):
-        raise ValueError(f"`{name}` must end in {', '.join(_PLOTS)}, got {str(path)!r}. Use .png if unsure.")
 
 
 def as_timeout(name: str, value: object) -> timedelta:

@@ -68,55 +68,41 @@ def test_every_option_of_every_group_composes(composed):
     assert found["strategy"] == ["balanced_dp", "ddp", "ddp_checkpoint", "ddp_join", "fsdp", "single"]
 
 
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("balanced_dp", BalancedDataParallelStrategy),
-        ("ddp", DDPStrategy),
-        ("ddp_checkpoint", DDPCheckpointStrategy),
-        ("ddp_join", DDPJoinStrategy),
-        ("fsdp", FSDPStrategy),
-        ("single", str),
-    ],
-)
-def test_every_strategy_is_built(composed, option, expected):
-    assert isinstance(instantiate(composed(f"strategy={option}").strategy), expected)
+def test_every_strategy_is_built(composed):
+    for option, expected in (
+        ("balanced_dp", BalancedDataParallelStrategy), ("ddp", DDPStrategy), ("ddp_checkpoint", DDPCheckpointStrategy),
+        ("ddp_join", DDPJoinStrategy), ("fsdp", FSDPStrategy), ("single", str),
+    ):  # fmt: skip
+        assert isinstance(instantiate(composed(f"strategy={option}").strategy), expected), option
 
 
-@pytest.mark.parametrize("option", ["ddp", "ddp_checkpoint", "ddp_join", "fsdp"])
-def test_process_group_and_network_reach_the_strategy(composed, option):
-    node = composed(
-        f"strategy={option}", "process_group=gloo", "process_group.timeout_seconds=7",
-        "process_group.init_method=tcp://node1:29501", "network=loopback",
-    )  # fmt: skip
-    connection = instantiate(node.strategy)._connection
-    assert connection == Connection(
-        backend="gloo",
-        timeout=timedelta(seconds=7),
-        init_method="tcp://node1:29501",
-        network_interface="loopback",
+def test_process_group_and_network_reach_the_strategy(composed):
+    expected = Connection(
+        backend="gloo", timeout=timedelta(seconds=7), init_method="tcp://node1:29501", network_interface="loopback"
     )
+    for option in ("ddp", "ddp_checkpoint", "ddp_join", "fsdp"):
+        node = composed(
+            f"strategy={option}", "process_group=gloo", "process_group.timeout_seconds=7",
+            "process_group.init_method=tcp://node1:29501", "network=loopback",
+        )  # fmt: skip
+        assert instantiate(node.strategy)._connection == expected, option
 
 
-@pytest.mark.parametrize("option", ["ddp_checkpoint", "ddp_join"])
-@pytest.mark.parametrize(
-    ("given", "limit"),
-    [
-        ((), timedelta(minutes=1)),
-        (("process_group=gloo", "process_group.stall_timeout_seconds=7"), timedelta(seconds=7)),
-        (("process_group=gloo", "process_group.stall_timeout_seconds=null"), None),
-        (("strategy.stall_timeout=null",), None),
-    ],
-)
-def test_the_stall_limit_reaches_the_strategy(composed, option, given, limit):
-    assert instantiate(composed(f"strategy={option}", *given).strategy)._watch.limit == limit
+def test_settings_reach_the_strategies_with_explicit_gradients(composed):
+    def build(option, *overrides):
+        return instantiate(composed(f"strategy={option}", *overrides).strategy)
 
-
-def test_uneven_inputs_and_token_weights_reach_the_strategy(composed):
-    assert instantiate(composed("strategy=ddp_join").strategy).uneven_inputs == "join"
-    assert instantiate(composed("strategy=ddp_join", "strategy.uneven_inputs=stop").strategy).uneven_inputs == "stop"
-    strategy = instantiate(composed("strategy=ddp_join", "experiment=stdlib_stream").strategy)
-    assert strategy.weight_by is count_tokens
+    for option in ("ddp_checkpoint", "ddp_join"):
+        for given, limit in (
+            ((), timedelta(minutes=1)),
+            (("process_group=gloo", "process_group.stall_timeout_seconds=7"), timedelta(seconds=7)),
+            (("process_group=gloo", "process_group.stall_timeout_seconds=null"), None),
+            (("strategy.stall_timeout=null",), None),
+        ):
+            assert build(option, *given)._watch.limit == limit, (option, given)
+    assert build("ddp_join").uneven_inputs == "join"
+    assert build("ddp_join", "strategy.uneven_inputs=stop").uneven_inputs == "stop"
+    assert build("ddp_join", "experiment=stdlib_stream").weight_by is count_tokens
 
 
 def test_a_slurm_job_is_built_from_its_variables(composed, monkeypatch):
@@ -148,15 +134,6 @@ def test_all_tasks_and_restarts_of_a_slurm_job_have_one_folder(monkeypatch):
     assert run_folder("cluster=slurm") == folder
     assert run_folder("cluster=slurm", "hydra.run.dir=mine") == "mine"
     assert not run_folder().startswith("runs/slurm")
-
-
-def test_a_foreign_application_gets_the_folder_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    (tmp_path / "app.yaml").write_text(FOREIGN.replace("  - strategy", "  - cluster: slurm\n  - strategy"))
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        node = compose("app", return_hydra_config=True)
-    assert node.hydra.run.dir == "runs/slurm/8/0"
-    assert node.cluster.num_nodes == 1
 
 
 def test_a_manual_cluster_is_built(composed):
@@ -251,23 +228,25 @@ lr: 0.1
 """
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ((), "BalancedDataParallelStrategy"),
-        (("strategy.split=[1,2]",), "BalancedDataParallelStrategy"),
-        (("strategy=ddp",), "ConnectedDDPStrategy"),
-        (("strategy=ddp_checkpoint", "process_group=gloo", "network=auto"), "DDPCheckpointStrategy"),
-        (("strategy=ddp_join", "strategy.uneven_inputs=error", "process_group=gloo"), "DDPJoinStrategy"),
-        (("strategy=ddp", "process_group=gloo", "network=auto"), "ConnectedDDPStrategy"),
-    ],
-)
-def test_a_foreign_application_uses_the_strategy_groups(tmp_path, overrides, expected):
+def test_a_foreign_application_uses_the_strategy_groups(tmp_path, monkeypatch):
     (tmp_path / "app.yaml").write_text(FOREIGN)
+    (tmp_path / "slurm.yaml").write_text(FOREIGN.replace("  - strategy", "  - cluster: slurm\n  - strategy"))
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        node = compose("app", overrides=list(overrides))
-        assert {"strategy", "lr"} <= set(node) <= {"strategy", "process_group", "network", "lr"}
-        assert type(instantiate(node.strategy)).__name__ == expected
+        for overrides, expected in (
+            ((), "BalancedDataParallelStrategy"),
+            (("strategy.split=[1,2]",), "BalancedDataParallelStrategy"),
+            (("strategy=ddp",), "ConnectedDDPStrategy"),
+            (("strategy=ddp", "process_group=gloo", "network=auto"), "ConnectedDDPStrategy"),
+            (("strategy=ddp_checkpoint", "process_group=gloo", "network=auto"), "DDPCheckpointStrategy"),
+            (("strategy=ddp_join", "strategy.uneven_inputs=error", "process_group=gloo"), "DDPJoinStrategy"),
+        ):
+            node = compose("app", overrides=list(overrides))
+            assert {"strategy", "lr"} <= set(node) <= {"strategy", "process_group", "network", "lr"}
+            assert type(instantiate(node.strategy)).__name__ == expected
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+        node = compose("slurm", return_hydra_config=True)
+        assert node.hydra.run.dir == "runs/slurm/8/0"
+        assert node.cluster.num_nodes == 1
 
 
 @pytest.mark.slow

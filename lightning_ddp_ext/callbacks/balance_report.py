@@ -1,4 +1,4 @@
-"""Chunk sizes, times and waiting of each replica of `balanced_dp`, as records, a table and a plot."""
+"""Chunk sizes, times and waiting of each replica of `balanced_dp`, as records, a CSV file and a table."""
 
 import csv
 import sys
@@ -15,8 +15,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.loops import logs_now
-from lightning_ddp_ext._validation import check_flag, check_path, check_plot
-from lightning_ddp_ext.callbacks.plots import draw_balance
+from lightning_ddp_ext._validation import check_flag, check_path
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
@@ -53,7 +52,6 @@ class BalanceReport(Callback):
 
     Args:
         path: A CSV file to write when training ends, or None.
-        plot: A plot to draw when training ends (PNG, SVG or PDF; needs matplotlib), or None.
         table: Whether to print the table.
 
     Attributes:
@@ -61,16 +59,13 @@ class BalanceReport(Callback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If a path is a folder, or `plot` has another suffix.
+        ValueError: If `path` is a folder.
     """
 
-    def __init__(self, path: str | Path | None = None, plot: str | Path | None = None, table: bool = True) -> None:
+    def __init__(self, path: str | Path | None = None, table: bool = True) -> None:
         check_path("path", path)
-        check_path("plot", plot)
-        check_plot("plot", plot)
         check_flag("table", table)
         self.path = None if path is None else Path(path)
-        self.plot = None if plot is None else Path(plot)
         self.records: list[ReplicaRecord] = []
         self._table = table
         self._last: BatchRecord | None = None
@@ -132,8 +127,6 @@ class BalanceReport(Callback):
             return
         if self.path is not None:
             self._write(self.path)
-        if self.plot is not None:
-            draw_balance(self.plot, self.records)
         if self._table:
             Console().print(self.table())
 

@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_ddp_ext._validation import check_flag, check_path, check_plot
-from lightning_ddp_ext.callbacks.plots import draw_ranks
+from lightning_ddp_ext._validation import check_flag
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _LARGE_IDLE_SHARE = 0.2
@@ -42,33 +40,27 @@ class RankRecord:
 class JoinReport(Callback):
     """Records the batches, samples and shadow steps of each rank in every epoch, and the time they took.
 
-    Rank 0 prints a table when training ends, and draws a timeline if `path` is given. It warns if a rank had no data
-    for more than a fifth of an epoch. The callback costs one collective of five numbers per epoch, and does nothing
-    under other strategies than `ddp_join`.
+    Rank 0 prints a table when training ends, and warns if a rank had no data for more than a fifth of an epoch. The
+    callback costs one collective of five numbers per epoch, and does nothing under other strategies than `ddp_join`.
 
     Args:
         log: Whether to log the values of every epoch, as `rank_0/batches`, `rank_0/samples`, `rank_0/shadow_steps`,
             `rank_0/shadow_seconds` and so on.
         table: Whether to print the table.
-        path: Picture to write when training ends, a timeline of the ranks. Needs matplotlib.
 
     Attributes:
         records: A `RankRecord` for each epoch and rank since training was started, the same on every rank.
 
     Raises:
         TypeError: If an argument has another type.
-        ValueError: If `path` is a folder, or does not end in .png, .svg or .pdf.
     """
 
-    def __init__(self, log: bool = False, table: bool = True, path: str | Path | None = None) -> None:
+    def __init__(self, log: bool = False, table: bool = True) -> None:
         check_flag("log", log)
         check_flag("table", table)
-        check_path("path", path)
-        check_plot("path", path)
         self.records: list[RankRecord] = []
         self._log = log
         self._table = table
-        self._path = None if path is None else Path(path)
         self._warned = False
         self._started = 0.0
         self._epoch: int | None = None  # of the counts
@@ -108,12 +100,8 @@ class JoinReport(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._gather(trainer, pl_module)
-        if not self.records or not trainer.is_global_zero:
-            return
-        if self._table:
+        if self.records and self._table and trainer.is_global_zero:
             Console().print(self.table())
-        if self._path is not None:
-            draw_ranks(self._path, self.records)
 
     def _gather(self, trainer: Trainer, module: LightningModule) -> None:
         """Record the counts of all ranks in the last epoch."""

@@ -62,8 +62,8 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, ConfigCompositionException) and isinstance(error.__cause__, OmegaConfBaseException):
         return _describe_omegaconf(error.__cause__)
     if "Config group override must be a string" in str(error):
-        # Hydra does not name the group.
-        return "a group is null or a number. Leave it out for its default; `callbacks` and `logger` have `none`."
+        # Hydra does not name the group, so that `describe` prepends the settings.
+        return "a group is null or a number. Leave it out for its default; callbacks and logger also take `none`."
     return _text(error)
 
 

@@ -1,10 +1,13 @@
 """Output of the command: the tables at the start and at the end of a run, and the plot."""
 
 import csv
+import importlib.util
 import math
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,8 +16,10 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext.callbacks import BalanceReport
-from lightning_ddp_ext.callbacks.plots import can_draw, draw_chunks, draw_times
+from lightning_ddp_ext.callbacks.balance_report import ReplicaRecord
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+
+_SMOOTHED_OVER = 9  # batches
 
 
 class LaunchSummary(Callback):
@@ -116,7 +121,10 @@ def draw_run(folder: Path, trainer: Trainer) -> None:
     reports = [callback for callback in trainer.callbacks if isinstance(callback, BalanceReport)]  # type: ignore[attr-defined]
     records = [record for report in reports for record in report.records]
     curves = _read_curves(folder / "metrics.csv")
-    if not (curves or records) or not can_draw():
+    if not (curves or records):
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        warnings.warn("no plot: matplotlib is not installed. Install `lightning-ddp-ext[demo]`.", stacklevel=2)
         return
     from matplotlib.figure import Figure
 
@@ -127,8 +135,10 @@ def draw_run(folder: Path, trainer: Trainer) -> None:
         _draw_curves(axis, {name: curve for name, curve in curves.items() if ("loss" in name) == (title == "loss")})
         axis.set(title=title, xlabel="optimizer step")
     if records:
-        draw_chunks(axes[1][0], records)
-        draw_times(axes[1][1], records)
+        _draw_replicas(axes[1][0], axes[1][1], records)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(folder / "run.png", dpi=120)
 
 
@@ -147,7 +157,25 @@ def _draw_curves(axis: Any, curves: Mapping[str, list[tuple[int, float]]]) -> No
     for name, points in sorted(curves.items()):
         marker = "o" if len(points) == 1 or "step" not in name else None
         axis.plot(*zip(*points, strict=True), label=name, marker=marker, markersize=3)
-    axis.grid(alpha=0.3)
-    axis.spines[["top", "right"]].set_visible(False)
     if curves:
         axis.legend(fontsize="small", frameon=False)
+
+
+def _draw_replicas(chunks: Any, times: Any, records: Sequence[ReplicaRecord]) -> None:
+    """Draw the samples of each replica, stacked, and the running median of its times."""
+    by_replica: dict[str, list[ReplicaRecord]] = defaultdict(list)
+    for record in records:
+        by_replica[f"replica {record.replica} ({record.device})"].append(record)
+    batches = [record.batch for record in next(iter(by_replica.values()))]
+    sizes = [[record.chunk for record in found] for found in by_replica.values()]
+    chunks.stackplot(batches, sizes, labels=[*by_replica], step="mid", alpha=0.8)
+    chunks.set(title="replicas: samples per batch, stacked", xlabel="batch")
+    chunks.legend(fontsize="small", loc="lower left", framealpha=0.9)
+    half = _SMOOTHED_OVER // 2
+    for label, found in by_replica.items():
+        seconds = [record.seconds for record in found]
+        smoothed = [1000 * median(seconds[max(0, i - half) : i + half + 1]) for i in range(len(seconds))]
+        times.plot(batches, smoothed, label=label)
+    times.set(title=f"replicas: ms per batch, median of {_SMOOTHED_OVER}", xlabel="batch")
+    times.set_ylim(bottom=0)
+    times.legend(fontsize="small", frameon=False)

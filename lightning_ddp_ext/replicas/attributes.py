@@ -198,7 +198,8 @@ class AttributeMirror:
             own = self._replicas[index].modules[position][1].__dict__.get(name)
             origin = self._origins[index][place]
             if own is not self._pushed[index][position][name]:
-                self._warn(place, f"was set inside a step, to another list on each replica{_FIRST}")
+                if self._is_users(*place):  # torch's LSTM sets its private list of weights
+                    self._warn(place, f"was set inside a step, to another list on each replica{_FIRST}")
             elif own is not origin:
                 if _same(own[:length], origin[:length]):
                     master.extend(to_device(own[length:], self._replicas[0].device))

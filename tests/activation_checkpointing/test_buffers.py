@@ -32,38 +32,6 @@ class Codebook(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics_are_updated_once_per_step(momentum):
-    model = Normalised(nn.BatchNorm1d(4, momentum=momentum), nn.BatchNorm1d(4, momentum=momentum)).double()
-    checkpointed, _ = with_checkpointing(model, nn.Sequential)
-    assert difference(train(checkpointed, vectors), train(model, vectors)) < 1e-12
-    for ours, theirs in zip(checkpointed.buffers(), model.buffers(), strict=True):
-        assert torch.equal(ours, theirs)
-    assert checkpointed.parts[0][1].num_batches_tracked == STEPS
-
-
-def test_statistics_frozen_at_first_are_updated_once_when_they_thaw():
-    model = Normalised(nn.BatchNorm1d(4)).double()
-    checkpointed, _ = with_checkpointing(model, nn.Sequential)
-    for net in (model, checkpointed):
-        net.parts[0][1].eval()
-        train(net, vectors)
-        net.train()
-        train(net, vectors)
-    for ours, theirs in zip(checkpointed.buffers(), model.buffers(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_layers_that_compute_with_buffers_they_change():
-    model = Normalised(nn.Identity(), nn.Identity()).double()
-    for part in model.parts:
-        parametrizations.spectral_norm(part[0])
-    checkpointed, _ = with_checkpointing(model, nn.Sequential)
-    assert difference(train(checkpointed, vectors), train(model, vectors)) < 1e-12
-    for ours, theirs in zip(checkpointed.buffers(), model.buffers(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_shared_buffers_stay_shared_and_keep_their_identity():
     model = Normalised(Codebook()).double()
     checkpointed, _ = with_checkpointing(model, nn.Sequential)
@@ -97,32 +65,6 @@ class Observed(nn.Module):
         return inputs.square() * (self.scale if "scale" in self._buffers else self.other).clone()
 
 
-def gradients_and_buffers(model, switch):
-    gradients = train(model, vectors)
-    switch(model)
-    return gradients + train(model, vectors), [
-        (name, buffer) for part in model.modules() for name, buffer in part._buffers.items()
-    ]
-
-
-@pytest.mark.parametrize("how", ["in place", "replaced", "renamed"])
-@pytest.mark.parametrize("calls", [1, 2])
-def test_buffers_may_begin_to_change_at_any_time(how, calls):
-    layers = [Observed(how)] * calls
-    model = Normalised(*layers).double()
-    checkpointed, _ = with_checkpointing(model, nn.Sequential)
-
-    def activate(net):
-        net.parts[0][1].active = True
-
-    theirs, their_buffers = gradients_and_buffers(model, activate)
-    ours, our_buffers = gradients_and_buffers(checkpointed, activate)
-    assert difference(ours, theirs) < 1e-12
-    for (our_name, our), (their_name, their) in zip(our_buffers, their_buffers, strict=True):
-        assert our_name == their_name
-        assert torch.equal(our, their)
-
-
 class Silent(nn.Module):
     """Computes with running statistics that torch changes without counting, in training mode."""
 
@@ -136,15 +78,56 @@ class Silent(nn.Module):
         return nn.functional.batch_norm(inputs, self.mean, self.var, training=self.training)
 
 
-@pytest.mark.parametrize("kind", ["spectral norm", "silent"])
-def test_buffers_of_modules_that_go_from_evaluation_to_training(kind):
-    model = Normalised(Silent() if kind == "silent" else nn.Identity()).double()
-    if kind == "spectral norm":
-        parametrizations.spectral_norm(model.parts[0][0])
-    checkpointed, _ = with_checkpointing(model.eval(), nn.Sequential)
-    theirs, their_buffers = gradients_and_buffers(model, nn.Module.train)
-    ours, our_buffers = gradients_and_buffers(checkpointed, nn.Module.train)
+def spectral():
+    model = Normalised(nn.Identity(), nn.Identity())
+    for part in model.parts:
+        parametrizations.spectral_norm(part[0])
+    return model
+
+
+def batch_norm(momentum=0.1):
+    return Normalised(nn.BatchNorm1d(4, momentum=momentum), nn.BatchNorm1d(4, momentum=momentum))
+
+
+def activate(model):
+    model.parts[0][1].active = True
+
+
+def freeze_statistics(model):
+    model.parts[0][1].eval()
+
+
+CASES = {
+    "running statistics": (batch_norm, None, None),
+    "cumulative statistics": (lambda: batch_norm(momentum=None), None, None),
+    "statistics frozen at first": (batch_norm, freeze_statistics, nn.Module.train),
+    "spectral norm": (spectral, None, None),
+    "spectral norm, evaluated at first": (spectral, nn.Module.eval, nn.Module.train),
+    "changes that torch does not count": (lambda: Normalised(Silent()), nn.Module.eval, nn.Module.train),
+    **{
+        f"{how} later, {n} calls": (lambda how=how, n=n: Normalised(*[Observed(how)] * n), None, activate)
+        for how in ("in place", "replaced", "renamed")
+        for n in (1, 2)
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_buffers_are_updated_once_per_step(name):
+    build, first, then = CASES[name]
+    model = build().double()
+    checkpointed, _ = with_checkpointing(model, nn.Sequential)
+    found = []
+    for net in (checkpointed, model):
+        gradients = []
+        for prepare in (first, then):
+            if prepare is not None:
+                prepare(net)
+            gradients += train(net, vectors)
+        found.append((gradients, [item for part in net.modules() for item in part._buffers.items()]))
+    (ours, our_buffers), (theirs, their_buffers) = found
     assert difference(ours, theirs) < 1e-12
+    assert our_buffers
     for (our_name, our), (their_name, their) in zip(our_buffers, their_buffers, strict=True):
         assert our_name == their_name
         assert torch.equal(our, their)

@@ -23,14 +23,12 @@ from tests.activation_checkpointing.models import (
     "policy",
     [
         Block,
-        {Block},
         [Block, nn.Linear],
         (nn.MultiheadAttention, nn.Sequential),
         f"{Block.__module__}.Block",
-        ["torch.nn.Sequential"],
         lambda module: isinstance(module, Block),
     ],
-    ids=["class", "set", "list", "parts of blocks", "path", "list of paths", "predicate"],
+    ids=["class", "list", "parts of blocks", "path", "predicate"],
 )
 def test_gradients_are_the_same(policy):
     model = Transformer().double()
@@ -66,6 +64,12 @@ def test_the_forward_pass_runs_again_in_the_backward_pass():
     assert 0.5 * flops["plain"][0] < again < flops["plain"][0]
     assert [block.calls for block in model.blocks] == [1, 1, 1]
     assert [block.calls for block in checkpointed.blocks] == [2, 2, 2]
+    with torch.no_grad():
+        checkpointed(batch)
+    assert [block.calls for block in checkpointed.blocks] == [3, 3, 3]
+    checkpointed.eval()
+    checkpointed(batch).sum().backward()
+    assert [block.calls for block in checkpointed.blocks] == [5, 5, 5]
 
 
 def kept_by_autograd(model, batch):
@@ -103,29 +107,14 @@ def test_autograd_keeps_fewer_activations(model, policy, batch):
     assert kept_by_autograd(checkpointed, batch) < 0.6 * kept_by_autograd(model, batch)
 
 
-def test_nothing_is_recomputed_without_gradients():
-    checkpointed, _ = with_checkpointing(Transformer(), Block)
-    with torch.no_grad():
-        checkpointed(tokens())
-    assert [block.calls for block in checkpointed.blocks] == [1, 1, 1]
-
-
-def test_frozen_layers_in_evaluation_mode_are_recomputed_too():
-    checkpointed, _ = with_checkpointing(Transformer(), Block)
-    checkpointed.eval()
-    checkpointed(tokens()).sum().backward()
-    assert [block.calls for block in checkpointed.blocks] == [2, 2, 2]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_second_forward_pass_has_the_autocast_state_of_the_first(dtype):
+def test_the_second_forward_pass_has_the_autocast_state_of_the_first():
     class Cast(nn.Module):
         def __init__(self, inner):
             super().__init__()
             self.inner = inner
 
         def forward(self, batch):
-            with torch.autocast("cpu", dtype=dtype):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
                 return self.inner(batch).float()
 
     model = Cast(Transformer())

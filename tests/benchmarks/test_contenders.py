@@ -3,10 +3,9 @@
 import sys
 
 import pytest
-from lightning.fabric.utilities.data import sized_len
 from measuring.command import measure, parse, start_parser
 from measuring.contender import Contender, closing_all
-from measuring.models import CASES, TOY, load, load_endlessly
+from measuring.models import TOY
 from measuring.redirecting import ACTIVE, BACKEND, DIRECT, MODE, RANKS, REPLACED, SMALL
 
 
@@ -27,15 +26,6 @@ def test_peers_that_fail_leave_the_others(monkeypatch, tmp_path):
     assert [set(round_) for round_ in measurement.rounds] == [{"good"}] * 6
     with pytest.raises(RuntimeError, match="KeyError: 'missing'"):
         measure("toys", "measuring.fitting", orders, options)
-
-
-@pytest.mark.parametrize("is_sized", [True, False])
-def test_loaders_have_as_many_batches_as_asked_for(is_sized):
-    case = CASES[TOY]
-    loader = load(7, 2, case.shape, is_sized)
-    assert [tuple(inputs.shape) for inputs, _ in loader] == [(2, *case.shape)] * 7
-    assert sized_len(loader) == (7 if is_sized else None)
-    assert len(list(zip(range(20), load_endlessly(2, case.shape), strict=False))) == 20
 
 
 @pytest.mark.slow

@@ -62,7 +62,6 @@ def test_tables_of_speed_memory_and_peers_fit_into_100_columns():
     ("name", "scenario", "mode", "letter"),
     [
         (OURS, "frozen before, then thawed", "reentrant", "P"),
-        ("ddp", "tied weights", "none", "P"),
         ("ddp", "two backwards of one forward", "none", "E"),
         ("ddp", "frozen before, then thawed", "none", "D"),
     ],

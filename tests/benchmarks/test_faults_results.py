@@ -2,10 +2,10 @@
 
 import io
 
-from measuring.faults import make_fault_table, shorten
+from measuring.faults import make_fault_table
 from rich.console import Console
 
-from tests.strategies.fault_runs import Fault, FaultOutcome, list_faults
+from tests.strategies.fault_runs import Fault, FaultOutcome
 
 
 def row(rank, error="", value=None, timed_out=False):
@@ -44,13 +44,3 @@ def test_the_table_has_a_row_for_every_fault():
     assert rows[0][:6] == ["kill", "-9", "1", "tail", "2.0", "3"]
     assert " ".join(rows[1]) == "SIGSTOP 0 even hung broken: half.ckpt 2 the process of rank 1 is gone"
     assert rows[2][-2:] == ["(training", "completed)"]
-
-
-def test_what_was_said_is_one_line_of_limited_length():
-    assert shorten("OtherRankError: rank 1 failed\nmore") == "rank 1 failed"
-    assert len(shorten("x" * 500)) < 120
-
-
-def test_only_rank_0_writes_checkpoints():
-    assert {fault.rank for fault in list_faults(["full disk"], ["even"])} == {0}
-    assert {fault.rank for fault in list_faults(["exception"], ["even"])} == {0, 1}

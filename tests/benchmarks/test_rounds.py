@@ -12,6 +12,7 @@ from tests.benchmarks.measurements import BUSY, QUIET, burst, collect
 
 
 def test_the_interval_is_the_narrowest_that_holds_the_median_with_95_percent():
+    assert estimate_median([1.0] * 5) is None
     for count in range(6, 60):
         values = list(range(1, count + 1))
         random.Random(count).shuffle(values)
@@ -23,33 +24,12 @@ def test_the_interval_is_the_narrowest_that_holds_the_median_with_95_percent():
         assert estimate.median == (count + 1) / 2
 
 
-def test_five_values_say_nothing_about_the_median():
-    assert estimate_median([1.0] * 5) is None
-    assert estimate_median([1.0] * 6) == Estimate(1.0, 1.0, 1.0)
-
-
 def test_busy_rounds_are_repeated():
     measurement = collect({"a": 1.0, "b": 1.0}, lambda round_: BUSY if round_ in (0, 3) else QUIET)
     assert (len(measurement.counted), len(measurement.rounds)) == (8, 10)
-
-
-def test_one_busy_burst_makes_its_round_busy():
-    bursts = iter([QUIET, BUSY] + [QUIET] * 100)
-    names = ("a", "b")
-    contenders = {name: lambda: burst(1.0, next(bursts)) for name in names}
-    measurement = collect_rounds(lambda: nullcontext(contenders), 6, 12, False)
-    assert (len(measurement.counted), len(measurement.rounds)) == (6, 7)
-
-
-def test_rounds_end_at_their_limit():
-    measurement = collect({"a": 1.0}, lambda round_: BUSY)
-    assert (len(measurement.counted), len(measurement.rounds)) == (0, 12)
-    assert measurement.time("a") is None
-
-
-def test_any_load_counts_all_rounds():
-    measurement = collect({"a": 1.0}, lambda round_: BUSY, any_load=True)
-    assert (len(measurement.counted), len(measurement.rounds)) == (8, 8)
+    # Time taken by the hypervisor is reported, and does not make a round busy.
+    assert measurement.stolen == 0.5
+    assert "50.0% to 50.0%" in describe_stolen([measurement])
 
 
 def test_who_begins_rotates_and_every_other_round_runs_backwards():
@@ -66,13 +46,6 @@ def test_processes_stay_for_some_rounds():
 
     assert len(collect_rounds(enter, 7, 12, False, stay=3).rounds) == 7
     assert len(entered) == 3
-
-
-def test_what_a_hypervisor_takes_is_told_and_not_held_against_a_round():
-    measurement = collect({"a": 1.0})
-    assert len(measurement.counted) == 8
-    assert measurement.stolen == 0.5
-    assert "50.0% to 50.0%" in describe_stolen([measurement])
 
 
 def test_a_load_that_meets_all_contenders_leaves_the_ratio_alone():

@@ -44,6 +44,9 @@ def test_the_table_says_what_replicas_did(capsys):
     assert idle == ["│", "0", "│", "cpu", "│", "0", "│", "0.0", "ms", "│", "100%", "│", "shared", "│"]
     assert (busy[5], busy[10]) == ("5.5", "0%")  # batches of 8 and 3
     assert "peak memory of the process" in console.file.getvalue()
+    fit(BalancedDataParallelStrategy(), 4, report)  # each training starts a new report
+    assert len(report.records) == 16
+    assert {record.replica for record in report.records} == {0, 1, 2, 3}
 
 
 def test_values_are_logged_with_those_of_the_step(tmp_path):
@@ -92,25 +95,6 @@ def test_an_error_after_training_is_none_of_its_business(capsys):
     with pytest.raises(KeyError, match="late"):
         trainer.validate(BoringModel())
     assert "medians" not in capsys.readouterr().out
-
-
-def test_each_training_is_a_report_of_its_own():
-    report = BalanceReport(table=False)
-    fit(BalancedDataParallelStrategy(), 2, report)
-    fit(BalancedDataParallelStrategy(), 4, report)
-    assert len(report.records) == 16
-    assert {record.replica for record in report.records} == {0, 1, 2, 3}
-
-
-def test_pictures_of_unknown_formats_are_refused():
-    with pytest.raises(ValueError, match=r"`plot` must end in \.png, \.svg, \.pdf, got 'balance\.xyz'"):
-        BalanceReport(plot="balance.xyz")
-
-
-def test_a_picture_is_drawn(tmp_path):
-    report = BalanceReport(plot=tmp_path / "new" / "balance.png")
-    fit(BalancedDataParallelStrategy(), 2, report)
-    assert report.plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_strategies_record_nothing(tmp_path):

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext import DDPJoinStrategy
 from lightning_ddp_ext.callbacks import JoinReport
 from lightning_ddp_ext.callbacks.join_report import RankRecord
-from lightning_ddp_ext.callbacks.plots import draw_ranks
 from tests.parity import Classifier, dataset, quiet_trainer
 from tests.support.processes import run_processes
 
@@ -57,11 +56,6 @@ def report(folder: str) -> dict[str, Any]:
     }
 
 
-def test_a_picture_of_no_known_kind_is_refused():
-    with pytest.raises(ValueError, match=r"`path` must end in \.png, \.svg, \.pdf, got 'ranks\.txt'"):
-        JoinReport(path="ranks.txt")
-
-
 def test_every_rank_knows_what_each_rank_did(tmp_path, capsys):
     found = run_processes(report, 2, str(tmp_path), timeout=120)
     counted = [
@@ -93,14 +87,6 @@ def test_the_table_has_a_row_per_epoch_and_rank():
     console.print(report.table())
     rows = [line.replace("│", " ").split() for line in console.file.getvalue().splitlines() if "%" in line]
     assert rows == [["0", "0", "9", "72", "0", "0.00", "0%"], ["1", "4", "30", "5", "0.50", "25%"]]
-
-
-def test_the_picture_has_a_line_per_rank(tmp_path):
-    records = [RankRecord(epoch, rank, 9, 72, 5 * rank, 0.5 * rank, 2.0) for epoch in range(2) for rank in range(3)]
-    draw_ranks(tmp_path / "new" / "ranks.svg", records)
-    drawn = (tmp_path / "new" / "ranks.svg").read_text()
-    assert all(f"<!-- {text} -->" in drawn for text in ("rank 0", "rank 2", "epoch 1", "shadow steps"))
-    assert "<!-- rank 3 -->" not in drawn
 
 
 def test_nothing_is_recorded_under_other_strategies(capsys):

@@ -1,7 +1,6 @@
-"""What `ReplicaConsistency` refuses, and that it does nothing where there is nothing to compare."""
+"""Arguments of `ReplicaConsistency`, runs without replicas to compare, and names of the compared values."""
 
 import logging
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -56,35 +55,21 @@ def test_one_process_has_nothing_to_compare_and_is_told_so_once(strategy, device
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("build", [FSDPStrategy, ModelParallelStrategy])
-def test_strategies_that_shard_parameters_are_left_alone(build):
-    trainer = SimpleNamespace(world_size=2, strategy=build())
-    reason = replica_consistency._why_not(trainer, Classifier())
-    assert reason == f"{build.__name__} keeps no whole replica on every rank"
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_sharded_parameters_and_optimizers_are_recognised():
+def test_sharded_parameters_and_optimizers_are_recognised(group):
     trainer = SimpleNamespace(world_size=2, strategy=DDPStrategy())
     module = Classifier()
     assert replica_consistency._why_not(trainer, module) is None
-    with single_rank_group():
-        mesh = init_device_mesh("cpu", (1,))
-        module.network[0].weight = nn.Parameter(distribute_tensor(module.network[0].weight.detach(), mesh))
-        assert replica_consistency._why_not(trainer, module) == "parameters are sharded over ranks"
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
+    for build in (FSDPStrategy, ModelParallelStrategy):
+        reason = replica_consistency._why_not(SimpleNamespace(world_size=2, strategy=build()), module)
+        assert reason == f"{build.__name__} keeps no whole replica on every rank"
+    mesh = init_device_mesh("cpu", (1,))
+    module.network[0].weight = nn.Parameter(distribute_tensor(module.network[0].weight.detach(), mesh))
+    assert replica_consistency._why_not(trainer, module) == "parameters are sharded over ranks"
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
 
-        assert replica_consistency._is_sharded(ZeroRedundancyOptimizer([nn.Parameter(torch.ones(1))], torch.optim.SGD))
+    assert replica_consistency._is_sharded(ZeroRedundancyOptimizer([nn.Parameter(torch.ones(1))], torch.optim.SGD))
     assert not replica_consistency._is_sharded(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-
-
-@contextmanager
-def single_rank_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def stepped(build, **settings):
@@ -106,11 +91,14 @@ def test_the_state_of_a_training_has_names():
         *[f"`momentum_buffer` of `{name}` in optimizer 0" for name in parameters],
     ]
     assert state["`lr` of group 0 in optimizer 0"].item() == 0.1
+    assert "`momentum_buffer` of `0.bias` in optimizer 1" in name_training_state(module, [optimizer, optimizer])
     assert state["parameter `0.weight`"] is module[0].weight
 
 
 def test_buffers_and_names_can_be_left_out():
     module, optimizer = stepped(torch.optim.Adam)
+    assert len(name_training_state(module, [unused := torch.optim.Adam(module.parameters())])) > 4
+    assert not unused.state
     state = name_training_state(module, [optimizer], buffers=False, ignore=["0.*"])
     assert {name.split("`")[-2] for name in state if "group" not in name} == {"1.weight", "1.bias"}
 
@@ -121,13 +109,6 @@ def test_lists_and_numbers_in_the_state_of_an_optimizer_count():
     assert state["`n_iter` of `0.weight` in optimizer 0"].dtype == torch.int64
     optimizer.state[module[0].weight]["old_dirs"] = [torch.ones(2)]
     assert "`old_dirs[0]` of `0.weight` in optimizer 0" in name_training_state(module, [optimizer])
-
-
-def test_looking_at_the_state_of_an_optimizer_adds_nothing_to_it():
-    module = nn.Linear(1, 1)
-    optimizer = torch.optim.Adam(module.parameters())
-    name_training_state(module, [optimizer])
-    assert len(optimizer.state) == 0
 
 
 def test_parameters_that_are_not_the_modules_have_a_name():

@@ -44,36 +44,6 @@ def test_the_default_run_learns_and_writes_every_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_test_result_is_equal_to_one_device(tmp_path):
-    def accuracies(*overrides):
-        folder = tmp_path / overrides[0].replace("=", "-")
-        folder.mkdir()
-        done = command(folder, *overrides, "trainer.max_epochs=1", "data.batch_size=50")
-        assert done.returncode == 0, done.stderr
-        with (run_folder(folder) / "metrics.csv").open() as file:
-            return [float(row["test_loss"]) for row in csv.DictReader(file) if row["test_loss"]]
-
-    assert accuracies("strategy.split=[1,3]") == pytest.approx(accuracies("strategy=single"), rel=1e-3)
-
-
-@pytest.mark.slow
-def test_the_summary_counts_accumulated_batches(tmp_path):
-    done = command(
-        tmp_path, "strategy.split=[1,3]", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=1", "test=false"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "64 (2 batches)" in done.stdout
-    assert "20 (40 batches)" in done.stdout
-
-
-@pytest.mark.slow
-def test_the_text_experiment_runs(tmp_path):
-    done = command(tmp_path, "experiment=byte_transformer", "trainer.max_steps=10", "trainer.limit_test_batches=3")
-    assert done.returncode == 0, done.stderr
-    assert "test_bits_per_byte" in done.stdout
-
-
-@pytest.mark.slow
 def test_lightnings_ddp_runs_with_two_processes_on_the_loopback_interface(tmp_path):
     done = command(
         tmp_path, "strategy=ddp", "trainer.devices=2", "process_group=gloo", "network=loopback", "trainer.max_epochs=1"
@@ -132,6 +102,8 @@ def test_other_strategies_are_compared_on_request(tmp_path):
         "trainer.max_epochs=2", "trainer.limit_train_batches=8", "trainer.precision=64-true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "96 (3 batches)" in done.stdout
+    assert "3 (8 batches)" in done.stdout
     assert compared(done.stdout)["all parameters, relative"][-1] < 1e-9
 
 
@@ -200,8 +172,11 @@ def _session(pid):
 
 
 @pytest.mark.slow
-def test_the_checkouts_own_experiment_runs_from_its_folder(tmp_path):
+def test_the_experiments_of_package_and_checkout_run(tmp_path):
     (tmp_path / "conf").symlink_to(CONF)
     done = command(tmp_path, "experiment=digits_three_replicas", "trainer.max_epochs=1", "test=false")
     assert done.returncode == 0, done.stderr
     assert "replica 2 on cpu: 12 samples" in done.stdout
+    done = command(tmp_path, "experiment=byte_transformer", "trainer.max_steps=10", "trainer.limit_test_batches=3")
+    assert done.returncode == 0, done.stderr
+    assert "test_bits_per_byte" in done.stdout

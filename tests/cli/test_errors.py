@@ -19,10 +19,8 @@ from tests.cli.commands import OWN, command
             "`strategy=balanced` does not exist. Did you mean `balanced_dp`? Valid: balanced_dp, ddp",
         ),
         (["strategy.split=[1,x]"], "`strategy.split[1]`: Value 'x' of type 'str' could not be converted to Float"),
-        (["strategy.split=3"], "`strategy.split`"),
         (["strategy=[1"], "`strategy=[1` is not a valid override"),
         (["sede=1"], "`sede` is not a setting. Did you mean `seed`?"),
-        (["trainer.max_epoch=1"], "`trainer.max_epoch` is not a setting. Did you mean `max_epochs`?"),
         (["network.interface=eth0"], "Choose an option first, `network=...` (auto, interface, loopback)"),
         (["model=custom"], "`model._target_` has no value. Set it with `model._target_=...`."),
         (["model._target_=nowhere.Net"], "in `model`: No module named 'nowhere'"),
@@ -38,18 +36,11 @@ from tests.cli.commands import OWN, command
             "`init_method=x://y` is of no known",
         ),
         (["strategy=ddp", "cluster=manual", "cluster.num_nodes=2"], "`cluster.node_rank` has no value"),
-        (["+trainer.callbacks=[]"], "trainer"),
-        (
-            ["logger=null"],
-            "a group is null or a number. Leave it out for its default; `callbacks` and `logger` have `none`",
-        ),
+        (["logger=null"], "with `logger=null`: a group is null or a number. Leave it out for its default; callbacks"),
         (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` does not exist"),
-        (["trainer.accumulate_grad_batches=0"], "`trainer.accumulate_grad_batches` must be at least 1, got 0"),
-        (["seed=${foo}"], "foo"),
         (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),
         (["strategy=ddp_join", "strategy.uneven_inputs=stopp"], "`uneven_inputs` must be one of 'join', 'stop'"),
         (["data.train_fractions=[0.7,0.2]"], "in `data`: `train_fractions` must add up to 1, got [0.7, 0.2]"),
-        (["data.train_fractions=[0.7,0.3]"], "must have one number per process, got [0.7, 0.3] for 1 process."),
         (["strategy=ddp_join", "data.train_fractions=[1.0]"], "got [1.0] for 2 processes"),
         (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "`strategy=ddp` needs equally many"),
         (
@@ -60,7 +51,6 @@ from tests.cli.commands import OWN, command
             ["strategy=ddp_join", "strategy.start_method=spawn", "compare_single_process=true"],
             "`start_method=spawn` ends them",
         ),
-        (["data.batch_size=0"], "in `data`: `batch_size` must be at least 1, got 0"),
     ],
 )
 def test_a_mistake_ends_with_one_line_and_without_a_traceback(call_main, tmp_path, overrides, expected):
@@ -82,7 +72,7 @@ def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_traceback_of_a_mistake_can_be_asked_for(tmp_path):
+def test_the_traceback_of_a_mistake_is_printed_on_request(tmp_path):
     done = command(tmp_path, "strategy.split=[1,2,3]", HYDRA_FULL_ERROR="1")
     assert done.returncode == 1
     assert "Traceback (most recent call last)" in done.stderr

@@ -70,7 +70,7 @@ def sweep(folder, *overrides, limit=600, **environment):
 
 
 def jobs(folder):
-    """Return the records of the ranks of each job, by its number."""
+    """Return the records of all ranks by job number."""
     return {
         int(job.name): [json.loads(path.read_text()) for path in sorted(job.glob("rank-*.json"))]
         for job in folder.glob("runs/*/*/*")
@@ -137,71 +137,47 @@ def test_a_sweep_that_was_started_several_times_is_refused(call_main, monkeypatc
     assert "hydra/launcher=submitit_slurm" in lines[-1]
 
 
-@pytest.fixture
-def in_job():
-    """Make this process a job of Hydra in some mode."""
-
-    def become(mode):
+def test_strategies_in_other_applications_refuse_to_repeat_a_sweep(monkeypatch):
+    def become_job(mode):
         with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
             composed = compose("train", overrides=[f"hydra.mode={mode}"], return_hydra_config=True)
         HydraConfig.instance().set_config(composed)
 
-    yield become
-    HydraConfig.instance().cfg = None
-
-
-def test_strategies_in_other_applications_refuse_to_repeat_a_sweep(in_job):
     def trainer(devices=2, **options):
         return Trainer(strategy=DDPJoinStrategy(**options), accelerator="cpu", devices=devices, logger=False)
 
-    in_job("MULTIRUN")
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # restored afterwards
+    become_job("MULTIRUN")
     with pytest.raises(UnsupportedFeatureError, match='Use `start_method="spawn"`'):
         trainer()
     trainer(start_method="spawn")
     trainer(devices=1)
-    in_job("RUN")
+    become_job("RUN")
     trainer()
 
 
 OTHER = """
-import os
-from pathlib import Path
-
 import hydra
-import torch
-import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
-
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_ddp_ext import DDPJoinStrategy
 
-
-class Module(LightningModule):
+class Recording(Callback):
     def __init__(self, folder):
-        super().__init__()
         self.folder = folder
-        self.layer = torch.nn.Linear(2, 1)
 
-    def on_train_start(self):
-        (self.folder / f"rank-{dist.get_rank()}-of-{dist.get_world_size()}").touch()
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    def on_train_start(self, trainer, pl_module):
+        open(f"{self.folder}/rank-{trainer.global_rank}-of-{trainer.world_size}", "w").close()
 
 @hydra.main(version_base="1.3", config_path=None)
 def main(config):
-    trainer = Trainer(
-        strategy=DDPJoinStrategy(start_method=config.start_method), accelerator="cpu", devices=config.devices,
-        max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    module = Module(Path(HydraConfig.get().runtime.output_dir))
-    trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 2)), batch_size=2))
-
+    callbacks = [Recording(HydraConfig.get().runtime.output_dir)]
+    strategy = DDPJoinStrategy(start_method=config.start_method)
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    options = dict(accelerator="cpu", devices=config.devices, max_steps=2, callbacks=callbacks, **quiet)
+    trainer = Trainer(strategy=strategy, **options)
+    trainer.fit(BoringModel())
 
 if __name__ == "__main__":
     main()

@@ -23,15 +23,12 @@ from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
         ("0", ["hpc_ckpt_1"], "first.ckpt", "first.ckpt"),  # left by another job
         ("1", [], "first.ckpt", "first.ckpt"),
         ("1", ["hpc_ckpt_1"], "first.ckpt", "hpc"),
-        ("1", ["hpc_ckpt_1"], None, "hpc"),
         ("1", ["hpc_ckpt_1"], "last", "hpc"),
         ("1", [], None, "last"),  # Lightning warns that there is none
         ("1", ["checkpoints/last", "hpc_ckpt_1"], "last", "hpc"),
         ("2", ["hpc_ckpt_1", "checkpoints/last"], "last", "last"),
         # a node has failed
         ("1", ["checkpoints/last"], None, "last"),
-        ("1", ["checkpoints/last"], "first.ckpt", "last"),
-        ("2", ["hpc_ckpt_1", "checkpoints/last"], None, "last"),
         ("2", ["hpc_ckpt_1", "checkpoints/last-v1"], "first.ckpt", "last"),
         ("2", ["hpc_ckpt_1", "checkpoints/epoch=7"], None, "hpc"),  # not `last` for Lightning
     ],
@@ -73,20 +70,15 @@ def trainer_with_records():
     return SimpleNamespace(callbacks=[report])
 
 
-def test_curves_and_replicas_are_drawn(tmp_path):
+def test_curves_and_replicas_are_drawn(tmp_path, monkeypatch):
+    draw_run(tmp_path, SimpleNamespace(callbacks=[]))  # nothing to draw
+    assert not list(tmp_path.iterdir())
+    find_spec = importlib.util.find_spec
+    with monkeypatch.context() as without:
+        without.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+        with pytest.warns(UserWarning, match=r"Install `lightning-ddp-ext\[demo\]`"):
+            draw_run(tmp_path, trainer_with_records())
+    assert not list(tmp_path.iterdir())
     (tmp_path / "metrics.csv").write_text("step,epoch,train_loss,accuracy\n1,0,0.5,\n2,0,,0.9\n3,0,0.4,\n")
     draw_run(tmp_path, trainer_with_records())
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_without_metrics_and_records_is_not_drawn(tmp_path):
-    draw_run(tmp_path, SimpleNamespace(callbacks=[]))
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_matplotlib_a_warning_says_what_to_install(tmp_path, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
-    with pytest.warns(UserWarning, match=r"Install `lightning-ddp-ext\[demo\]`"):
-        draw_run(tmp_path, trainer_with_records())
-    assert not list(tmp_path.iterdir())

@@ -88,21 +88,19 @@ def test_launchers_are_distinguished_from_interactive_shells(monkeypatch, enviro
     assert is_started_alone() == is_alone
 
 
-@pytest.mark.parametrize(
-    ("target", "is_several"),
-    [
-        ("lightning.pytorch.strategies.DDPStrategy", True),  # without the settings of the packaged options
-        ("lightning.pytorch.strategies.ModelParallelStrategy", True),
-        ("lightning.pytorch.strategies.SingleDeviceStrategy", False),
-        ("lightning_ddp_ext.DDPJoinStrategy", True),
-        ("lightning_ddp_ext.BalancedDataParallelStrategy", False),
-        ("lightning_ddp_ext.strategies.builtin.ddp_strategy", True),
-        ("lightning_ddp_ext.strategies.builtin.single_device_strategy", False),
-        ("nosuch.Strategy", True),  # an error of the run, which has its own message
-    ],
-)
-def test_strategies_with_a_process_group_are_known_by_their_class(target, is_several):
-    assert has_process_group(OmegaConf.create({"strategy": {"_target_": target}})) == is_several
+def test_strategies_with_a_process_group_are_known_by_their_class():
+    several = {
+        "lightning.pytorch.strategies.DDPStrategy": True,  # without the settings of the packaged options
+        "lightning.pytorch.strategies.ModelParallelStrategy": True,
+        "lightning.pytorch.strategies.SingleDeviceStrategy": False,
+        "lightning_ddp_ext.DDPJoinStrategy": True,
+        "lightning_ddp_ext.BalancedDataParallelStrategy": False,
+        "lightning_ddp_ext.strategies.builtin.ddp_strategy": True,
+        "lightning_ddp_ext.strategies.builtin.single_device_strategy": False,
+        "nosuch.Strategy": True,  # an error of the run, which has its own message
+    }
+    found = {target: has_process_group(OmegaConf.create({"strategy": {"_target_": target}})) for target in several}
+    assert found == several
 
 
 def check(world_size=1, environment=None, cluster=None, folder="runs/mine", mode=RunMode.RUN):
@@ -120,37 +118,27 @@ def test_a_rank_of_several_is_not_refused_as_a_run_of_one_process(monkeypatch):
         check(world_size=1)
 
 
-@pytest.mark.parametrize(
-    ("folder", "mode", "cluster", "is_refused"),
-    [
-        ("runs/${now:%H-%M-%S}", RunMode.RUN, {}, True),
-        ("runs/${now:%H-%M-%S}", None, {}, True),
-        ("runs/${now:%H-%M-%S}", RunMode.MULTIRUN, {}, False),
-        ("runs/${now:%H-%M-%S}", RunMode.RUN, {"_target_": "an.Environment"}, False),
-        ("runs/mine", RunMode.RUN, {}, False),
-    ],
-)
-def test_a_slurm_job_whose_tasks_do_not_share_a_folder_is_refused(folder, mode, cluster, is_refused):
-    arguments = {"environment": SLURMEnvironment(), "folder": folder, "mode": mode, "cluster": cluster}
-    if not is_refused:
-        check(**arguments)
-        return
-    with pytest.raises(LaunchError, match="separate run folder"):
-        check(**arguments)
+def test_a_slurm_job_whose_tasks_do_not_share_a_folder_is_refused():
+    folder, slurm = "runs/${now:%H-%M-%S}", SLURMEnvironment()
+    for mode in (RunMode.RUN, None):
+        with pytest.raises(LaunchError, match="separate run folder"):
+            check(environment=slurm, folder=folder, mode=mode)
+    check(environment=slurm, folder=folder, mode=RunMode.MULTIRUN)
+    check(environment=slurm, folder=folder, cluster={"_target_": "an.Environment"})
+    check(environment=slurm, folder="runs/mine")
 
 
-@pytest.mark.parametrize("devices", [2, "2", [0, 1], "0,1", "0,1,"])
-def test_devices_are_counted_as_the_trainer_does(monkeypatch, devices):
+def test_devices_are_counted_as_the_trainer_does(monkeypatch):
     for name, value in TASK.items():
         monkeypatch.setenv(name, value)
 
     def problems(**changes):
-        trainer = {"devices": devices, "accelerator": "cpu", "num_nodes": 1, "plugins": None, **changes}
+        trainer = {"devices": 2, "accelerator": "cpu", "num_nodes": 1, "plugins": None, **changes}
         strategy = {"_target_": "lightning_ddp_ext.DDPJoinStrategy"}
         config = {"strategy": strategy, "trainer": trainer, "cluster": {"num_nodes": 1}}
         return find_slurm_problems(OmegaConf.create(config))
 
-    assert problems() == []
+    assert [devices for devices in (2, "2", [0, 1], "0,1", "0,1,") if problems(devices=devices)] == []
     assert len(problems(devices=[0, 1, 2])) == 1
     assert problems(devices="auto") == []  # unknown before the Trainer is constructed
     assert problems(devices=[0, 1, 2], plugins=["my_environment"]) == []

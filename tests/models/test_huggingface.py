@@ -53,16 +53,6 @@ class Bert(Wrapped):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Vit(Wrapped):
-    def __init__(self):
-        super().__init__()
-        config = transformers.ViTConfig(
-            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8,
-            patch_size=4, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        self.model = transformers.ViTForImageClassification(config)
-
-
 class Wav2Vec(Wrapped):
     """Normalises the weights of a convolution by a parametrization."""
 
@@ -94,16 +84,10 @@ def labelled_texts():
     return DataLoader(rows, batch_size=8)
 
 
-def labelled(name, *shape):
+def sounds():
     generator = torch.Generator().manual_seed(5)
-    rows = [
-        {
-            name: torch.randn(shape, generator=generator, dtype=torch.float64),
-            "labels": torch.randint(0, 3, (), generator=generator),
-        }
-        for _ in range(11)
-    ]
-    return DataLoader(rows, batch_size=8)
+    rows = torch.randn(11, 400, generator=generator, dtype=torch.float64)
+    return DataLoader([{"input_values": row, "labels": torch.tensor(i % 3)} for i, row in enumerate(rows)], 8)
 
 
 def labels_that_are_predicted(batch):
@@ -121,8 +105,7 @@ def all_labels(batch):
         (Gpt2, texts, labels_that_are_predicted, all_labels, 1e-6),
         (T5, texts, all_labels, "samples", 1e-12),
         (Bert, labelled_texts, "samples", "equal", 1e-12),
-        (Vit, lambda: labelled("pixel_values", 3, 8, 8), "samples", "equal", 1e-12),
-        (Wav2Vec, lambda: labelled("input_values", 400), "samples", "equal", 1e-12),
+        (Wav2Vec, sounds, "samples", "equal", 1e-12),
     ],
 )
 def test_a_model_trains_as_on_one_device(model, loader, weight_by, wrong, tolerance):

@@ -32,17 +32,6 @@ def points(shape=(6,)):
     return DataLoader(list(zip(features, labels, strict=True)), batch_size=8)
 
 
-class TiedWeights(Classifies):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.outer.weight = self.inner.weight
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, features):
-        return self.head(self.outer(self.inner(features).tanh()).tanh())
-
-
 class ParameterContainers(Classifies):
     def __init__(self):
         super().__init__()
@@ -84,27 +73,6 @@ class HookedNorms(Classifies):
         return self.layers(features)
 
 
-class Matmul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, features, weight):
-        ctx.save_for_backward(features, weight)
-        return features @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        features, weight = ctx.saved_tensors
-        return gradient @ weight.T, features.T @ gradient
-
-
-class OwnFunction(Classifies):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 3))
-
-    def forward(self, features):
-        return Matmul.apply(features, self.weight)
-
-
 class Functional(Classifies):
     """Gradients of each sample, and derivatives by the inputs."""
 
@@ -130,17 +98,6 @@ class ComplexWeights(Classifies):
 
     def forward(self, features):
         return (features.to(self.weight.dtype) @ self.weight).abs()
-
-
-class HookedFeatures(Classifies):
-    def __init__(self):
-        super().__init__()
-        self.network = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
-        self.features = {}
-        self.network[1].register_forward_hook(lambda layer, inputs, output: self.features.update(hidden=output))
-
-    def forward(self, features):
-        return self.network(features) + self.features["hidden"].mean(1, keepdim=True) * torch.arange(3)
 
 
 class LowRank(nn.Module):
@@ -241,18 +198,6 @@ def sequences():
     return DataLoader(rows, batch_size=8, collate_fn=collate)
 
 
-class Recurrent(Classifies):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(5, 8, num_layers=2, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, features):
-        return self.head(self.lstm(features)[1][0][-1])
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-
 class Detector(Classifies):
     """Batches are lists of images of several sizes and of targets with several boxes."""
 
@@ -279,22 +224,19 @@ def images():
     return DataLoader(rows, batch_size=8, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))
 
 
-POINTS = [
-    TiedWeights, ParameterContainers, Parametrized, HookedNorms, OwnFunction, Functional, ComplexWeights,
-    HookedFeatures, Adapted, Experts, Generator, Adversarial,
-]  # fmt: skip
-
-
-OTHERS = [(PackedRecurrent, sequences), (Recurrent, lambda: points((6, 5))), (Detector, images)]
+MODELS = {
+    ParameterContainers: points, Parametrized: points, HookedNorms: points, Functional: points, ComplexWeights: points,
+    Adapted: points, Experts: points, Generator: points, Adversarial: points, PackedRecurrent: sequences,
+    Detector: images,
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
-@pytest.mark.filterwarnings("ignore:`self.features` got entries inside a step")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated")
-@pytest.mark.parametrize(("model", "loader"), [*((model, points) for model in POINTS), *OTHERS])
-def test_a_model_trains_as_on_one_device(model, loader):
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_trains_as_on_one_device(model):
     def gradients(strategy, devices):
-        trained = train(seeded(model), strategy, devices, loader=loader(), max_epochs=2)
+        trained = train(seeded(model), strategy, devices, loader=MODELS[model](), max_epochs=2)
         return trained.gradients.after_backward
 
     single = gradients("auto", 1)
