@@ -1,7 +1,7 @@
 """Lightning's combined loaders with the same number of steps on every rank."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -164,8 +164,8 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         for batch, _, _ in islice(self._iterate(combined, own_skip, looks_ahead=lengths is None), limit):
             yield batch, combined.samples.pop()
 
-    def _iterate(self, combined: CountedCombinedLoader, skip: int, looks_ahead: bool) -> Iterator[tuple[Any, int, int]]:
-        return iter(combined)
+    def _iterate(self, combined: CountedCombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:
+        return combined
 
     @property
     def _ranked(self) -> list[RankedLoader]:
@@ -289,7 +289,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         return None if has_ended or (length is not None and steps >= length) else steps
 
     @override
-    def _iterate(self, combined: CountedCombinedLoader, skip: int, looks_ahead: bool) -> Iterator[tuple[Any, int, int]]:
+    def _iterate(self, combined: CountedCombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:
         return self._rng.iterate(combined, self.flattened, skip, looks_ahead)
 
     def _state_dicts(self) -> list[dict[str, Any]]:

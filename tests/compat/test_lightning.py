@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import pickle
 import re
 import signal
 from contextlib import contextmanager
@@ -43,6 +44,17 @@ def test_strategies_use_these_private_names_of_lightning_only():
             if isinstance(node, ast.Attribute | ast.FunctionDef):
                 used.add(node.attr if isinstance(node, ast.Attribute) else node.name)
     assert used & (private | {"_layer_sync"}) == {"_configure_launcher", "_layer_sync"}
+
+
+def test_the_last_call_of_the_trainers_constructor_lets_a_strategy_refuse():
+    called = []
+
+    class Refusing(balanced_dp.BalancedDataParallelStrategy):
+        def _configure_launcher(self):
+            called.append((self.parallel_devices, self._layer_sync is not None))
+
+    Trainer(strategy=Refusing(), accelerator="cpu", devices=2, sync_batchnorm=True, logger=False)
+    assert called == [([torch.device("cpu")] * 2, True)]
 
 
 def test_lightning_handles_signals_where_that_is_replaced():
@@ -88,35 +100,67 @@ class Constant(LightningModule):
         pass
 
 
-def test_a_restarted_job_is_tested_with_its_current_weights(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_restarted_job_is_tested_with_the_weights_it_has(tmp_path, monkeypatch, kept):
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    for kept in (False, True):
-        trainer = make_trainer(default_root_dir=tmp_path, plugins=[LightningEnvironment()])
-        trainer.strategy.connect(Constant(1))
-        trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
-        module = Constant(2)
-        if kept:
-            lightning.keep_weights_for_testing(trainer)
-        trainer.test(module, [0], verbose=False)
-        assert module.value.item() == (2 if kept else 1)
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(default_root_dir=tmp_path, plugins=[LightningEnvironment()], **options)
+    trainer.strategy.connect(Constant(1))
+    trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    module = Constant(2)
+    if kept:
+        lightning.keep_weights_for_testing(trainer)
+    trainer.test(module, [0], verbose=False)
+    assert module.value.item() == (2 if kept else 1)
 
 
-def test_a_batch_of_each_loader_is_distinguished_from_a_list_of_samples():
+def test_the_owner_of_a_data_hook_is_found():
+    class Module(LightningModule):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return batch
+
     trainer = make_trainer()
-    for iterables, mode, expected in (
+    module = Module()
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module)
+    assert lightning.data_hook_owner(trainer, "transfer_batch_to_device") is module
+
+
+def test_a_module_takes_on_a_device():
+    module = LightningModule()
+    lightning.adopt_device(module, torch.device("meta"))
+    assert module.device == torch.device("meta")
+    assert module._metric_attributes is None
+
+
+@pytest.mark.parametrize(
+    ("iterables", "mode", "expected"),
+    [
         ([1, 1], "min_size", True),
         ([1, 1], "sequential", False),
         ({"a": 1, "b": 1}, "min_size", False),
         ([1, 1, 1], "min_size", False),
-    ):
-        trainer.training = True
-        trainer.fit_loop._combined_loader = CombinedLoader(iterables, mode)
-        assert loaders.is_list_of_batches(trainer, [None, None]) is expected
-        trainer.training = False
-        assert not loaders.is_list_of_batches(trainer, [None, None])
+    ],
+)
+def test_a_batch_of_each_loader_is_told_from_a_list_of_samples(iterables, mode, expected):
+    trainer = make_trainer()
+    trainer.training = True
+    trainer.fit_loop._combined_loader = CombinedLoader(iterables, mode)
+    assert loaders.is_list_of_batches(trainer, [None, None]) is expected
+    trainer.training = False
+    assert not loaders.is_list_of_batches(trainer, [None, None])
 
 
-def test_signatures_of_steps_are_read():
+def test_the_steps_that_are_logged_are_known():
+    trainer = make_trainer(log_every_n_steps=2)
+    trainer.training = True
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 1
+    assert loops.logs_now(trainer)
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 2
+    assert not loops.logs_now(trainer)
+
+
+def test_steps_that_fetch_their_own_batches_are_recognised():
     class Fetching(LightningModule):
         def training_step(self, dataloader_iter):
             pass
@@ -124,14 +168,21 @@ def test_signatures_of_steps_are_read():
         def validation_step(self, batch, batch_idx):
             pass
 
+    assert lightning.takes_dataloader_iter(Fetching(), "training_step")
+    assert not lightning.takes_dataloader_iter(Fetching(), "validation_step")
+
+
+def test_steps_with_two_arguments_take_the_batch_index():
     class Two(LightningModule):
         def training_step(self, batch, number):
             pass
 
-    assert lightning.takes_dataloader_iter(Fetching(), "training_step")
-    assert not lightning.takes_dataloader_iter(Fetching(), "validation_step")
+    class One(LightningModule):
+        def training_step(self, batch):
+            pass
+
     assert lightning.takes_batch_idx(Two())
-    assert not lightning.takes_batch_idx(Fetching())
+    assert not lightning.takes_batch_idx(One())
 
 
 def test_the_trainer_knows_an_interactive_session(monkeypatch):
@@ -188,19 +239,58 @@ def test_an_error_passes_what_surrounds_a_launch_before_callbacks_hear_of_it():
     assert events == ["surrounded", RuntimeError]
 
 
+def test_what_surrounds_a_launch_is_pickled_with_the_launcher():
+    trainer = Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, logger=False)
+    launcher = trainer.strategy.launcher
+    lightning.surround_launch(launcher, surround)
+    copied = pickle.loads(pickle.dumps(launcher.launch))
+    assert copied.args[1] is surround
+    assert type(copied.args[0]) is type(launcher)
+
+
+def test_loops_ask_a_source_for_their_loaders():
+    trainer = make_trainer(fast_dev_run=2)
+    asked = []
+
+    def replace(given, is_training):
+        asked.append(is_training)
+        return CombinedLoader(given, "max_size_cycle" if is_training else "sequential")
+
+    loaders.replace_loaders(trainer, replace)
+    trainer.fit(BoringModel())
+    assert asked == [True, False] or asked == [False, True]
+    loaders.restore_loaders(trainer)
+    trainer.test(BoringModel(), verbose=False)
+    assert len(asked) == 2
+
+
 def test_what_has_been_done_is_known_in_every_hook_that_saves():
     found = []
 
-    def note(name):
-        return lambda self, trainer, *_: found.append((name, resuming.find_progress(trainer).done))
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            found.append(("batch", resuming.find_progress(trainer).done))
 
-    hooks = ("on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end")
-    looking = type("Looking", (Callback,), {name: note(name) for name in hooks})()
-    limits = {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    make_trainer(max_epochs=1, callbacks=[looking], **limits).fit(BoringModel())
-    done = ("step", "step", "validation", "epoch")
-    expected = [*zip(hooks, done, strict=True)]
-    assert found == [expected[0], *expected]
+        def on_validation_start(self, trainer, *_):
+            found.append(("validation", resuming.find_progress(trainer).done))
+
+        def on_validation_end(self, trainer, *_):
+            found.append(("validated", resuming.find_progress(trainer).done))
+
+        def on_train_epoch_end(self, trainer, *_):
+            found.append(("epoch", resuming.find_progress(trainer).done))
+
+    trainer = make_trainer(
+        max_epochs=1, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, callbacks=[Looking()]
+    )
+    trainer.fit(BoringModel())
+    assert found == [
+        ("batch", "step"),
+        ("batch", "step"),
+        ("validation", "step"),
+        ("validated", "validation"),
+        ("epoch", "epoch"),
+    ]
 
 
 def test_a_run_may_begin_at_the_end_of_an_epoch():
@@ -242,6 +332,28 @@ def test_loaders_are_shown_to_lightning_before_it_injects_samplers():
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (1, 2)
 
 
+def test_the_loader_of_the_loop_and_its_mode_are_found():
+    found = []
+    trainer = make_trainer(fast_dev_run=1)
+    original = trainer.strategy.batch_to_device
+
+    def batch_to_device(*args, **kwargs):
+        found.append((lightning.is_hook_of_loop(module, "batch_to_device"), loaders.active_combined_loader(trainer)))
+        return original(*args, **kwargs)
+
+    trainer.strategy.batch_to_device = batch_to_device
+    trainer.fit(module := BoringModel())
+    assert [is_hook for is_hook, _ in found] == [True, True]
+    assert [loaders.combination_mode(loader) for _, loader in found] == ["max_size_cycle", "sequential"]
+    assert not lightning.is_hook_of_loop(module, "batch_to_device")
+
+
+def test_combined_loaders_save_their_state_where_it_is_overridden():
+    source = inspect.getsource(type(make_trainer().fit_loop))
+    assert "_combined_loader._state_dicts()" in source
+    assert "_combined_loader._load_state_dicts(" in source
+
+
 def test_a_sampler_that_lightning_has_wrapped_is_recognised():
     wrapped = DistributedSamplerWrapper(SequentialSampler(range(4)), num_replicas=2, rank=0)
     assert loaders.is_sampler_wrapper(wrapped)
@@ -266,6 +378,16 @@ def test_batch_hooks_of_evaluation_are_silenced():
     module.on_validation_batch_start(None, 0)
     assert called == ["hook"]
     assert trainer.callbacks
+
+
+def test_manual_steps_are_counted_where_expected():
+    trainer = make_trainer()
+    trainer.strategy.connect(module := BoringModel())
+    module.automatic_optimization = False
+    progress = loops.manual_step_progress(trainer)
+    progress.increment_ready()
+    progress.increment_completed()
+    assert trainer.global_step == 1
 
 
 class Logging(BoringModel):
@@ -308,3 +430,11 @@ def test_logging_is_followed_and_described():
     assert not {"update_metrics", "_extract_batch_size"} & set(vars(results))
     assert "batch_size = self._extract_batch_size(self[key], batch_size, meta)" in inspect.getsource(type(results).log)
     assert not {"on_batch_end", "epoch_end_reached", "on_epoch_end"} & set(vars(trainer._logger_connector))
+
+
+def test_training_steps_without_a_backward_pass_are_recognised():
+    trainer = make_trainer()
+    assert not loops.leaves_out_backward(trainer)
+    trainer.fit_loop._skip_backward = True
+    assert loops.leaves_out_backward(trainer)
+    assert trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward

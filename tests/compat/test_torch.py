@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torchs
@@ -16,11 +17,35 @@ from lightning_ddp_ext._compat import torch as compat_torch
 from lightning_ddp_ext.join.active_ranks import ProcessGroupRedirect
 
 
+def test_parts_of_a_flat_tensor_are_views():
+    flat = torch.arange(7.0)
+    first, second = compat_torch.views_of(flat, [torch.zeros(2, 3), torch.zeros(())])
+    first[1, 2] = second[...] = 9
+    assert flat.tolist() == [0, 1, 2, 3, 4, 9, 9]
+
+
+def test_tensors_are_flattened_whatever_their_strides():
+    tensors = [torch.arange(4.0).view(2, 2).t(), torch.tensor(7.0), torch.ones(1, 1).expand(2, 1)]
+    assert compat_torch.flatten(tensors).tolist() == [0, 2, 1, 3, 7, 1, 1]
+
+
 def test_what_torch_is_told_to_ignore_is_found():
     module = nn.Linear(2, 2)
     assert compat_torch.ignored_by_ddp(module) == []
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, {"bias"})
     assert compat_torch.ignored_by_ddp(module) == ["bias"]
+
+
+def test_tensors_count_changes_in_place():
+    tensor = torch.zeros(2)
+    before = compat_torch.version_of(tensor)
+    tensor.add_(1)
+    assert compat_torch.version_of(tensor) > before
+    with torch.inference_mode():
+        inferred = torch.zeros(2)
+    assert compat_torch.version_of(inferred) == -1
+    assert compat_torch.versions_of([tensor, tensor]) == [compat_torch.version_of(tensor)] * 2
+    assert compat_torch.versions_of([tensor, inferred, None]) == [compat_torch.version_of(tensor), -1, 0]
 
 
 def test_modules_keep_their_tree_and_hooks_where_expected():
@@ -32,6 +57,13 @@ def test_modules_keep_their_tree_and_hooks_where_expected():
 def test_every_batch_normalisation_has_the_same_base():
     layers = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
     assert all(issubclass(layer, compat_torch.BatchNorm) for layer in layers)
+
+
+def test_gradient_hooks_of_parameters_are_recognised():
+    plain, hooked, late = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    hooked.register_hook(lambda gradient: None)
+    late.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert [compat_torch.has_gradient_hooks(p) for p in (plain, hooked, late)] == [False, True, True]
 
 
 def test_a_hook_that_waits_for_a_gradient_can_be_replaced():
@@ -81,14 +113,17 @@ def test_iterators_have_the_names_that_count():
     for kind in (torchs._SingleProcessDataLoaderIter, torchs._MultiProcessingDataLoaderIter):
         assert "self._next_data()" in inspect.getsource(kind.__mro__[1].__next__)
         assert "_next_data" in vars(kind)
-    assert DataLoader.__iter__.__module__ == DataLoader._get_iterator.__module__ == "torch.utils.data.dataloader"
-    assert "self._get_iterator()" in inspect.getsource(DataLoader.__iter__)
     loader = DataLoader(range(3), 2)
-    assert compat_torch._has_torchs_iterator(loader)
     batches = compat_torch.iterate_counting(loader, lambda samples, batch, batch_size: len(samples))
     assert isinstance(batches._collate_fn, compat_torch._CountingCollate)
     assert isinstance(batches, torchs._SingleProcessDataLoaderIter)
     assert len(next(batches)) == compat_torch.samples_of(batches) == 2
+
+
+def test_the_methods_that_make_iterators_are_torchs():
+    assert DataLoader.__iter__.__module__ == DataLoader._get_iterator.__module__ == "torch.utils.data.dataloader"
+    assert compat_torch._has_torchs_iterator(DataLoader(range(3)))
+    assert "self._get_iterator()" in inspect.getsource(DataLoader.__iter__)
 
 
 def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
@@ -140,6 +175,16 @@ def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
         for given in (group, group.group_name, mesh):
             assert functional_collectives.all_reduce(torch.ones(2), "sum", given).tolist() == [1, 1]
     assert asked == [True, True, True]
+
+
+def test_objects_are_read_and_nothing_is_none(group):
+    objects = [None]
+    with collectives.replaced_collectives(lambda *_: None, lambda found: found, lambda: None):
+        dist.all_gather_object(objects, {"a": 1})
+        assert c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group) is None
+    assert objects == [{"a": 1}]
+    with pytest.raises(EOFError):
+        c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group)
 
 
 def test_the_store_of_a_group_is_cloned_and_known_to_be_a_file(group):

@@ -18,6 +18,20 @@ def test_states_of_metrics_are_merged_in_order_and_written():
     assert metric.update_count == 2
 
 
+def test_metrics_whose_states_cannot_be_merged_are_recognised():
+    assert not compat_torchmetrics.has_mergeable_state(torchmetrics.PearsonCorrCoef())
+    assert not compat_torchmetrics.has_mergeable_state(torchmetrics.MinMaxMetric(torchmetrics.MeanSquaredError()))
+
+
+def test_a_metric_computes_over_another_state_and_keeps_its_own():
+    metric, other = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+    metric.update(1.0)
+    other.update(5.0)
+    assert compat_torchmetrics.compute_over(metric, compat_torchmetrics.read_state(other)) == 5
+    assert metric.compute() == 1
+    assert metric.update_count == 1
+
+
 def test_the_last_forward_value_can_be_read_and_set():
     metric = torchmetrics.SumMetric()
     metric.update(1.0)
@@ -35,6 +49,16 @@ def test_outermost_calls_of_a_metric_are_recorded():
     assert metric(torch.rand(4), torch.rand(4)) == 7
     metric.update(torch.rand(4), torch.rand(4))
     assert calls == ["forward", "update"]
+
+
+def test_moving_a_metric_keeps_its_dtype():
+    metric = torchmetrics.SumMetric()
+    try:
+        torch.set_default_dtype(torch.float64)
+        compat_torchmetrics.move_keeping_dtype(metric, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert metric.dtype == torch.float32
 
 
 def test_compute_groups_are_given_up_and_formed():
@@ -59,6 +83,16 @@ def test_what_a_metric_has_computed_is_forgotten():
     assert metric.compute().tolist() == [1, 1]
     compat_torchmetrics.forget_computed(metric)
     assert metric.compute().tolist() == [0, 0]
+
+
+def test_list_states_are_found_and_concatenated():
+    metric = torchmetrics.CatMetric()
+    assert compat_torchmetrics.list_states(metric) == {"value": []}
+    metric.update(torch.ones(2))
+    metric.update(torch.zeros(1))
+    assert [[entry.tolist() for entry in entries] for entries in compat_torchmetrics.list_states(metric).values()] == [
+        [[1, 1, 0]]
+    ]
 
 
 def test_synchronisation_of_metrics_is_followed(group):
