@@ -93,7 +93,7 @@ def test_a_file_that_runs_code_is_refused_before_it_does(saved, tmp_path):
     with pytest.raises(CheckpointRefusedError) as caught:
         resume(strategy, hostile, module, tmp_path)
     assert f"`ckpt_path={hostile}` holds `posix.mkdir`" in str(caught.value)
-    assert str(caught.value).endswith("Pass `weights_only=False` to `trainer.fit` if you trust whoever wrote it.")
+    assert str(caught.value).endswith("Pass `weights_only=False` to `trainer.fit` if you trust its author.")
     assert caught.value.names == ("posix.mkdir",)
     assert not (tmp_path / "made").exists()
 
