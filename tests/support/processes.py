@@ -226,6 +226,7 @@ def _run_rank(folder: str, call: bytes, environment: dict[str, str]) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed process cannot flush
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # or workers of loaders would be started as this process was
     sys.modules["numpy"].random.seed()  # as in a fresh process; forked ones would all draw the same numbers
     # SIGUSR1 and SIGTERM are handled by Lightning, SIGUSR2 by submitit. The handler for stacks is written in C, so it
     # answers while the main thread is stuck in C.
