@@ -5,6 +5,7 @@ Pickle alone would let anyone who reaches the port of a rank run code there.
 
 import io
 import sys
+import threading
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -20,6 +21,7 @@ from lightning_ddp_ext.batches.containers import extra_names, fields, is_object,
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _NUMBERS = "biufc"  # kinds of numpy's dtypes
+_LOCK = threading.Lock()  # the functions that torch allows are a setting of the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def pack(value: Any) -> Packed:
 
 def unpack(data: Tensor, fill: Mapping[str, Any] = MappingProxyType({})) -> tuple[Any, dict[str, str]]:
     """Return a value, and the class names of skipped objects by place; `fill.get(place)` takes the place of each."""
-    with torch.serialization.safe_globals([_rebuild, _to_array, frozenset, (fill.get, f"{__name__}._fill")]):
+    with _LOCK, torch.serialization.safe_globals([_rebuild, _to_array, frozenset, (fill.get, f"{__name__}._fill")]):
         value, skipped = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
     return value, skipped
 
