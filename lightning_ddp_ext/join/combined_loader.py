@@ -99,7 +99,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
     def __iter__(self) -> "LockstepCombinedLoader":
         self.participations.clear()
         self.samples.clear()
-        self._steps = self._make_steps()
+        self._steps = self._make_steps(self._steps_to_skip())
         return self
 
     @override
@@ -127,7 +127,10 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         self.reset()
         del self._group, self._has_next_batch
 
-    def _make_steps(self, skip: int = 0) -> Iterator[tuple[LockstepStep, int, int]]:
+    def _steps_to_skip(self) -> int:
+        return 0
+
+    def _make_steps(self, skip: int) -> Iterator[tuple[LockstepStep, int, int]]:
         """Yield steps with the indices of batch and loader, after as many steps as an interrupted run has made."""
         ranked = self._ranked
         loaders = [loader.loader for loader in ranked]
@@ -253,12 +256,10 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         self._has_ended = True
 
     @override
-    def __iter__(self) -> "ResumableLockstepLoader":
-        super().__iter__()
+    def _steps_to_skip(self) -> int:
         skip, self._skip = self._skip, 0
         self._position, self._has_ended = self._before + skip, False
-        self._steps = self._make_steps(skip)
-        return self
+        return skip
 
     @override
     def __next__(self) -> tuple[Any, int, int]:

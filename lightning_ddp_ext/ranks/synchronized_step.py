@@ -301,5 +301,5 @@ def check_weighable(module: LightningModule, weight_by: WeightBy) -> None:
     if callable(weight_by) and takes_dataloader_iter(module, "training_step"):
         raise UnsupportedFeatureError(
             "`training_step(self, dataloader_iter)` fetches batches itself, so that a callable `weight_by` has none"
-            " to weigh. Take the batch instead, or leave `weight_by` out: each batch then counts once."
+            " to weigh. Take the batch instead, or leave `weight_by` out: each batch then has weight 1."
         )
