@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test slow lint types docs package versions clean
+.PHONY: train test slow lint types docs package versions gpu clean
 
 train: $(VENV)/demo.installed
 	$(BIN)/lightning-ddp-ext strategy=balanced_dp strategy.gpu0_batch_size=8
 
 test: $(VENV)/all.installed
 	$(BIN)/python -m pytest -m "not slow and not exhaustive"
+	$(BIN)/python -m pytest --accelerator=virtual -m "virtual and not slow and not exhaustive"
 
 slow: $(VENV)/all.installed
 	$(BIN)/python -m pytest -m "slow and not exhaustive"
@@ -32,6 +33,10 @@ package: $(VENV)/all.installed
 
 versions: $(VENV)/all.installed
 	$(BIN)/python -m tests.versions.run $(TORCH)
+
+# On a machine with a GPU; needs only a Python with torch, Lightning, Hydra and pytest.
+gpu:
+	$(PYTHON) -m tests.gpu.kit $(PART)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* dist site runs

@@ -10,8 +10,32 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
+from tests.support import devices
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+pytest_plugins = ["tests.virtual_accelerator.fixtures"]
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--accelerator", default="cpu", help="the devices of tests: cpu, cuda, or another accelerator of Lightning"
+    )
+
+
+def pytest_configure(config):
+    devices.choose(config.getoption("--accelerator"))
+
+
+@pytest.hookimpl(trylast=True)  # when the conftest.py of folders have added their markers
+def pytest_collection_modifyitems(config, items):
+    """Leave out tests that are about CPUs on another device, and tests of devices unless `-m gpu` asks for them."""
+    is_cpu = config.getoption("--accelerator") == "cpu"
+    left_out = "gpu" if is_cpu and "gpu" not in config.getoption("-m") else "" if is_cpu else "cpu_only"
+    chosen = [item for item in items if not left_out or item.get_closest_marker(left_out) is None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = chosen
 
 
 def skip(reason):
@@ -46,6 +70,13 @@ def _no_rank_left_behind():
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def tensors_on_device():
+    """The tensors of the test lie on the first device."""
+    with devices.tensors_on_device():
+        yield
 
 
 @pytest.fixture

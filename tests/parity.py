@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
+from tests.support import devices as test_devices
 
 FEATURES, CLASSES = 5, 3
 SPLITS: list[tuple[list[int] | None, int]] = [
@@ -110,7 +111,8 @@ class StepValues(Callback):
 
 
 def flat_gradient(module: nn.Module) -> Tensor:
-    return torch.cat([torch.empty(0), *(p.grad.flatten() for p in module.parameters() if p.grad is not None)])
+    gradients = [p.grad.flatten().cpu() for p in module.parameters() if p.grad is not None]
+    return torch.cat([torch.empty(0), *gradients])
 
 
 def dataset(samples: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
@@ -131,11 +133,12 @@ class Trained:
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.module.parameters()]
+        return [p.detach().cpu().clone() for p in self.module.parameters()]
 
 
 def assert_same_training(parallel: Trained, single: Trained, tolerance: float = 1e-12) -> None:
     """Compare every gradient, the parameters in the end, the number of steps and everything logged."""
+    tolerance = test_devices.tolerance(tolerance)
     assert parallel.trainer.global_step == single.trainer.global_step > 0
     for name in ("after_backward", "before_step"):
         found, expected = getattr(parallel.gradients, name), getattr(single.gradients, name)
@@ -149,13 +152,13 @@ def assert_same_training(parallel: Trained, single: Trained, tolerance: float = 
 
 def quiet_trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        **test_devices.trainer_options(strategy, devices),
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return Trainer(strategy=strategy, devices=devices, **{**defaults, **options})
+    return Trainer(**{**defaults, **options})
 
 
 def train(
@@ -196,10 +199,14 @@ def relative_difference(tensors: list[Tensor], references: list[Tensor]) -> floa
     """Largest difference of a tensor to its reference, relative to the reference's norm."""
     assert len(tensors) == len(references) > 0
     ratios = [
-        (tensor - reference).detach().norm() / reference.detach().norm().clamp_min(1e-30)
-        for tensor, reference in zip(tensors, references, strict=True)
+        (tensor - reference).norm() / reference.norm().clamp_min(1e-30)
+        for tensor, reference in zip(map(_on_cpu, tensors), map(_on_cpu, references), strict=True)
     ]
     return float(torch.stack(ratios).max())  # unlike Python's max, this is nan if any of them is
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
 
 
 def seeded(build: Any) -> LightningModule:

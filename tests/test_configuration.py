@@ -68,12 +68,18 @@ def test_every_option_of_every_group_composes(composed):
     assert found["strategy"] == ["balanced_dp", "ddp", "ddp_checkpoint", "ddp_join", "fsdp", "single"]
 
 
-def test_every_strategy_is_built(composed):
+def test_every_strategy_is_built_and_models_with_data(composed):
     for option, expected in (
         ("balanced_dp", BalancedDataParallelStrategy), ("ddp", DDPStrategy), ("ddp_checkpoint", DDPCheckpointStrategy),
         ("ddp_join", DDPJoinStrategy), ("fsdp", FSDPStrategy), ("single", str),
     ):  # fmt: skip
         assert isinstance(instantiate(composed(f"strategy={option}").strategy), expected), option
+    for model, data in (
+        ("digits_cnn", "digits"), ("byte_transformer", "stdlib_text"), ("byte_transformer", "stdlib_stream"),
+    ):  # fmt: skip
+        node = composed(f"model={model}", f"data={data}")
+        assert isinstance(instantiate(node.model), LightningModule)
+        assert isinstance(instantiate(node.data), LightningDataModule)
 
 
 def test_process_group_and_network_reach_the_strategy(composed):
@@ -105,7 +111,12 @@ def test_settings_reach_the_strategies_with_explicit_gradients(composed):
     assert build("ddp_join", "experiment=stdlib_stream").weight_by is count_tokens
 
 
-def test_a_slurm_job_is_built_from_its_variables(composed, monkeypatch):
+def test_a_manual_cluster_and_a_slurm_job_are_built(composed, monkeypatch):
+    node = composed("cluster=manual", "cluster.num_nodes=2", "cluster.node_rank=1", "cluster.main_address=node1")
+    environment = instantiate(node.cluster)
+    assert isinstance(environment, ManualEnvironment)
+    assert (environment.main_address, environment.main_port, environment.node_rank()) == ("node1", 29500, 1)
+    assert node.trainer.num_nodes == 2
     job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)
@@ -134,23 +145,6 @@ def test_all_tasks_and_restarts_of_a_slurm_job_have_one_folder(monkeypatch):
     assert run_folder("cluster=slurm") == folder
     assert run_folder("cluster=slurm", "hydra.run.dir=mine") == "mine"
     assert not run_folder().startswith("runs/slurm")
-
-
-def test_a_manual_cluster_is_built(composed):
-    node = composed("cluster=manual", "cluster.num_nodes=2", "cluster.node_rank=1", "cluster.main_address=node1")
-    environment = instantiate(node.cluster)
-    assert isinstance(environment, ManualEnvironment)
-    assert (environment.main_address, environment.main_port, environment.node_rank()) == ("node1", 29500, 1)
-    assert node.trainer.num_nodes == 2
-
-
-def test_models_and_data_are_built(composed):
-    for model, data in (
-        ("digits_cnn", "digits"), ("byte_transformer", "stdlib_text"), ("byte_transformer", "stdlib_stream"),
-    ):  # fmt: skip
-        node = composed(f"model={model}", f"data={data}")
-        assert isinstance(instantiate(node.model), LightningModule)
-        assert isinstance(instantiate(node.data), LightningDataModule)
 
 
 def test_schemas_follow_the_signatures_of_constructors():

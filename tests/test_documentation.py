@@ -1,7 +1,8 @@
 """What the README and the examples promise."""
 
+import ast
 import doctest
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.versions.run import supported_versions
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -25,7 +29,8 @@ def run(*arguments):
 def test_the_readmes_program_prints_what_it_says(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1])
-    promised = re.search(r"prints, beside Lightning's own lines,\n\n```\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    found = re.search(r"Apart from Lightning's own output, this prints\n\n```\n(.*?)```", README, re.DOTALL)
+    promised = found[1].splitlines()
     printed = [line for line in run(program).splitlines() if line.startswith(("Single", "Balanced"))]
     assert [line.split(" loss ")[0] for line in printed] == [line.split(" loss ")[0] for line in promised]
     losses = [[float(line.split(" loss ")[1]) for line in lines] for lines in (printed, promised)]
@@ -34,6 +39,29 @@ def test_the_readmes_program_prints_what_it_says(tmp_path):
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 150
+
+
+def test_pages_state_the_range_of_versions_that_is_required():
+    first, *_, last = versions = supported_versions()
+    assert ".".join(torch.__version__.split(".")[:2]) in versions
+    for page in ("README.md", "docs/index.md"):
+        assert f"torch {first} to {last}" in " ".join((ROOT / page).read_text().split()), page
+
+
+def test_programs_of_pages_import_names_of_the_package_that_exist():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [
+        (page.name, node.module, name.name)
+        for page in pages
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_ddp_ext")
+        for name in node.names
+    ]
+    assert len(found) > 10
+    missing = [row for row in found if importlib.util.find_spec(row[1]) is None]
+    missing += [row for row in found if row not in missing and not hasattr(importlib.import_module(row[1]), row[2])]
+    assert missing == []
 
 
 @pytest.mark.filterwarnings("ignore")

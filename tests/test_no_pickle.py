@@ -22,7 +22,7 @@ SAFE_OPTIONS = {
 }  # fmt: skip
 
 EXCEPTIONS = {
-    "_compat/collectives.py: _tensor_to_object": "object collectives that users call in the uneven phase",
+    "_compat/torch_collectives.py: _tensor_to_object": "object collectives that users call in the uneven phase",
 }
 
 

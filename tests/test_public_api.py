@@ -1,6 +1,7 @@
 """The public names, and the order in which folders of the package import each other."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,12 @@ def test_the_order_of_imports_does_not_matter():
         assert done.stdout.strip() == "BalancedDataParallelStrategy", imports
 
 
+def test_no_kind_of_accelerator_is_a_special_case():
+    special = re.compile(r"""torch\.cuda|["']cuda["']""")
+    found = {path.name: line for path in PACKAGE.rglob("*.py") if (line := special.search(path.read_text()))}
+    assert len(found) <= 1, found
+
+
 def imports_of(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -75,7 +82,6 @@ def imports_of(tree):
 
 
 UPSTREAM = ["lightning", "torch", "torchmetrics"]
-OF_LIGHTNING = ["lightning", "lightning_logging", "loaders", "loops", "resuming"]  # modules of `_compat`
 PLAIN_TORCH = ["activation_checkpointing", "batches", "consistency", "distributed", "reducer"]
 # A folder imports from folders to its right only.
 LAYERS = [
@@ -92,7 +98,7 @@ def test_imports_follow_the_order_of_folders():
         tree, place = ast.parse(path.read_text()), path.relative_to(PACKAGE)
         for name in imports_of(tree):
             package, folder, module = (*name.split("."), "", "")[:3]
-            is_lightning = package == "lightning" or (folder == "_compat" and module in OF_LIGHTNING)
+            is_lightning = package == "lightning" or (folder == "_compat" and module.startswith("lightning"))
             is_upwards = {folder, place.parts[0]} <= {*LAYERS} and (LAYERS.index(folder) < LAYERS.index(place.parts[0]))
             is_private = package in UPSTREAM and any(part.startswith("_") for part in name.split("."))
             if (

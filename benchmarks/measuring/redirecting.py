@@ -100,7 +100,7 @@ class Groups:
         dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=RANKS, timeout=_TIMEOUT)
         dist.Backend.register_backend(_BACKEND_NAME, DelegatingGroup, devices=["cpu"])
         pair, delegating_pair = (dist.new_group(list(ACTIVE), backend=backend) for backend in (None, _BACKEND_NAME))
-        tail = ActiveRankCollectives([])
+        tail = ActiveRankCollectives(dist.new_group())
         tail.prepare(ACTIVE)
         return cls(pair, delegating_pair, dist.new_group(backend=_BACKEND_NAME), tail)
 

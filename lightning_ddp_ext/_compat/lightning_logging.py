@@ -102,14 +102,14 @@ def latest(metric: _ResultMetric) -> Tensor:
     return value
 
 
-def describe_logged(key: str, metric: _ResultMetric) -> dict[str, Any]:
-    """Describe a logged value for another rank, as JSON types."""
+def describe_logged(key: str, metric: _ResultMetric, *, with_value: bool) -> dict[str, Any]:
+    """Describe a logged value for another rank, as JSON types; the host waits for the value."""
     meta = {
         field.name: getattr(metric.meta, field.name)
         for field in dataclasses.fields(_Metadata)
         if field.name not in ("_sync", "reduce_fx")
     }
-    cache = metric._forward_cache
+    cache = metric._forward_cache if with_value else None
     return {
         "key": key,
         "meta": meta,

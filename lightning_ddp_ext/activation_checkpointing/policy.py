@@ -27,18 +27,6 @@ class ActivationCheckpointing:
     A module that is compiled by itself runs its compiled code again. If code around the modules is compiled, they are
     part of it, except for modules that change buffers, which run uncompiled.
 
-    Args:
-        policy: A class of modules, the path of a class such as `"torch.nn.TransformerEncoderLayer"`, several of these
-            in a list, tuple or set, or a predicate that returns True for a module to checkpoint.
-
-    Attributes:
-        policy: The policy.
-        modules: Class name of each checkpointed module, by the name of the module.
-
-    Raises:
-        TypeError: If the policy is none of these.
-        ValueError: If the policy is empty, or a path cannot be imported.
-
     Example:
         >>> import torch
         >>> model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2) for _ in range(3)])
@@ -51,7 +39,7 @@ class ActivationCheckpointing:
 
     def __init__(self, policy: ActivationCheckpointingPolicy) -> None:
         self.policy = policy
-        self.modules: dict[str, str] = {}
+        self.modules: dict[str, str] = {}  # class name of each checkpointed module
         self._matches = _predicate(policy)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,15 +56,7 @@ class ActivationCheckpointing:
         return f"activation checkpointing: {', '.join(f'{count} {name}' for name, count in counts.most_common())}"
 
     def apply(self, module: nn.Module) -> None:
-        """Checkpoint the matching modules below `module`.
-
-        Args:
-            module: The root, which is never checkpointed as a whole.
-
-        Raises:
-            ActivationCheckpointingError: If the policy matches no module.
-            TypeError: If a predicate returns something other than True or False.
-        """
+        """Checkpoint the matching modules below `module`; raise an ActivationCheckpointingError if there are none."""
         self.remove(module)
         found = dict(self._find(module, "", {id(module)}))
         if not found:

@@ -2,7 +2,7 @@
 
 import csv
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.loops import logs_now
+from lightning_ddp_ext._compat.lightning_loops import logs_now
+from lightning_ddp_ext._devices import peak_memory, reports_memory
 from lightning_ddp_ext._validation import check_flag, check_path
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
@@ -68,28 +69,28 @@ class BalanceReport(Callback):
         self.path = None if path is None else Path(path)
         self.records: list[ReplicaRecord] = []
         self._table = table
-        self._last: BatchRecord | None = None
+        self._unread: deque[BatchRecord] = deque()
         self._is_recording = False
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.records.clear()
-        self._last = None
+        self._unread.clear()
         self._is_recording = isinstance(trainer.strategy, BalancedDataParallelStrategy)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._record_last(trainer)
+        while self._unread and self._unread[0].is_done():
+            self._record(trainer, self._unread.popleft())
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if isinstance(trainer.strategy, BalancedDataParallelStrategy):
-            # Times are read before the next batch, because reading them waits for CUDA devices to finish this one.
-            self._last = trainer.strategy.last_batch
+            self._unread.append(trainer.strategy.last_batch)
             if trainer.loggers and logs_now(trainer):
-                self._record_last(trainer)
+                self._record_all(trainer)
                 metrics: dict[str, float] = {}
                 for record in self.records[-len(trainer.strategy.devices) :]:
                     metrics[f"replica_{record.replica}/samples"] = float(record.chunk)
@@ -97,10 +98,12 @@ class BalanceReport(Callback):
                     metrics[f"replica_{record.replica}/idle_share"] = record.idle_share
                 pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
-    def _record_last(self, trainer: Trainer) -> None:
-        last, self._last = self._last, None
-        if last is None:
-            return
+    def _record_all(self, trainer: Trainer) -> None:
+        """Wait for the devices, and record the batches that they had not finished before."""
+        while self._unread:
+            self._record(trainer, self._unread.popleft())
+
+    def _record(self, trainer: Trainer, last: BatchRecord) -> None:
         assert isinstance(trainer.strategy, BalancedDataParallelStrategy)
         seconds, devices = last.seconds, trainer.strategy.devices
         longest = max(seconds) or 1.0
@@ -122,7 +125,7 @@ class BalanceReport(Callback):
         if not self._is_recording:
             return
         self._is_recording = False
-        self._record_last(trainer)
+        self._record_all(trainer)
         if not self.records:
             return
         if self.path is not None:
@@ -158,9 +161,10 @@ class BalanceReport(Callback):
                 f"{median(record.chunk for record in records):g}",
                 f"{1000 * median(record.seconds for record in records):.1f} ms",
                 f"{median(record.idle_share for record in records):.0%}",
-                _gib(torch.cuda.max_memory_allocated(device)) if device.startswith("cuda") else "shared",
+                _gib(peak_memory(torch.device(device))) if reports_memory(torch.device(device)) else "shared",
             )
-        if sys.platform != "win32" and not any(records[0].device.startswith("cuda") for records in recent.values()):
+        devices = {torch.device(records[0].device) for records in recent.values()}
+        if sys.platform != "win32" and not any(map(reports_memory, devices)):
             import resource  # on Unix only
 
             unit = 1 if sys.platform == "darwin" else 1024

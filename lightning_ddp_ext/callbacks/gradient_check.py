@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.collectives import replaced_collectives
 from lightning_ddp_ext._compat.lightning import takes_batch_idx, takes_dataloader_iter
 from lightning_ddp_ext._compat.torch import BatchNorm
+from lightning_ddp_ext._compat.torch_collectives import replaced_collectives
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import count_samples, join_batches
@@ -64,16 +64,14 @@ class GradientRecord:
 class GradientCheck(Callback):
     """Compares the gradient of the parts of a batch with the gradient of the whole batch, in the first batches.
 
-    Parts are the chunks of `balanced_dp`, or the batches that the ranks of `ddp_checkpoint` and `ddp_join` train on in
-    the same step. Each part runs `training_step` and a backward pass by itself; one device (rank 0) runs the whole
-    batch, without the parts whose `training_step` returned None. A difference beyond rounding means that the loss, the
-    model or `weight_by` does not have the form that the strategy needs. A warning then gives the relative difference,
-    the parameter with the largest part of it, and the remedy.
+    Parts are the chunks of `balanced_dp`, or the batches of the ranks of `ddp_checkpoint` and `ddp_join` in one step.
+    Each part runs `training_step` and a backward pass by itself; one device (rank 0) runs the whole batch, without the
+    parts whose `training_step` returned None. A difference beyond rounding means that the loss, the model or
+    `weight_by` does not have the form that the strategy needs: a warning gives the remedy.
 
     Steps run on copies of the module with the parameters from before the batch, in the precision of the parameters and
-    without dropout. The training run does not change by one bit: RNG state, buffers, metrics and logged values are the
-    same as without the callback. Micro-batches of an accumulation window are compared one by one. A step that writes to
-    a file, or changes an object outside of the module, does so again for each part and for the whole batch.
+    without dropout, each micro-batch of an accumulation window by itself. The training run does not change by one bit.
+    Only files and objects outside of the module are changed once more by each part and by the whole batch.
 
     If a check is impossible, a warning names the reason: manual optimization, a step that takes `dataloader_iter`,
     collectives in the step, batches of ranks that cannot be joined (texts padded to different lengths, samples in
@@ -101,18 +99,16 @@ class GradientCheck(Callback):
         self.reason: str | None = None
         self._batch = 0
         self._step: _StepCopy | None = None
-        self._warned = self._concluded = False
+        self._has_ended = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reset()
-        reason = _why_not(trainer, pl_module)
-        if reason is not None:
-            self._end(reason)
+        self._end(_why_not(trainer, pl_module))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self._concluded:
+        if not self._has_ended:
             self._step = _StepCopy(trainer, pl_module, batch, batch_idx)
 
     # After the step, so that an error of the step is raised by training itself, and the weights of the parts are known.
@@ -123,39 +119,35 @@ class GradientCheck(Callback):
         step, self._step = self._step, None
         if step is None:
             return
-        strategy = trainer.strategy
+        strategy: Any = trainer.strategy
+        compare = _compare_chunks if isinstance(strategy, BalancedDataParallelStrategy) else _compare_ranks
         try:
             with step.training_unaffected():
-                if isinstance(strategy, BalancedDataParallelStrategy):
-                    record = _compare_chunks(strategy, step, self._batch)
-                else:
-                    assert isinstance(strategy, ExplicitDDPStrategy)
-                    record = _compare_ranks(strategy, step, self._batch)
+                record = compare(strategy, step, self._batch)
         except _ImpossibleError as error:
             self._end(str(error))
             return
         self._batch += 1
         if record is None:
             return
-        self.records.append(record)
-        if record.remedy is not None and not self._warned:
-            self._warned = True
+        if record.remedy is not None and all(earlier.remedy is None for earlier in self.records):
             rank_zero_warn(
                 f"GradientCheck: in batch {record.batch}, the gradient of the parts (weights {_show(record.weights)})"
                 f" differs from the gradient of the whole batch by {record.difference:.1e} (relative), most in"
                 f" `{record.parameter}` ({record.parameter_difference:.1e}). {record.remedy}",
                 category=UserWarning,
             )
+        self.records.append(record)
         if len(self.records) == self.batches:
             self._conclude()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._concluded:
+        if not self._has_ended:
             self._conclude()
 
     def _conclude(self) -> None:
-        self._concluded = True
+        self._has_ended = True
         if not self.records:
             rank_zero_warn("GradientCheck compared nothing: no batch had two parts.", category=UserWarning)
             return
@@ -166,11 +158,12 @@ class GradientCheck(Callback):
             f" {len(self.records)} batches; relative difference up to {largest:.1e}. Dropout was off."
         )
 
-    def _end(self, reason: str) -> None:
-        self.reason = reason
-        self._concluded = True
-        compared = "nothing" if not self.records else f"{len(self.records)} of {self.batches} batches"
-        rank_zero_warn(f"GradientCheck compared {compared}: {reason}.", category=UserWarning)
+    def _end(self, reason: str | None) -> None:
+        """End the comparisons early for a reason, if there is one."""
+        self.reason, self._has_ended = reason, reason is not None
+        if reason is not None:
+            compared = f"{len(self.records)} of {self.batches} batches" if self.records else "nothing"
+            rank_zero_warn(f"GradientCheck compared {compared}: {reason}.", category=UserWarning)
 
 
 class _ImpossibleError(Exception):
@@ -209,11 +202,6 @@ class _StepCopy:
                 self.problem = f"batch or module cannot be copied: {_describe(error)}"
 
     @property
-    def normalises_batches(self) -> bool:
-        """Whether a layer of batch normalisation is in training mode."""
-        return any(isinstance(part, BatchNorm) and part.training for part in self.module.modules())
-
-    @property
     def tolerance(self) -> float:
         """Largest relative difference that rounding explains."""
         kinds = self.loss_dtypes | {p.dtype for p in self._copy.parameters() if p.requires_grad}
@@ -237,11 +225,12 @@ class _StepCopy:
 
         A batch that is not `transferred` still has to pass the batch transfer hooks.
         """
-        if self.problem is not None:
-            raise _ImpossibleError(self.problem)
-        device = self.module.device
+        device, plugin = self.module.device, self._trainer.precision_plugin
+        # No autocast, because its rounding would hide differences.
+        precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
+        alone = replaced_collectives(lambda group, name: _refuse_collective, lambda group: group, lambda: None)
         try:
-            with _preserved_rng_state(device) as states, _single_process_step(self._trainer), _NoDropout():
+            with _preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, _NoDropout():
                 module = self._copied(self._copy)
                 batch = copy.deepcopy(batch)
                 if not transferred:
@@ -309,24 +298,8 @@ def _preserved_rng_state(device: torch.device) -> Iterator[dict[str, Any]]:
         restore_rng_state(states, device)
 
 
-@contextmanager
-def _single_process_step(trainer: Trainer) -> Iterator[None]:
-    """Run a step without autocast; a collective raises, since one rank alone runs the whole batch."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise _ImpossibleError(
-            "`training_step` communicates between ranks, which the whole batch on one rank cannot do"
-        )
-
-    plugin = trainer.precision_plugin
-    # No autocast, because its rounding would hide differences.
-    precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
-    with (
-        torch.enable_grad(),
-        precision,
-        replaced_collectives(lambda group, name: refuse, lambda group: group, lambda: None),
-    ):
-        yield
+def _refuse_collective(*_: Any, **__: Any) -> Any:
+    raise _ImpossibleError("`training_step` communicates between ranks, which the whole batch on one rank cannot do")
 
 
 def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
@@ -347,7 +320,7 @@ def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, bat
         if any(name in column for column in columns):
             *of_parts, of_whole = (column.get(name, _zeros(parameter)) for column in columns)
             comparison.add(name, of_parts, of_whole)
-    return _judge(batch, comparison, weights, [record.sizes[index] for index in parts], strategy.weight_by, step)
+    return comparison.record(batch, weights, [record.sizes[index] for index in parts], strategy.weight_by, step)
 
 
 def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
@@ -367,7 +340,7 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
     if len(active) < 2:
         return None
 
-    is_first = strategy.global_rank == active[0]
+    is_first = strategy.global_rank == active[0]  # it runs the whole batch
     received = [broadcast_bytes(data if rank == strategy.global_rank else None, group, rank) for rank in active]
     own, whole = {}, {}
     try:
@@ -391,9 +364,8 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
     record = None
     if is_first:
         total = 1.0 if strategy.weight_by == "sum" else sum(weights)
-        factors = [weights[rank] / total for rank in active]
-        counted = [sizes[rank] for rank in active]
-        record = asdict(_judge(batch, comparison, factors, counted, strategy.weight_by, step))
+        factors, counted = [weights[rank] / total for rank in active], [sizes[rank] for rank in active]
+        record = asdict(comparison.record(batch, factors, counted, strategy.weight_by, step))
     return GradientRecord(**broadcast_object(record, group, active[0]))
 
 
@@ -442,34 +414,14 @@ def _zeros(parameter: Tensor) -> Tensor:
     return _flat(torch.zeros_like(parameter))
 
 
-def _judge(
-    batch: int,
-    comparison: "GradientComparison",
-    weights: list[float],
-    sizes: Sequence[float | None],
-    weight_by: WeightBy,
-    step: _StepCopy,
-) -> GradientRecord:
-    """Make the record of a comparison."""
-    difference, tolerance = comparison.difference(weights), step.tolerance
-    remedy = None if difference <= tolerance else _find_remedy(comparison, tolerance, sizes, weight_by, step)
-    return GradientRecord(
-        batch, difference, *comparison.most_different(weights), tolerance, weights, comparison.fit(), remedy
-    )
-
-
 def _find_remedy(
-    comparison: "GradientComparison",
-    tolerance: float,
-    sizes: Sequence[float | None],
-    weight_by: WeightBy,
-    step: _StepCopy,
+    comparison: "GradientComparison", sizes: Sequence[float | None], weight_by: WeightBy, step: _StepCopy
 ) -> str:
     """Return the remedy for the cause that the best weights of the parts point at."""
-    parts, fitted = len(sizes), comparison.fit()
-    choices = {"sum": [1.0] * parts}
+    tolerance, fitted = step.tolerance, comparison.fit()
+    choices = {"sum": [1.0] * len(sizes)}
     known = [size for size in sizes if size is not None]
-    if len(known) == parts:
+    if len(known) == len(sizes):
         choices = {"samples": [size / sum(known) for size in known], **choices}
     for name, weights in choices.items():
         if name != weight_by and comparison.difference(weights) <= tolerance:
@@ -485,7 +437,7 @@ def _find_remedy(
             f"It fits with the weights {_show(fitted)}, which do not add up to 1: the loss is neither a mean nor a sum,"
             " such as the root of a mean. Return a mean or a sum."
         )
-    if fitted is None and not math.isfinite(comparison.difference([1.0] * parts)):
+    if fitted is None and not math.isfinite(comparison.difference(choices["sum"])):
         return (
             "A gradient is not finite, as for a mean over nothing. Set `weight_by` to a function that returns"
             " 0 for a batch without anything to count."
@@ -495,7 +447,7 @@ def _find_remedy(
             "No weights fit. The step draws random numbers, others for each part than for the whole batch, which may"
             " be all there is to it. Draw them in the dataset, or switch them off, to check the rest."
         )
-    if step.normalises_batches:
+    if any(isinstance(part, BatchNorm) and part.training for part in step.module.modules()):
         return (
             "No weights fit. Batch normalisation computes with the statistics of each part. Use another normalisation,"
             " such as `GroupNorm`, or larger parts, if the difference matters."
@@ -535,6 +487,14 @@ class GradientComparison:
             factor = _triangle([factor, columns])
         self._factors[name] = factor
         self._elements += whole.numel()
+
+    def record(
+        self, batch: int, weights: list[float], sizes: Sequence[float | None], weight_by: WeightBy, step: _StepCopy
+    ) -> GradientRecord:
+        """Return the record of parts with these weights and numbers of samples."""
+        difference, tolerance = self.difference(weights), step.tolerance
+        remedy = None if difference <= tolerance else _find_remedy(self, sizes, weight_by, step)
+        return GradientRecord(batch, difference, *self.most_different(weights), tolerance, weights, self.fit(), remedy)
 
     def difference(self, weights: Sequence[float]) -> float:
         """Return the norm of the difference between weighted parts and whole, relative to the norm of the whole."""

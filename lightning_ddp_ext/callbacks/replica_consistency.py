@@ -14,11 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_choice, check_flag, check_integer
-from lightning_ddp_ext.consistency.replica_differences import (
-    ReplicaDifference,
-    find_difference,
-    name_training_state,
-)
+from lightning_ddp_ext.consistency.replica_differences import ReplicaDifference, find_difference, name_training_state
 from lightning_ddp_ext.errors import ReplicaMismatchError
 
 _REACTIONS = ("raise", "warn")
@@ -45,7 +41,7 @@ class ReplicaConsistency(Callback):
 
     Attributes:
         comparisons: Number of comparisons since training started.
-        seconds: Total time of the comparisons. On CUDA it includes waiting for the end of the step.
+        seconds: Total time of the comparisons. On an accelerator it includes waiting for the end of the step.
         training_seconds: Time from the start of training to the last comparison.
 
     Raises:

@@ -2,8 +2,10 @@
 
 import copy
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,8 +46,12 @@ class BatchRecorder(Callback):
         if not getattr(trainer.strategy, "is_shadow", False):
             place = trainer.current_epoch, batch_idx // _window(trainer)
             recorded = copy.deepcopy(to_device(batch, _CPU))
-            if trainer.world_size > 1:
-                _check_sendable(recorded, trainer.global_rank)
+            if trainer.world_size > 1 and (skipped := pack(recorded).skipped):
+                raise UnsupportedFeatureError(
+                    f"rank {trainer.global_rank}: a batch holds {name_skipped(skipped)}, which cannot be sent to rank 0"
+                    " without running code there, and the comparison with one process needs all batches. Set"
+                    " `compare_single_process=false`."
+                )
             self.batches[place].append(recorded)
 
     @override
@@ -108,38 +114,28 @@ def merge_results(by_loader: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: value for results in by_loader for name, value in results.items()}
 
 
-def _check_sendable(batch: Any, rank: int) -> None:
-    skipped = pack(batch).skipped
-    if skipped:
-        raise UnsupportedFeatureError(
-            f"rank {rank}: a batch holds {name_skipped(skipped)}, which cannot be sent to rank 0 without running code"
-            " there, and the comparison with one process needs all batches. Set `compare_single_process=false`."
-        )
-
-
 def _window(trainer: Trainer) -> int:
     """Return the number of batches of a rank in one batch of the single process."""
     return trainer.accumulate_grad_batches if isinstance(trainer.strategy, ExplicitDDPStrategy) else 1
 
 
+@dataclass(frozen=True)
 class _Replay:
     """A loader of the recorded batches."""
 
-    def __init__(self, recorder: BatchRecorder, trainer: Trainer, concatenate: Callable[[Sequence[Any]], Any]) -> None:
-        self._recorder = recorder
-        self._trainer = trainer
-        self._concatenate = concatenate
+    recorder: BatchRecorder
+    trainer: Trainer
+    concatenate: Callable[[Sequence[Any]], Any]
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._trainer.current_epoch
-        for place in sorted(place for place in self._recorder.batches if place[0] == epoch):
-            batches = self._recorder.batches[place]
-            yield batches[0] if len(batches) == 1 else self._concatenate(batches)
+        for (epoch, _), batches in sorted(self.recorder.batches.items(), key=operator.itemgetter(0)):
+            if epoch == self.trainer.current_epoch:
+                yield batches[0] if len(batches) == 1 else self.concatenate(batches)
 
     def __len__(self) -> int:
-        if self._recorder.length is None:
+        if self.recorder.length is None:
             raise TypeError("the number of batches was not known")
-        return self._recorder.length
+        return self.recorder.length
 
 
 class _StopAfter(Callback):

@@ -26,7 +26,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from omegaconf import DictConfig
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -48,7 +48,7 @@ from lightning_ddp_ext.distributed.network_choice import ChosenNetwork, NodeNetw
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, ReplicaMismatchError
 
-# The step that has failed with an error, if it is not that of the settings.
+# The failed step for each error; for all others it is the settings.
 _STEPS: dict[type[Exception], str] = {
     BackendError: "backend",
     RendezvousError: "rendezvous",
@@ -162,7 +162,7 @@ class Diagnosis:
             f" ({speed_text(largest.bus_bandwidth)} per rank)."
         )
 
-    def rows(self) -> list[tuple[str, str | RenderableType]]:
+    def rows(self) -> list[tuple[str, str]]:
         """Return the name and findings of each step in order; a step that was not tried has no findings."""
         settings = f"strategy={self.strategy}" if self.strategy else ""
         if self.environment:
@@ -179,7 +179,7 @@ class Diagnosis:
             ("rendezvous", self.progress.endpoint or ""),
             ("network", "" if self.network is None else str(self.network)),
             ("versions", ", ".join(versions)),
-            ("all-reduce", _time_table(self.all_reduce) if self.all_reduce else ""),
+            ("all-reduce", _list_times(self.all_reduce)),
         ]
 
 
@@ -211,8 +211,8 @@ def _print(diagnosis: Diagnosis, file: TextIO) -> None:
     for step, found in diagnosis.rows():
         has_failed = step == diagnosis.failed
         if found or has_failed:
-            cell = Text(found) if isinstance(found, str) else found  # brackets in names are no markup
-            table.add_row(step, cell, Text("failed", style="bold red") if has_failed else Text("ok", style="green"))
+            # Texts, because brackets in names are no markup.
+            table.add_row(step, Text(found), Text("failed", "bold red") if has_failed else Text("ok", "green"))
         if has_failed:
             break
     Console(file=file).print(table)
@@ -226,16 +226,13 @@ def _describe_node(node: NodeNetwork) -> str:
     return f"{node.node} ({list_ranks(node.ranks)}{reached}): {listed}"
 
 
-def _time_table(rows: Sequence[AllReduceTime]) -> RenderableType:
-    grid = Table.grid(padding=(0, 3))
-    names = "size", "time", "algorithm", "bus"
-    for name in names:
-        grid.add_column(name, justify="right")
-    grid.add_row(*names, style="dim")
-    for row in rows:
-        speeds = speed_text(row.algorithm_bandwidth), speed_text(row.bus_bandwidth)
-        grid.add_row(size_text(row.size), time_text(row.seconds), *speeds)
-    return grid
+def _list_times(times: Sequence[AllReduceTime]) -> str:
+    rows = [("size", "time", "algorithm", "bus")] if times else []
+    for one in times:
+        speeds = speed_text(one.algorithm_bandwidth), speed_text(one.bus_bandwidth)
+        rows.append((size_text(one.size), time_text(one.seconds), *speeds))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("   ".join(map(str.rjust, row, widths)) for row in rows)
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -350,8 +347,7 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
             )
         return
     environment = strategy.cluster_environment
-    assert environment is not None  # the Trainer gives every strategy one
-    assert strategy.accelerator is not None  # the Trainer gives every strategy one
+    assert environment is not None and strategy.accelerator is not None  # noqa: PT018  the Trainer gives both
     diagnosis.environment = type(environment).__name__
     environment.validate_settings(strategy.num_processes, strategy.num_nodes)
     with _local_ranks(strategy, environment, options, diagnosis):

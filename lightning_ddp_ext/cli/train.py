@@ -1,5 +1,6 @@
 """Training: build the objects of the configuration, fit, test, and write the results into the run folder."""
 
+import itertools
 import os
 import traceback
 from collections.abc import Iterator, Mapping
@@ -97,11 +98,8 @@ def _build(config: DictConfig) -> _Run:
 
 def _enabled(callbacks: list[Callback], trainer: DictConfig) -> list[Callback]:
     """Drop the callbacks that the Trainer's `enable_*` arguments disable."""
-    disabled: tuple[type[Callback], ...] = ()
-    if trainer.enable_progress_bar is False:
-        disabled += (ProgressBar,)
-    if trainer.enable_checkpointing is False:
-        disabled += (ModelCheckpoint,)
+    enabled = {ProgressBar: trainer.enable_progress_bar, ModelCheckpoint: trainer.enable_checkpointing}
+    disabled = tuple(kind for kind, is_enabled in enabled.items() if is_enabled is False)
     return [callback for callback in callbacks if not isinstance(callback, disabled)]
 
 
@@ -192,8 +190,8 @@ def _keep_metrics(folder: Path) -> None:
     """Rename the metrics of a job before it was requeued, which Lightning's logger would delete."""
     metrics = folder / "metrics.csv"
     if metrics.exists():
-        kept = [int(number) for path in folder.glob("metrics-*.csv") if (number := path.stem[8:]).isdecimal()]
-        metrics.rename(folder / f"metrics-{max(kept, default=0) + 1}.csv")
+        names = (folder / f"metrics-{number}.csv" for number in itertools.count(1))
+        metrics.rename(next(path for path in names if not path.exists()))
 
 
 def has_started_before() -> bool:

@@ -10,9 +10,11 @@ from hydra.utils import get_object, instantiate
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from lightning_ddp_ext._devices import find_accelerator
 from lightning_ddp_ext._validation import check_integer, check_number
 from lightning_ddp_ext.cli.errors import LaunchError
 from lightning_ddp_ext.clusters.manual import ManualEnvironment
@@ -72,12 +74,13 @@ def _check_groups(config: DictConfig, choices: Any) -> None:
 def _set_devices(config: DictConfig, choices: Any) -> None:
     trainer = config.trainer
     single = choices.strategy == _SINGLE
-    has_cuda = torch.cuda.is_available()
+    kind = find_accelerator()
     if trainer.accelerator is None:
-        trainer.accelerator = "cuda" if has_cuda else "cpu"
+        # Lightning knows no other accelerators, and MPS with its one device for one process only.
+        trainer.accelerator = kind if kind in AcceleratorRegistry and (single or kind != "mps") else "cpu"
     if trainer.devices is None:
-        several = torch.cuda.device_count() if has_cuda and trainer.accelerator in ("cuda", "gpu", "auto") else 2
-        trainer.devices = 1 if single else several
+        uses_all = kind != "cpu" and trainer.accelerator in (kind, "gpu", "auto")
+        trainer.devices = 1 if single else torch.accelerator.device_count() if uses_all else 2
     for key, unit in (("devices", "device"), ("num_nodes", "node")):
         if single and trainer[key] not in (1, "1", None):
             raise LaunchError(f"`strategy=single` uses one {unit}, got `trainer.{key}={trainer[key]}`. Leave it out.")
@@ -182,7 +185,8 @@ def _count_devices(devices: Any, accelerator: Any) -> int | None:
         return len(devices)
     if str(devices).isdecimal():
         return int(devices)
-    return torch.cuda.device_count() if accelerator in ("cuda", "gpu") else None  # "auto" or -1
+    is_accelerator = accelerator == "gpu" or accelerator == find_accelerator() != "cpu"
+    return torch.accelerator.device_count() if is_accelerator else None  # "auto" or -1
 
 
 # Variables in which srun, torchrun, and twice mpirun give the number of processes.

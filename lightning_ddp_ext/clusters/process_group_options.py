@@ -97,7 +97,7 @@ class Connection:
 
 
 def device_type_of(strategy: DDPStrategy | FSDPStrategy) -> str:
-    """Return the type of a strategy's devices, such as `"cuda"`."""
+    """Return the type of a strategy's devices, such as `"cpu"`."""
     # `root_device` raises an IndexError if a launcher has started more processes than there are devices.
     assert strategy.parallel_devices is not None
     return strategy.parallel_devices[0].type

@@ -106,11 +106,13 @@ def _check_tasks(environ: Mapping[str, str], tasks: int, num_nodes: int, devices
     wanted = nodes * devices
     remedy = f"Set `--nodes={nodes} --ntasks-per-node={devices}`."
     if tasks != wanted:
+        missing = f"rank {tasks} is missing" if tasks == wanted - 1 else f"ranks {tasks} to {wanted - 1} are missing"
+        difference = f"{_plural(tasks - wanted, 'task')} too many" if tasks > wanted else missing
         asked = _number(environ, "SLURM_NTASKS_PER_NODE")
         per_node = "" if asked is None else f" (`SLURM_NTASKS_PER_NODE={asked}`)"
         return (
             f"`SLURM_NTASKS={tasks}`{per_node} differs from {_plural(nodes, 'node')} x `devices={devices}` ="
-            f" {_plural(wanted, 'process', 'processes')}: {_explain_difference(tasks, wanted)}. {remedy}"
+            f" {_plural(wanted, 'process', 'processes')}: {difference}. {remedy}"
         )
     variable = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
     uneven = [count for count in tasks_per_node(environ.get(variable, "")) if count != devices]
@@ -120,13 +122,6 @@ def _check_tasks(environ: Mapping[str, str], tasks: int, num_nodes: int, devices
             f" {remedy}"
         )
     return None
-
-
-def _explain_difference(tasks: int, wanted: int) -> str:
-    if tasks > wanted:
-        return f"{_plural(tasks - wanted, 'task')} too many"
-    first, last = tasks, wanted - 1
-    return f"rank {first} is missing" if first == last else f"ranks {first} to {last} are missing"
 
 
 def _plural(count: int, one: str, several: str = "") -> str:
@@ -142,12 +137,7 @@ def candidate_ports(environ: Mapping[str, str]) -> list[int]:
     """List the ports that rank 0 of a SLURM step tries one after the other, and at which the others look for it.
 
     Several are needed because two jobs on one node, two steps of a job, or the rest of a killed job may want one port.
-
-    Args:
-        environ: The environment of a process of a SLURM job.
-
-    Returns:
-        The ports, the same on all ranks of a step. The first one of a job's first step is Lightning's.
+    All ranks of a step have the same ports. The first one of a job's first step is Lightning's.
 
     Example:
         >>> candidate_ports({"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0"})
@@ -156,11 +146,6 @@ def candidate_ports(environ: Mapping[str, str]) -> list[int]:
     step, restarts = (int(environ.get(name, 0)) for name in ("SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
     start = int(environ[_JOB]) + step * _PER_STEP + restarts * _PER_RESTART
     return [_FIRST + (start + number * _NEXT) % _COUNT for number in range(_TRIED)]
-
-
-def lightning_port(environ: Mapping[str, str]) -> int:
-    """Return the port that Lightning derives from the number of a job."""
-    return _FIRST + int(environ[_JOB]) % _COUNT
 
 
 def step_name(environ: Mapping[str, str]) -> str:
@@ -269,7 +254,7 @@ def rendezvous_ports(environment: ClusterEnvironment) -> list[int]:
     if isinstance(environment, SLURMEnvironment) and _JOB in os.environ:
         candidates = candidate_ports(os.environ)
         # Lightning puts its port into the environment by itself.
-        if port in (candidates[0], lightning_port(os.environ)):
+        if port in (candidates[0], _FIRST + int(os.environ[_JOB]) % _COUNT):
             return candidates
     return [port]
 

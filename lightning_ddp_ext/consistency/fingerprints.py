@@ -20,7 +20,7 @@ def fingerprint(tensor: Tensor) -> int:
     """Return a signed 64-bit integer that depends on every bit of a tensor, its dtype and its shape.
 
     Strides, the device and `requires_grad` are ignored. Every change of one element is detected; other changes are
-    missed with a probability of about 2^-32. A CUDA device copies a few bytes to the host.
+    missed with a probability of about 2^-32. Another device copies a few bytes to the host.
     """
     return fingerprint_all({"": tensor})
 
@@ -40,13 +40,18 @@ def fingerprint_all(tensors: Mapping[str, Tensor]) -> int:
         for part in parts:
             by_device.setdefault(part.device, []).append(part)
     for device, parts in by_device.items():
-        size = _BYTES * _BLOCKS_AT_ONCE.get(device.type, _BLOCKS_AT_ONCE_ELSEWHERE)
-        # One buffer for intermediate results: on a CPU, allocating memory would take longer than the hashing.
-        scratch = torch.empty(_WORDS, dtype=torch.int64, device=device)
-        sums = [part for words in _cut((_as_bytes(part) for part in parts), size) for part in _hash(words, scratch)]
-        if sums:
-            digest.update(repr(torch.cat(sums).tolist()).encode())
+        if sums := checksums(parts, device).tolist():
+            digest.update(repr(sums).encode())
     return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def checksums(parts: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return integers that depend on every bit of dense tensors of a device; the host does not wait."""
+    size = _BYTES * _BLOCKS_AT_ONCE.get(device.type, _BLOCKS_AT_ONCE_ELSEWHERE)
+    # One buffer for intermediate results: on a CPU, allocating memory would take longer than the hashing.
+    scratch = torch.empty(_WORDS, dtype=torch.int64, device=device)
+    sums = [part for words in _cut((_as_bytes(part) for part in parts), size) for part in _hash(words, scratch)]
+    return torch.cat([*sums, scratch[:0]])
 
 
 def describe(tensor: Tensor) -> str:
@@ -124,10 +129,7 @@ def _hash(words: Tensor, scratch: Tensor) -> list[Tensor]:
     if words.device.type == "cpu" and words.size(0) == 1:  # other devices have no `dot` of integers
         own = words.view(-1)
         upper = torch.bitwise_right_shift(own, 32, out=scratch[:number])
-        return [
-            torch.dot(own, multipliers[:number]).view(1),
-            torch.dot(upper, multipliers_of_upper[:number]).view(1),
-        ]
+        return [torch.dot(own, multipliers[:number]).view(1), torch.dot(upper, multipliers_of_upper[:number]).view(1)]
     upper = words >> 32
     sums = [(words * multipliers[:number]).sum(1), upper.mul_(multipliers_of_upper[:number]).sum(1)]
     return [torch.stack(sums, dim=1).view(-1)]

@@ -23,42 +23,24 @@ _MISSING = "missing"
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Difference between two tensors of the same shape and dtype.
+    """Difference between two tensors of the same shape and dtype."""
 
-    Attributes:
-        elements: Number of elements that differ in any bit.
-        index: Index of the first of them.
-        values: Its value and the expected value, as text.
-        absolute: The largest difference between two elements, computed in float64.
-        relative: `absolute` divided by the largest magnitude among the elements that differ.
-    """
-
-    elements: int
-    index: tuple[int, ...]
-    values: tuple[str, str]
-    absolute: float
-    relative: float
+    elements: int  # that differ in any bit
+    index: tuple[int, ...]  # of the first of them
+    values: tuple[str, str]  # of the first of them, and the expected value
+    absolute: float  # largest difference between two elements, computed in float64
+    relative: float  # `absolute` divided by the largest magnitude among the elements that differ
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDifference:
-    """The first tensor that is not the same on every rank.
-
-    Attributes:
-        name: Name of the tensor.
-        ranks: The ranks that differ from the majority; of several, the majority with the lowest rank is taken.
-        majority: The ranks of the majority.
-        kinds: Dtype and shape on each rank of the group, or `"missing"`.
-        deviations: Deviation of each of `ranks`; empty if shapes or dtypes differ, or a tensor is missing.
-        differing: Number of tensors that differ.
-        compared: Number of tensors over all ranks.
-    """
+    """The first tensor that is not the same on every rank, with the numbers of tensors that differ and in all."""
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # that differ from the majority; of equal majorities, the one with the lowest rank is taken
     majority: tuple[int, ...]
-    kinds: Mapping[int, str]
-    deviations: Mapping[int, Deviation]
+    kinds: Mapping[int, str]  # dtype and shape on each rank of the group, or "missing"
+    deviations: Mapping[int, Deviation]  # of `ranks`; empty if shapes or dtypes differ, or a tensor is missing
     differing: int
     compared: int
 
@@ -77,17 +59,9 @@ class ReplicaDifference:
 
 
 def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> ReplicaDifference | None:
-    """Compare the tensors of all ranks bit by bit. Call on every rank of the group.
+    """Return the first bitwise difference between the tensors of all ranks, in the order of the lowest rank's names.
 
-    Equal tensors are read once, and cost one collective of 8 bytes per rank. After a difference, the fingerprints of
-    single tensors are gathered, and the first tensor that differs is sent once.
-
-    Args:
-        tensors: The tensors by name. A name that a rank lacks is a difference.
-        group: The ranks to compare; None for all.
-
-    Returns:
-        The first difference in the order of the lowest rank's names, the same on every rank; None if there is none.
+    Call on every rank of the group. Equal tensors are read once, and cost one collective of 8 bytes per rank.
     """
     if dist.get_world_size(group) == 1 or len(set(gather_integer(fingerprint_all(tensors), group))) == 1:
         return None
@@ -135,7 +109,7 @@ def _measure(
     dist.broadcast(reference.view(torch.uint8), group=group, group_src=source)  # bytes: gloo lacks some dtypes
     measured = None
     if dist.get_rank(group) in others:
-        measured = _compare(own, reference, dense.shape)
+        measured = _compare(own.cpu(), reference.cpu(), dense.shape)  # not every device has float64
     gathered = gather_objects(measured, group)
     return {position: deviation for position, deviation in enumerate(gathered) if deviation is not None}
 
@@ -191,31 +165,21 @@ def _describe_deviations(deviations: Mapping[int, Deviation]) -> str:
 def name_training_state(
     module: nn.Module, optimizers: Sequence[Optimizer] = (), *, buffers: bool = True, ignore: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the tensors of a training for `find_difference`, by readable names.
+    """Return parameters, buffers, and the state and settings of optimizers by readable names, for `find_difference`.
 
-    Args:
-        module: The module, for its parameters and buffers. Parameters and buffers that torch's
-            `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` excludes are skipped.
-        optimizers: The optimizers, for their state and settings, such as learning rates.
-        buffers: Whether to include buffers.
-        ignore: Names of further parameters and buffers to skip; `*` matches any characters.
-
-    Returns:
-        The tensors, not copied. Numbers become tensors, int64, float64 or complex128.
+    Tensors are not copied, and numbers become tensors. Names that DDP ignores or a pattern in `ignore` matches are
+    skipped.
     """
     ignored = find_ignored(module)
 
     def is_compared(name: str) -> bool:
         return name not in ignored and not any(fnmatchcase(name, pattern) for pattern in ignore)
 
-    state: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        if is_compared(name):
-            state[f"parameter `{name}`"] = parameter
+    state: dict[str, Tensor] = {
+        f"parameter `{name}`": one for name, one in module.named_parameters() if is_compared(name)
+    }
     if buffers:
-        for name, buffer in module.named_buffers():
-            if is_compared(name):
-                state[f"buffer `{name}`"] = buffer
+        state |= {f"buffer `{name}`": one for name, one in module.named_buffers() if is_compared(name)}
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         for path, owner, value in _entries_of(optimizer, names):

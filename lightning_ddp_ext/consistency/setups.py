@@ -20,7 +20,7 @@ from lightning_ddp_ext.errors import ReplicaMismatchError, UnsupportedFeatureErr
 
 _NAMED = 3  # differences in a message
 _REMEDIES = {
-    "version": "Install the same versions on every host.",
+    "version": "Use the same versions on every rank.",
     "argument": "Give the strategy the same arguments on every rank.",
     "parameter": "Build the same module on every rank, with the same parameters frozen.",
     "buffer": "Build the same module on every rank, and change it in the same steps. Exclude a buffer that holds other"

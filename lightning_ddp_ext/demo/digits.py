@@ -123,7 +123,6 @@ class DigitsData(LightningDataModule):
         return DataLoader(self.test_data, self.batch_size)
 
 
-_LONGEST = 1000.0  # milliseconds
 _REMEDY = "Use for example [3.0, 1.0], one number per replica."
 
 
@@ -131,16 +130,13 @@ class SlowedDigitsCNN(DigitsCNN):
     """A `DigitsCNN` whose replicas sleep for a time per sample, to simulate devices of different speed."""
 
     def __init__(self, milliseconds_per_sample: list[float], width: int = 32, learning_rate: float = 2e-3) -> None:
-        if isinstance(milliseconds_per_sample, str) or not isinstance(milliseconds_per_sample, Sequence):
-            raise TypeError(
-                f"`milliseconds_per_sample` must be a list of numbers, got {milliseconds_per_sample!r}. {_REMEDY}"
-            )
-        if not milliseconds_per_sample:
-            raise ValueError(f"`milliseconds_per_sample` is empty. {_REMEDY}")
+        if not isinstance(milliseconds_per_sample, list) or not milliseconds_per_sample:
+            found = f"{milliseconds_per_sample!r}"
+            raise TypeError(f"`milliseconds_per_sample` must be a list of numbers, got {found}. {_REMEDY}")
         for milliseconds in milliseconds_per_sample:
-            check_number("milliseconds_per_sample", milliseconds, most=_LONGEST, remedy=_REMEDY)
+            check_number("milliseconds_per_sample", milliseconds, most=1000.0, remedy=_REMEDY)
         super().__init__(width, learning_rate)
-        self.milliseconds_per_sample = list(milliseconds_per_sample)
+        self.milliseconds_per_sample = milliseconds_per_sample
 
     @override
     def setup(self, stage: str) -> None:

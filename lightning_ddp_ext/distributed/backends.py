@@ -35,7 +35,7 @@ def check_backend(backend: str | None, device_type: str | None = None) -> None:
     """Raise a BackendError unless this torch has the backend, `"gloo"` or `"cpu:gloo,cuda:nccl"`, for the devices."""
     if backend is None:
         return
-    by_device = {device: name for device, _, name in (p.rpartition(":") for p in backend.lower().split(","))}
+    by_device = _by_device(backend)
     available = available_backends()
     for name in by_device.values():
         if name not in available:
@@ -51,6 +51,17 @@ def check_backend(backend: str | None, device_type: str | None = None) -> None:
             f"`process_group_backend={backend}` does not communicate for {device_type} devices, only for"
             f" {', '.join(devices)}. Leave it out for the default of the devices."
         )
+
+
+def backend_of(backend: str, device_type: str) -> str | None:
+    """Return the one backend for a kind of device, or None."""
+    by_device = _by_device(backend)
+    return by_device.get(device_type, by_device.get(""))
+
+
+def _by_device(backend: str) -> dict[str, str]:
+    """Return the names of backends by kind of device, `""` for every kind."""
+    return {device: name for device, _, name in (part.rpartition(":") for part in backend.lower().split(","))}
 
 
 def check_mpirun(is_launched: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext._compat.collectives import cloned_store
+from lightning_ddp_ext._compat.torch_collectives import cloned_store
 from lightning_ddp_ext.distributed.connections import tracked_connections
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import OtherRankError

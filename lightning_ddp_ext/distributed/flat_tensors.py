@@ -11,19 +11,19 @@ from lightning_ddp_ext._compat.torch import copy_all_, flatten, views_of
 _BUCKET_BYTES = 25 * 2**20  # what torch's own DistributedDataParallel uses
 
 
-def send_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors of one device on another device, in flat buckets: one transfer per bucket, not per tensor."""
-    if not tensors or tensors[0].device == device:
-        return list(tensors)
+def send_all(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Return tensors of one device on each of several devices, in flat buckets: one transfer per bucket and device."""
     dense = _dense(tensors)
     in_buckets = set(dense)
-    sent = [tensor if number in in_buckets else tensor.to(device) for number, tensor in enumerate(tensors)]
-    for bucket in divide_into_buckets(tensors, dense):
+    sent = [[one if number in in_buckets else one.to(to) for number, one in enumerate(tensors)] for to in devices]
+    away = [(to, on_device) for to, on_device in zip(devices, sent, strict=True) if dense and to != tensors[0].device]
+    for bucket in divide_into_buckets(tensors, dense) if away else ():
         members = [tensors[position] for position in bucket]
-        flat = torch.cat([member.reshape(-1) for member in members]).to(device, non_blocking=True)
-        parts = torch.split(flat, [member.numel() for member in members])
-        for position, member, part in zip(bucket, members, parts, strict=True):
-            sent[position] = part.view(member.shape)
+        flat = torch.cat([member.reshape(-1) for member in members])
+        for device, on_device in away:
+            parts = torch.split(flat.to(device, non_blocking=True), [member.numel() for member in members])
+            for position, member, part in zip(bucket, members, parts, strict=True):
+                on_device[position] = part.view(member.shape)
     return sent
 
 

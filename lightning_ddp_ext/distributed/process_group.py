@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed.backends import check_backend
+from lightning_ddp_ext.distributed.backends import backend_of, check_backend
 from lightning_ddp_ext.distributed.connections import break_rest, tracked_connections
 from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
 from lightning_ddp_ext.distributed.interfaces import (
@@ -61,7 +61,7 @@ def init_process_group(
         network_interface: Name of an interface that every node has; `"loopback"`, for one node; `"auto"` for the
             interface that leads to the other nodes; None to leave the choice to the backend.
         num_nodes: Number of nodes.
-        device_id: The device that this rank is bound to; None or the CPU for none.
+        device_id: The device that this rank is bound to, unless gloo serves it; None or the CPU for none.
         progress: Filled in with the state of the rendezvous, to explain a failure.
 
     Returns:
@@ -123,6 +123,8 @@ def init_process_group(
     chosen = network.node_of(rank).interface
     if network_interface is not None and chosen is not None:
         pin_interface(chosen, keep=network_interface == AUTO)
+    # In groups of some ranks, torch splits the backend of a bound device for the other ranks, which gloo cannot.
+    is_bound = device_type not in (None, "cpu") and backend_of(backend, str(device_type)) != "gloo"
     with tracked_connections(lasting=True):
         dist.init_process_group(
             backend,
@@ -130,7 +132,7 @@ def init_process_group(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=None if device_type == "cpu" else device_id,
+            device_id=device_id if is_bound else None,
         )
     # NCCL warns about a group that is left behind; a thread of gloo's may abort the interpreter while it ends.
     atexit.register(_destroy)

@@ -12,9 +12,9 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -72,11 +72,6 @@ class RendezvousInfo:
     error: DDPExtError | None = None
 
     @property
-    def gloo(self) -> bool:
-        """Whether gloo is among the backends."""
-        return "gloo" in self.backend
-
-    @property
     def remedy(self) -> str:
         """What to do about missing ranks."""
         if self.endpoint.path is not None:
@@ -94,112 +89,29 @@ class RendezvousProgress:
     is_answered: bool = False
 
 
-class RendezvousRound:
-    """One attempt of all ranks to meet in a store."""
-
-    def __init__(self, info: RendezvousInfo, store: dist.Store, name: str, progress: RendezvousProgress) -> None:
-        self.name = name
-        self.store = dist.PrefixStore(name, store)
-        self._opened = store
-        self._info = info
-        self._progress = progress
-
-    def agree(self, phase: str, response: Message, decide: Callable[[dict[int, Message]], Message]) -> Message:
-        """Send a response to rank 0, and return the result that it decides from all responses."""
-        if self._info.rank == 0:
-            return self.lead(phase, response, decide, _PHASE_LIMIT)
-        self.send(phase, response)
-        found = poll(lambda: self.find_result(phase), time.monotonic() + 2 * _PHASE_LIMIT)
-        if found is None:
-            raise RendezvousError(f"rank {self._info.rank} has no answer from rank 0. Look for the error of rank 0.")
-        result: Message = found["value"]
-        return result
-
-    def lead(
-        self, phase: str, response: Message, decide: Callable[[dict[int, Message]], Message], limit: float
-    ) -> Message:
-        """Collect the responses of the other ranks within a limit, and publish a result or an error."""
-        responses: dict[int, Message] = {0: response}
-        try:
-            try:
-                self._collect(phase, responses, time.monotonic() + limit)
-            finally:
-                self._withdraw()
-            self._progress.is_answered = True
-            result = decide(dict(sorted(responses.items())))
-        except DDPExtError as error:
-            self._set(f"{phase}/result", {"error": [type(error).__name__, str(error)]})
-            # The store ends with this process: give the others time to read the error.
-            others = len(responses) - 1
-            poll(lambda: self.store.add(_SEEN, 0) >= others, time.monotonic() + _FAREWELL)
-            raise
-        self._set(f"{phase}/result", {"value": result})
-        return result
-
-    def _collect(self, phase: str, responses: dict[int, Message], deadline: float) -> None:
-        """Fill in responses, until all have come or an error among them has ended the wait."""
-        ranks = range(self._info.world_size)
-        end = deadline
-
-        def is_over() -> bool:
-            nonlocal end
-            for rank in ranks:
-                if rank not in responses and self.store.check([f"{phase}/{rank}"]):
-                    responses[rank] = json.loads(self.store.get(f"{phase}/{rank}"))
-                    if responses[rank].get("error"):
-                        end = min(end, time.monotonic() + _GRACE)
-            return len(responses) == len(ranks) or time.monotonic() >= end
-
-        def missing() -> str:
-            return ", ".join(str(rank) for rank in ranks if rank not in responses)
-
-        if not poll(is_over, min(deadline, time.monotonic() + _PATIENCE)):
-            _logger.warning(
-                "rank 0 is still waiting for rank %s of %d ranks. %s", missing(), len(ranks), self._info.remedy
-            )
-            poll(is_over, deadline)
-        has_error = any(response.get("error") for response in responses.values())
-        if missing() and not has_error:
-            what = f"rank {missing()} of {len(ranks)} ranks"
-            if phase == _JOIN:
-                raise RendezvousError(f"{what} did not join in time. {self._info.remedy}")
-            raise RendezvousError(f"{what} stopped answering during the rendezvous. Look for their errors.")
-
-    def _withdraw(self) -> None:
-        """Remove the request, so that no rank of a later rendezvous in the same store joins this one."""
-        self._opened.set(_REQUEST, "")
-        if self._info.endpoint.run:
-            self._opened.delete_key(run_key(self._info.endpoint.run))
-
-    def send(self, phase: str, response: Message) -> None:
-        """Send the response of a rank other than 0."""
-        self._set(f"{phase}/{self._info.rank}", response)
-
-    def find_result(self, phase: str) -> Message | None:
-        """Return the result of rank 0 in a dictionary, None as long as there is none; raise its error."""
-        key = f"{phase}/result"
-        if not self.store.check([key]):
-            return None
-        found = json.loads(self.store.get(key))
-        self._progress.is_answered = True
-        if "error" in found:
-            self.store.add(_SEEN, 1)
-            kind, text = found["error"]
-            raise _ERRORS[kind](text)
-        return {"value": found["value"]}
-
-    def _set(self, key: str, value: Message) -> None:
-        self.store.set(key, json.dumps(value))
-
-
 def rendezvous(
     info: RendezvousInfo, opened: OpenStore, progress: RendezvousProgress
 ) -> tuple[ChosenNetwork, dist.Store]:
     """Agree with the other ranks on the network, and return it with the store for the process group."""
     with contextlib.ExitStack() as stack:
-        start = open_round if info.rank == 0 else join_round
-        round_, joined = start(info, opened, progress, stack)
-        network = ChosenNetwork(info.backend, tuple(_node_from(row) for row in joined["nodes"]))
+        return _Rendezvous(info, opened, progress, stack).meet()
+
+
+@dataclass(slots=True)
+class _Rendezvous:
+    """One attempt of all ranks to meet in a store, with sockets that other nodes can try until it ends."""
+
+    info: RendezvousInfo
+    opened: OpenStore
+    progress: RendezvousProgress
+    stack: contextlib.ExitStack
+    name: str = ""  # of the request
+    store: dist.Store = field(init=False)  # the keys of the request in the opened store
+
+    def meet(self) -> tuple[ChosenNetwork, dist.Store]:
+        """Agree on the network, and return it with the store for the process group."""
+        joined = self._open() if self.info.rank == 0 else self._join()
+        network = ChosenNetwork(self.info.backend, tuple(_node_from(row) for row in joined["nodes"]))
         moved: OpenStore | None = None
 
         def conclude(responses: dict[int, Message]) -> Message:
@@ -213,141 +125,201 @@ def rendezvous(
             if not joined["moves"]:
                 return {"moved_to": None}
             address = network.nodes[0].addresses[0] if len(network.nodes) > 1 else loopback_address()
-            moved = serve_store(address, 0, info.world_size, info.timeout)
+            moved = serve_store(address, 0, self.info.world_size, self.info.timeout)
             assert isinstance(moved.store, dist.TCPStore)
             return {"moved_to": [address, moved.store.port]}
 
-        failures = _try_nodes(info.rank, network) if joined["checked"] else []
-        moved_to = round_.agree(_REACH, {"failures": failures}, conclude)["moved_to"]
-        store: dist.Store = round_.store
+        failures = _try_nodes(self.info.rank, network) if joined["checked"] else []
+        moved_to = self._agree(_REACH, {"failures": failures}, conclude)["moved_to"]
         if moved_to is not None:
             # The store of rank 0 listens on all addresses: leave it for one that listens on the chosen address only.
             address, port = moved_to
-            store = (moved or connect_store(address, [port], rank=info.rank, timeout=info.timeout)).store
+            self.opened = moved or connect_store(address, [port], rank=self.info.rank, timeout=self.info.timeout)
+            self._enter(self.name)
             # In the new store, because rank 0 closes the old one as soon as all have moved.
-            RendezvousRound(info, store, round_.name, progress).agree(_MOVE, {}, lambda responses: {})
-        return network, dist.PrefixStore("process_group", store)
+            self._agree(_MOVE, {}, lambda responses: {"moved": True})
+        return network, dist.PrefixStore("process_group", self.store)
 
+    def _enter(self, name: str) -> None:
+        """Use the keys of a request in the opened store."""
+        self.name, self.store = name, dist.PrefixStore(name, self.opened.store)
 
-def open_round(
-    info: RendezvousInfo, opened: OpenStore, progress: RendezvousProgress, stack: contextlib.ExitStack
-) -> tuple[RendezvousRound, Message]:
-    """Request the other ranks to join, and publish the network that follows from their responses; for rank 0."""
-    searched: list[Target] = []
-    if opened.local_address is None and not opened.everywhere and info.requested == AUTO:
-        # A file does not say where rank 0 is, so the others try all of its addresses.
-        port = stack.enter_context(listen(None, 0)).getsockname()[1]
-        searched = [(address, port) for address in external_addresses()]
-    round_ = RendezvousRound(info, opened.store, uuid.uuid4().hex, progress)
-    request = {"name": round_.name, "machine": machine_id(), "searched": searched}
-    opened.store.set(_REQUEST, json.dumps(request))
+    def _open(self) -> Message:
+        """Request the other ranks to join, and publish the network that follows from their responses; for rank 0."""
+        searched: list[Target] = []
+        opened = self.opened
+        if opened.local_address is None and not opened.everywhere and self.info.requested == AUTO:
+            # A file does not say where rank 0 is, so the others try all of its addresses.
+            port = self.stack.enter_context(listen(None, 0)).getsockname()[1]
+            searched = [(address, port) for address in external_addresses()]
+        self._enter(uuid.uuid4().hex)
+        request = {"name": self.name, "machine": machine_id(), "searched": searched}
+        opened.store.set(_REQUEST, json.dumps(request))
 
-    def decide(responses: dict[int, Message]) -> Message:
-        nodes = _choose_network(info, opened, responses, progress, stack)
-        has_targets = all(node.targets for node in nodes)
-        return {
-            "nodes": [dataclasses.asdict(node) for node in nodes],
-            "checked": len(nodes) > 1 and has_targets,
-            "moves": opened.everywhere and (len(nodes) == 1 or bool(nodes[0].targets)),
-        }
+        def decide(responses: dict[int, Message]) -> Message:
+            nodes = self._choose_network(responses)
+            has_targets = all(node.targets for node in nodes)
+            return {
+                "nodes": [dataclasses.asdict(node) for node in nodes],
+                "checked": len(nodes) > 1 and has_targets,
+                "moves": opened.everywhere and (len(nodes) == 1 or bool(nodes[0].targets)),
+            }
 
-    response = _respond(info, opened, request, stack)
-    return round_, round_.lead(_JOIN, response, decide, info.timeout.total_seconds())
+        return self._agree(_JOIN, self._respond(request), decide, self.info.timeout.total_seconds())
 
+    def _join(self) -> Message:
+        """Respond to the newest request of rank 0, and return the network that it publishes; for the other ranks."""
+        store, limit = self.opened.store, self.info.timeout.total_seconds()
 
-def join_round(
-    info: RendezvousInfo, opened: OpenStore, progress: RendezvousProgress, stack: contextlib.ExitStack
-) -> tuple[RendezvousRound, Message]:
-    """Respond to the newest request of rank 0, and return the network that it publishes; for the other ranks."""
-    joined: RendezvousRound | None = None
+        def find_network() -> Message | None:
+            text = store.get(_REQUEST) if store.check([_REQUEST]) else b""
+            request = json.loads(text) if text else None
+            # Under torchrun, rank 0 of an attempt that has failed may have left a request behind.
+            if request and request["name"] != self.name:
+                self._enter(request["name"])
+                self._send(_JOIN, self._respond(request))
+            return self._find_result(_JOIN) if self.name else None
 
-    def find_result() -> tuple[RendezvousRound, Message] | None:
-        nonlocal joined
-        text = opened.store.get(_REQUEST) if opened.store.check([_REQUEST]) else b""
-        request = json.loads(text) if text else None
-        # Under torchrun, rank 0 of an attempt that has failed may have left a request behind.
-        if request and (joined is None or joined.name != request["name"]):
-            joined = RendezvousRound(info, opened.store, request["name"], progress)
-            joined.send(_JOIN, _respond(info, opened, request, stack))
-        result = None if joined is None else joined.find_result(_JOIN)
-        return None if joined is None or result is None else (joined, result["value"])
+        found = poll(find_network, time.monotonic() + limit)
+        if found is None:
+            raise RendezvousError(
+                f"rank {self.info.rank} waited {limit:g} s for rank 0 to find all {self.info.world_size} ranks. Check"
+                " that all of them have been started."
+            )
+        return found
 
-    found = poll(find_result, time.monotonic() + info.timeout.total_seconds())
-    if found is None:
-        raise RendezvousError(
-            f"rank {info.rank} waited {info.timeout.total_seconds():g} s for rank 0 to find all {info.world_size}"
-            " ranks. Check that all of them have been started."
-        )
-    return found
+    def _agree(
+        self,
+        phase: str,
+        response: Message,
+        decide: Callable[[dict[int, Message]], Message],
+        limit: float = _PHASE_LIMIT,
+    ) -> Message:
+        """Send a response to rank 0, and return the result that it decides from all responses."""
+        rank = self.info.rank
+        if rank > 0:
+            self._send(phase, response)
+            found = poll(lambda: self._find_result(phase), time.monotonic() + 2 * limit)
+            if found is None:
+                raise RendezvousError(f"rank {rank} has no answer from rank 0. Look for the error of rank 0.")
+            return found
+        responses: dict[int, Message] = {0: response}
+        try:
+            self._collect(phase, responses, time.monotonic() + limit)
+            self.progress.is_answered = True
+            result = decide(dict(sorted(responses.items())))
+        except DDPExtError as error:
+            self._publish(phase, {"error": [type(error).__name__, str(error)]})
+            # The store ends with this process: give the others time to read the error.
+            others = len(responses) - 1
+            poll(lambda: self.store.add(_SEEN, 0) >= others, time.monotonic() + _FAREWELL)
+            raise
+        self._publish(phase, {"value": result})
+        return result
 
+    def _collect(self, phase: str, responses: dict[int, Message], deadline: float) -> None:
+        """Fill in responses, until all have come or an error among them has ended the wait."""
+        ranks = range(self.info.world_size)
+        end = deadline
 
-def _respond(info: RendezvousInfo, opened: OpenStore, request: Message, stack: contextlib.ExitStack) -> Message:
-    """Describe this rank's node, with the interface that it chooses for the others, or with an error."""
-    way = None if opened.local_address is None or info.rank == 0 else interface_with(opened.local_address)
-    response: dict[str, Any] = {
-        "machine": machine_id(),
-        "node": socket.gethostname(),
-        "available": interface_addresses(),
-        "reached_over": way and way.name,
-        "interface": None,
-        "targets": [],
-    }
-    try:
-        if info.error is not None:
-            raise info.error
-        if response["machine"] != request["machine"]:  # rank 0 chooses for its own node
-            interface = _choose(info, opened)
-            if interface is None:  # with a file: take the interface over which one of rank 0's addresses answers
-                found = first_connection([(address, port) for address, port in request["searched"]], _SEARCH_LIMIT)
-                interface = None if found is None else interface_with(found)
-            if interface is None:
-                raise NetworkInterfaceError(
-                    f"no interface of node {socket.gethostname()}, rank {info.rank}, was found to reach rank 0."
-                    " Set `network.interface` to the interface that connects the nodes."
-                )
-            response |= {"interface": interface.name, "targets": _listen_on(interface.addresses, stack)}
-    except DDPExtError as error:
-        response["error"] = [type(error).__name__, str(error)]
-    return response
+        def is_over() -> bool:
+            nonlocal end
+            for rank in ranks:
+                if rank not in responses and self.store.check([f"{phase}/{rank}"]):
+                    responses[rank] = json.loads(self.store.get(f"{phase}/{rank}"))
+                    if responses[rank].get("error"):
+                        end = min(end, time.monotonic() + _GRACE)
+            return len(responses) == len(ranks) or time.monotonic() >= end
 
+        def missing() -> str:
+            return f"rank {', '.join(str(rank) for rank in ranks if rank not in responses)} of {len(ranks)} ranks"
 
-def _choose(info: RendezvousInfo, opened: OpenStore) -> Interface | None:
-    return choose_interface(
-        info.requested, gloo=info.gloo, num_nodes=info.num_nodes, local_address=opened.local_address
-    )
+        if not poll(is_over, min(deadline, time.monotonic() + _PATIENCE)):
+            _logger.warning("rank 0 is still waiting for %s. %s", missing(), self.info.remedy)
+            poll(is_over, deadline)
+        if len(responses) < len(ranks) and not any(response.get("error") for response in responses.values()):
+            if phase == _JOIN:
+                raise RendezvousError(f"{missing()} did not join in time. {self.info.remedy}")
+            raise RendezvousError(f"{missing()} stopped answering during the rendezvous. Look for their errors.")
 
+    def _publish(self, phase: str, result: Message) -> None:
+        # Without the request, no rank of a later rendezvous in the same store joins this one.
+        self.opened.store.set(_REQUEST, "")
+        if self.info.endpoint.run:
+            self.opened.store.delete_key(run_key(self.info.endpoint.run))
+        self.store.set(f"{phase}/result", json.dumps(result))
 
-def _listen_on(addresses: Sequence[str], stack: contextlib.ExitStack) -> list[Target]:
-    sockets = [stack.enter_context(listen(address, 0)) for address in addresses]
-    return [(address, own.getsockname()[1]) for address, own in zip(addresses, sockets, strict=True)]
+    def _send(self, phase: str, response: Message) -> None:
+        self.store.set(f"{phase}/{self.info.rank}", json.dumps(response))
 
+    def _find_result(self, phase: str) -> Message | None:
+        """Return the result of rank 0, None as long as there is none; raise its error."""
+        key = f"{phase}/result"
+        if not self.store.check([key]):
+            return None
+        found = json.loads(self.store.get(key))
+        self.progress.is_answered = True
+        if "error" in found:
+            self.store.add(_SEEN, 1)
+            kind, text = found["error"]
+            raise _ERRORS[kind](text)
+        return cast(Message, found["value"])
 
-def _choose_network(
-    info: RendezvousInfo,
-    opened: OpenStore,
-    responses: dict[int, Message],
-    progress: RendezvousProgress,
-    stack: contextlib.ExitStack,
-) -> list[NodeNetwork]:
-    """Group ranks by node, raise the errors that they have sent, and choose rank 0's interface."""
-    machines: dict[str, list[int]] = {}
-    for rank, response in responses.items():
-        machines.setdefault(response["machine"], []).append(rank)
-    nodes = [_node_from({**responses[ranks[0]], "ranks": ranks}) for ranks in machines.values()]
-    progress.nodes = tuple(nodes)
-    errors = dict.fromkeys(tuple(response["error"]) for response in responses.values() if "error" in response)
-    if errors:
-        kind = next(iter(errors))[0]
-        raise _ERRORS[kind](" Also: ".join(text for _, text in errors))
-    if len(nodes) == 1:
-        own = choose_for_one_node(info.requested, gloo=info.gloo)
-    else:
-        own = _choose(info, opened) or interface_towards(address for node in nodes[1:] for address in node.addresses)
-    nodes[0] = dataclasses.replace(nodes[0], interface=own.name, targets=tuple(_listen_on(own.addresses, stack)))
-    progress.nodes = tuple(nodes)
-    if len(nodes) > 1:
-        check_no_loopback(nodes)
-    return nodes
+    def _respond(self, request: Message) -> Message:
+        """Describe this rank's node, with the interface that it chooses for the others, or with an error."""
+        info, address = self.info, self.opened.local_address
+        way = None if address is None or info.rank == 0 else interface_with(address)
+        response: dict[str, Any] = {"machine": machine_id(), "node": socket.gethostname(), "interface": None}
+        response |= {"targets": [], "available": interface_addresses(), "reached_over": way and way.name}
+        try:
+            if info.error is not None:
+                raise info.error
+            if response["machine"] != request["machine"]:  # rank 0 chooses for its own node
+                interface = self._choose_interface()
+                if interface is None:  # with a file: take the interface over which one of rank 0's addresses answers
+                    found = first_connection([(address, port) for address, port in request["searched"]], _SEARCH_LIMIT)
+                    interface = None if found is None else interface_with(found)
+                if interface is None:
+                    raise NetworkInterfaceError(
+                        f"no interface of node {socket.gethostname()}, rank {info.rank}, was found to reach rank 0."
+                        " Set `network.interface` to the interface that connects the nodes."
+                    )
+                response |= {"interface": interface.name, "targets": self._listen_on(interface.addresses)}
+        except DDPExtError as error:
+            response["error"] = [type(error).__name__, str(error)]
+        return response
+
+    def _choose_interface(self) -> Interface | None:
+        info, address = self.info, self.opened.local_address
+        has_gloo = "gloo" in info.backend
+        return choose_interface(info.requested, gloo=has_gloo, num_nodes=info.num_nodes, local_address=address)
+
+    def _listen_on(self, addresses: Sequence[str]) -> list[Target]:
+        sockets = [self.stack.enter_context(listen(address, 0)) for address in addresses]
+        return [(address, own.getsockname()[1]) for address, own in zip(addresses, sockets, strict=True)]
+
+    def _choose_network(self, responses: dict[int, Message]) -> list[NodeNetwork]:
+        """Group ranks by node, raise the errors that they have sent, and choose rank 0's interface."""
+        machines: dict[str, list[int]] = {}
+        for rank, response in responses.items():
+            machines.setdefault(response["machine"], []).append(rank)
+        nodes = [_node_from({**responses[ranks[0]], "ranks": ranks}) for ranks in machines.values()]
+        self.progress.nodes = tuple(nodes)
+        errors = dict.fromkeys(tuple(response["error"]) for response in responses.values() if "error" in response)
+        if errors:
+            kind = next(iter(errors))[0]
+            raise _ERRORS[kind](" Also: ".join(text for _, text in errors))
+        if len(nodes) == 1:
+            own = choose_for_one_node(self.info.requested, gloo="gloo" in self.info.backend)
+        else:
+            own = self._choose_interface() or interface_towards(
+                address for node in nodes[1:] for address in node.addresses
+            )
+        nodes[0] = dataclasses.replace(nodes[0], interface=own.name, targets=tuple(self._listen_on(own.addresses)))
+        self.progress.nodes = tuple(nodes)
+        if len(nodes) > 1:
+            check_no_loopback(nodes)
+        return nodes
 
 
 def _node_from(row: Message) -> NodeNetwork:

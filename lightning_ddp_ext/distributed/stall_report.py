@@ -52,6 +52,12 @@ def find_main_thread() -> StackLocation:
     return find_stack_location(_main_frame())
 
 
+def find_main_call() -> object:
+    """Return an identity of the innermost Python call of the main thread, equal while it lasts, and rarely later."""
+    frame = _main_frame()
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
 def describe_main_stack() -> str:
     """Return the Python stack of the main thread below the Trainer's entry, the innermost call last."""
     lines = list(_walk(_main_frame()))
@@ -137,7 +143,7 @@ def describe_own_state(position: Callable[[], Mapping[str, Any]], received: int 
         return state
 
 
-def describe_position(state: Mapping[str, Any]) -> str:
+def format_position(state: Mapping[str, Any]) -> str:
     """Return the step, the phase and the location of a rank in words."""
     parts = [f"step {state['step']}"] if "step" in state else []
     parts += [str(state["phase"])] if state.get("phase") else []
@@ -197,4 +203,4 @@ def _make_row(rank: int, peer: Peer, is_own: bool) -> tuple[str, ...]:
 
 def _position_of(beats: Heartbeats, rank: int) -> str:
     peer = beats.peers[rank]
-    return "the end of its run" if peer.has_ended else describe_position(peer.state)
+    return "the end of its run" if peer.has_ended else format_position(peer.state)

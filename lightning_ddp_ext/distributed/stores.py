@@ -29,8 +29,8 @@ _NOBODY = 65534  # the owner that a file server shows for files of root
 _UNREACHABLE_LIMIT = 20.0  # seconds
 _ATTEMPT_LIMIT = 5.0  # seconds for one connection
 _ANSWER_LIMIT, _SHORT_ANSWER_LIMIT = 10.0, 5.0  # seconds for an answer of a store; short if there are other ports
-_OTHER_STORE_PAUSE = 1.0  # seconds until a store without this run is tried again: rank 0 may not have named the run yet
-_MUTE_PAUSE = 10.0  # seconds until a program that is no store is tried again
+# Seconds until another program, or a store without this run, is tried again: rank 0 may not have named the run yet.
+_OTHER_PAUSE = 2.0
 _PATIENCE = 30.0  # seconds after which a rank warns that it waits for rank 0
 
 _logger = logging.getLogger(__name__)
@@ -110,14 +110,9 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
     chosen = int(listening.getsockname()[1])
     spare_port(chosen)
     store = dist.TCPStore(
-        address or loopback_address(),
-        chosen,
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+        address or loopback_address(), chosen, world_size, is_master=True, timeout=timeout,
+        wait_for_workers=False, master_listen_fd=listening.detach(),
+    )  # fmt: skip
     return OpenStore(store, address, everywhere=address is None)
 
 
@@ -135,6 +130,7 @@ def connect_store(host: str, ports: Sequence[int], *, rank: int, timeout: timede
 class _StoreSearch:
     def __init__(self, host: str, ports: Sequence[int], rank: int, timeout: timedelta, run: str) -> None:
         self._host, self._ports = host, ports
+        self._place = f"{RendezvousEndpoint(host, ports[0])}{''.join(f' or {port}' for port in ports[1:])}"
         self._rank = f"rank {rank} on node {socket.gethostname()}"
         self._timeout, self._run = timeout, run
         self._started = self._reachable = time.monotonic()
@@ -171,13 +167,12 @@ class _StoreSearch:
                     f"{self._rank}: the program that listens at {self._place} is not the store of rank 0"
                     f" ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
                 ) from error
-            self._quiet_until[port] = time.monotonic() + _MUTE_PAUSE
-            return None
-        if not has_run:
-            self._quiet_until[port] = time.monotonic() + _OTHER_STORE_PAUSE
-            return None
-        store.set_timeout(self._timeout)
-        return OpenStore(store, local)
+            has_run = False
+        if has_run:
+            store.set_timeout(self._timeout)
+            return OpenStore(store, local)
+        self._quiet_until[port] = time.monotonic() + _OTHER_PAUSE
+        return None
 
     def _check_time(self) -> None:
         now = time.monotonic()
@@ -194,11 +189,6 @@ class _StoreSearch:
                 f" {_connection_remedy(self._host, self._failure)}"
             ) from self._failure
 
-    @property
-    def _place(self) -> str:
-        first, *others = self._ports
-        return f"{RendezvousEndpoint(self._host, first)}{''.join(f' or {port}' for port in others)}"
-
 
 def _is_refusal(error: OSError) -> bool:
     """Return True if the host answered but has no store yet."""
@@ -208,13 +198,11 @@ def _is_refusal(error: OSError) -> bool:
 def _open_client(peer: str, port: int, limit: float) -> dist.Store:
     """Open torch's client in a thread, because it waits forever for a program that accepts but does not answer."""
     opened: list[dist.Store | RuntimeError] = []
+    timeout = timedelta(seconds=limit)
 
     def attempt() -> None:
         try:
-            client = dist.TCPStore(
-                peer, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False
-            )
-            opened.append(client)
+            opened.append(dist.TCPStore(peer, port, is_master=False, timeout=timeout, wait_for_workers=False))
         except RuntimeError as error:
             opened.append(error)
 
@@ -239,9 +227,8 @@ def _connection_remedy(host: str, error: OSError | None) -> str:
 
 def _is_agent_store(endpoint: RendezvousEndpoint) -> bool:
     """Return True if torchrun's agent has created the store at this endpoint."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return False
-    return (endpoint.host, str(endpoint.port)) == (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    of_agent = [os.environ.get(name) for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")]
+    return of_agent == [str(True), endpoint.host, str(endpoint.port)]
 
 
 def _listening_address(host: str, num_nodes: int) -> str | None:

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp_ext._compat.collectives import abort_groups, keeps_store_in_file, port_of_store
+from lightning_ddp_ext._compat.torch_collectives import abort_groups, keeps_store_in_file, port_of_store
 from lightning_ddp_ext.distributed.connections import break_connections, count_received
 from lightning_ddp_ext.distributed.exchange import list_ranks
 from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Failure, Heartbeats
 from lightning_ddp_ext.distributed.stall_report import (
     describe_all,
     describe_own_state,
-    describe_position,
     describe_silent,
     find_error,
-    find_main_thread,
+    find_main_call,
+    format_position,
     make_report,
 )
 
@@ -32,6 +32,7 @@ _INTERVAL, _INTERVAL_IN_FILE = 1.0, 2.0  # seconds between heartbeats; each one 
 _BEATS = 6  # heartbeats within the limit, at least
 _MISSED = 2  # heartbeats that a rank misses before it is considered gone, after a connection is gone
 _LOOK = 0.1  # seconds
+_LOOKS = 4  # at a main thread in the same call, two in each heartbeat, before its device is asked
 _PATIENCE = 2.0  # seconds for a rank to notice by itself that another one has failed
 _GRACE = 4.0  # seconds for the main thread to end the run after it was interrupted
 _FINISH = 60.0  # seconds to end the run after an error, if there is no limit
@@ -42,10 +43,38 @@ class Interruption(BaseException):
     """Raised in a main thread that neither waits for another rank nor ends by itself after a failure."""
 
 
+class DeviceProbe:
+    """Finds out whether the device completes its work while the main thread is stuck in one call.
+
+    `silent` is the number of the probe that the device has not answered since the last look, or None. A probe waits for
+    the device in a thread of its own. No other time is suitable: a CUDA graph that is being captured would break.
+    """
+
+    def __init__(self, synchronize: Callable[[], object]) -> None:
+        self.silent: int | None = None
+        self._synchronize = synchronize
+        self._number = 0
+        self._thread: threading.Thread | None = None
+        self._place: object = None
+        self._looks = 0
+
+    def look(self, position: object) -> None:
+        """Look at the last probe, and at the position and the call of the main thread; call this at regular times."""
+        place = position, find_main_call()
+        self._looks, self._place = self._looks + 1 if place == self._place else 0, place
+        is_pending = self._thread is not None and self._thread.is_alive()
+        self.silent = self._number if is_pending else None
+        if not is_pending and self._looks >= _LOOKS:
+            self._number += 1
+            self._thread = threading.Thread(target=self._synchronize, name="device-probe", daemon=True)
+            self._thread.start()
+
+
 class RunWatch:
     """Watches a run on one of its ranks, from `start` to `stop`; report an error of the run with `fail` or `explain`.
 
     One thread exchanges heartbeats and may get stuck in a store that does not answer; the other one decides.
+    `synchronize` waits for the device of this rank; None for the CPU.
     """
 
     def __init__(
@@ -56,11 +85,14 @@ class RunWatch:
         limit: float | None,
         position: Callable[[], Mapping[str, Any]],
         before_exit: Callable[[], None],
+        synchronize: Callable[[], object] | None = None,
     ) -> None:
         interval = _INTERVAL_IN_FILE if keeps_store_in_file(store) else _INTERVAL
         interval = interval if limit is None else min(interval, limit / _BEATS)
         self._position = position
-        self._counts_bytes = dist.get_backend() == dist.Backend.GLOO  # other backends do not use sockets alone
+        self._probe = None if synchronize is None else DeviceProbe(synchronize)
+        # Other backends do not use sockets alone; on a device, the probe shows whether they progress.
+        self._counts_bytes = self._probe is not None or dist.get_backend() == dist.Backend.GLOO
         self._port = port_of_store(store)
         self._last_state: Mapping[str, Any] | None = None  # of this rank when it met an error
         self._beats = Heartbeats(store, rank, world_size, interval, self._describe)
@@ -98,7 +130,7 @@ class RunWatch:
         """Report an error of this rank, and shut down its connections so that no rank waits for it."""
         self._leave(error)
         text = f"{type(error).__name__}: {error}".rstrip(": ")
-        at = describe_position(self._describe())
+        at = format_position(self._describe())
         self._beats.report(Failure("failed", f"rank {self._beats.rank} failed: {text} (at {at})"))
         break_connections()
 
@@ -118,7 +150,12 @@ class RunWatch:
     def _describe(self) -> Mapping[str, Any]:
         if self._last_state is not None:
             return self._last_state
-        return describe_own_state(self._position, count_received(self._port) if self._counts_bytes else None)
+        received = count_received(self._port) if self._counts_bytes else None
+        state = describe_own_state(self._position, received)
+        if self._probe is not None and self._probe.silent is not None:
+            where = f"{state['where']}, its device does not answer"
+            state.update(where=where, waits=True, probe=self._probe.silent)
+        return state
 
     def _watch(self) -> None:
         pause = self._beats.interval / 2
@@ -127,6 +164,8 @@ class RunWatch:
             now = time.monotonic()
             # After this process itself was stopped, the missed time must not be held against other ranks.
             passed, last = min(now - last, 2 * pause), now
+            if self._probe is not None:
+                self._probe.look(describe_own_state(self._position))
             failure = self._beats.failure or self._find_stall(passed)
             if failure is not None:
                 self._end(failure)
@@ -141,10 +180,10 @@ class RunWatch:
             self._exchanges = beats.exchanges
             return find_stall(beats, self._unanswered, limit)
         # Without the store, only the main thread of this rank shows whether the run continues.
-        location = find_main_thread()
-        is_stuck = bool(location.collective) and str(location) == self._location
+        state = self._describe()
+        is_stuck = bool(state["collective"] or "probe" in state) and state["where"] == self._location
         self._stuck = self._stuck + passed if is_stuck else 0.0
-        self._location = str(location)
+        self._location = state["where"]
         return _describe_lost_store(beats) if self._stuck >= limit else None
 
     def _end(self, failure: Failure) -> None:

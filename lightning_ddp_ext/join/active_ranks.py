@@ -1,6 +1,6 @@
 """Collectives among the active ranks in the uneven phase."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext._compat.collectives import replaced_collectives
 from lightning_ddp_ext._compat.torch import copy_all_
+from lightning_ddp_ext._compat.torch_collectives import replaced_collectives
 from lightning_ddp_ext.distributed.connections import tracked_connections
 from lightning_ddp_ext.distributed.exchange import list_ranks
 from lightning_ddp_ext.errors import RankJoinedError
 
 _Handler = Callable[..., Any]
+_CPU = torch.device("cpu")
+_MOST_MEMBERS = 256  # of all groups kept for later; each member is a connection
 
 
 class ActiveRankCollectives:
@@ -25,15 +27,15 @@ class ActiveRankCollectives:
     Reductions are over the active ranks. Gathers and scatters have zeros, or None for objects, in place of the parts of
     joined ranks. A broadcast from a joined rank, and a message from or to one, raises. A reduction or gather whose root
     is a joined rank has no result, since a joined rank runs no code that would use it. In the process
-    groups `own` joined ranks take part themselves. Outside of `redirect` this costs nothing.
+    group `own` joined ranks take part themselves. Outside of `redirect` this costs nothing.
     """
 
-    def __init__(
-        self, own: Iterable[dist.ProcessGroup], timeout: timedelta | None = None, most_members: int = 256
-    ) -> None:
-        self._own: set[Any] = {group.group_name for group in own}
+    def __init__(self, own: dist.ProcessGroup, timeout: timedelta | None = None, device: torch.device = _CPU) -> None:
+        self._own = own
         self._timeout = timeout
-        self._most_members = most_members  # of all groups kept for later; each member is a connection
+        self._device = device
+        # A device keeps the present group only: each is a communicator with memory outside of torch's allocator.
+        self._most_members = _MOST_MEMBERS if device == _CPU else 0
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def prepare(self, active: tuple[int, ...]) -> None:
@@ -41,6 +43,9 @@ class ActiveRankCollectives:
         if active in self._groups:
             self._groups[active] = self._groups.pop(active)  # now the last to be destroyed
             return
+        if self._device != _CPU:
+            # NCCL destroys one communicator and splits another, whose collectives have to be complete.
+            torch.accelerator.synchronize(self._device)
         while self._groups and sum(map(len, [*self._groups, active])) > self._most_members:
             self._destroy(next(iter(self._groups)))
         with tracked_connections():
@@ -94,10 +99,10 @@ class ProcessGroupRedirect:
         "recv": "_message",
     }
 
-    def __init__(self, active: tuple[int, ...], group: dist.ProcessGroup, own: set[Any]) -> None:
+    def __init__(self, active: tuple[int, ...], group: dist.ProcessGroup, own: dist.ProcessGroup) -> None:
         self._active = active
         self._group = group
-        self._own = own | {group.group_name}
+        self._own = {own.group_name, group.group_name}
 
     def find(self, group: dist.ProcessGroup, name: str) -> _Handler | None:
         """Return the replacement of a method, `replacement(original, group, *args, **kwargs)`, or None to keep it."""

@@ -18,6 +18,7 @@ from lightning_ddp_ext._compat.lightning_logging import (
     latest,
     set_latest,
 )
+from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.join.lockstep_loader import StepParticipation
@@ -106,7 +107,11 @@ class LoggedValues:
     def describe(self) -> dict[str, Any]:
         """Return the keys of this step as JSON, for a rank that makes a shadow step."""
         return {
-            "logged": [describe_logged(key, metric) for key, metric in self._logged.items()],
+            # Values that are about to be synchronised need not be sent.
+            "logged": [
+                describe_logged(key, metric, with_value=key not in self._pending)
+                for key, metric in self._logged.items()
+            ],
             "pending": list(self._pending),
         }
 
@@ -145,15 +150,20 @@ class LoggedValues:
 
     def _reduce_all(self, values: Sequence[Tensor], operations: Sequence[str], weight: float) -> list[Tensor]:
         """Reduce each value over ranks by its own operation, without the values of shadow steps."""
-        stacked = torch.stack([value.detach().double() for value in values])
+        device = self._module.device
+        own = [value.detach().to(device, widest_float(device), non_blocking=True) for value in values]
+        stacked = torch.stack(own)
         sums, means = sums_and_means(stacked, None if self._is_shadow else weight, self._add_up)
-        signs = stacked.new_tensor([-1.0 if operation == "min" else 1.0 for operation in operations])
-        largest = torch.full_like(stacked, -torch.inf) if self._is_shadow else stacked * signs
+        largest = torch.stack(
+            [-one if operation == "min" else one for one, operation in zip(own, operations, strict=True)]
+        )
+        if self._is_shadow:
+            largest.fill_(-torch.inf)
         if not {"max", "min"}.isdisjoint(operations):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         reduced = {"sum": sums, "mean": means, "max": largest, "min": -largest}
         return [
-            reduced[operation][position].to(value.dtype)
+            reduced[operation][position].to(value)
             for position, (value, operation) in enumerate(zip(values, operations, strict=True))
         ]
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.loaders import is_sampler_wrapper, wrapped_sampler
+from lightning_ddp_ext._compat.lightning_loaders import is_sampler_wrapper, wrapped_sampler
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states, seed_all
 
 

@@ -17,10 +17,10 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
+from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
-from lightning_ddp_ext._compat.loaders import active_combined_loader
-from lightning_ddp_ext._compat.loops import leaves_out_backward, without_batch_hooks
-from lightning_ddp_ext._compat.resuming import reload_training_data_after_epoch
+from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
+from lightning_ddp_ext._compat.lightning_resuming import reload_training_data_after_epoch
 from lightning_ddp_ext._compat.torchmetrics import (
     forget_computed,
     unwatch_synchronization,
@@ -33,7 +33,7 @@ from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, Resum
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepParticipation, UnevenInputs
 from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.join.metric_states import synchronize_states
-from lightning_ddp_ext.join.training_state import StepMirror
+from lightning_ddp_ext.join.step_mirror import StepMirror
 from lightning_ddp_ext.ranks.rank_steps import RankContext, RankSteps
 from lightning_ddp_ext.ranks.sample_counts import iterables_and_mode
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
@@ -51,12 +51,14 @@ class Lockstep(RankSteps):
     def __init__(self, context: RankContext, uneven_inputs: UnevenInputs) -> None:
         super().__init__(context)
         reducer = None if context.step is None else context.step.reducer
-        self.group = own_group(context.timeout)
+        # The reducer's, since each group costs connections, and a communicator on a device.
+        self.group = own_group(context.timeout) if reducer is None else reducer.process_group
         self.participation: StepParticipation | None = None
         self._uneven_inputs = uneven_inputs
         self._watch = context.watch
-        own = [self.group] if reducer is None else [self.group, reducer.process_group]
-        self._active_collectives = ActiveRankCollectives(own, context.timeout)
+        self._active_collectives = ActiveRankCollectives(
+            self.group, context.timeout, context.trainer.strategy.root_device
+        )
         self._has_next_batch = HasNextBatch(self.group, None if reducer is None else reducer.control)
         self._mirror = None if reducer is None else StepMirror(self.trainer, self.module, reducer)
         self._messages = StoreMailbox(self.group, context.timeout, context.watch.failure)
@@ -93,7 +95,7 @@ class Lockstep(RankSteps):
         for loader in self._loaders:
             loader.close()
         unwatch_synchronization()
-        if dist.is_initialized():
+        if self._mirror is None and dist.is_initialized():
             dist.destroy_process_group(self.group)
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -15,6 +16,11 @@ from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_l
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.synchronized_step import SynchronizedStep
+
+# The reductions of logged values; a mean is made of sums.
+_OPERATIONS: dict[Any, Any] = {
+    "mean": None, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,8 @@ class RankContext:
 class RankSteps:
     """The steps of one rank; torch's `JoinHook` is the model.
 
-    `ExplicitDDPStrategy` creates one per run and calls these methods, in the order in which they stand here for each
-    batch. This class serves ranks that all have a batch in every step; `Lockstep` overrides the methods for ranks that
-    run out of data. A subclass never calls the strategy.
+    `ExplicitDDPStrategy` creates one per run and calls these methods for each batch. This class serves ranks
+    that all have a batch in every step; `Lockstep` overrides the methods for ranks that run out of data.
     """
 
     def __init__(self, context: RankContext) -> None:
@@ -101,11 +106,19 @@ class WeightedSteps(RankSteps):
     def reduce(
         self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
     ) -> Tensor:
-        if reduce_op != "mean" or self._weight is None or not self._is_logging:
+        if reduce_op not in _OPERATIONS or self._weight is None or not self._is_logging:
             return reduce(tensor, group, reduce_op)
-        values = tensor.detach().reshape(-1)
-        _, means = sums_and_means(values, self._weight, lambda parts: reduce(parts, group, "sum"))
-        return means.reshape(tensor.shape).to(tensor.dtype)
+
+        # Lightning's function begins with a barrier, for which the host would wait.
+        def all_reduce(values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+            dist.all_reduce(values, operation, group=group)
+            return values
+
+        values = tensor.detach().to(self.module.device, non_blocking=True)
+        if reduce_op == "mean":
+            _, means = sums_and_means(values.reshape(-1), self._weight, all_reduce)
+            return means.reshape(tensor.shape).to(tensor)
+        return all_reduce(values, _OPERATIONS[reduce_op]).to(tensor)
 
     @override
     def close(self) -> None:

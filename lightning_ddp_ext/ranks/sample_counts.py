@@ -12,8 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
-from lightning_ddp_ext._compat.loaders import active_combined_loader, combination_mode
+from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, combination_mode
 from lightning_ddp_ext._compat.torch import iterate_counting, samples_of
+from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
 from lightning_ddp_ext.errors import BatchSplitError
 
@@ -152,12 +153,12 @@ class BatchSamples:
 
 
 def sums_and_means(values: Tensor, weight: float | None, add_up: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sums and the weighted means of values over ranks in double precision, with one reduction.
+    """Return the sums and the weighted means of values over ranks in the widest type, with one reduction.
 
     If all weights are zero, or one is unknown (nan), average the ranks equally. A rank without values has the weight
     None, and is in no sum and no mean.
     """
-    own = torch.zeros(2, len(values) + 1, dtype=torch.float64, device=values.device)
+    own = torch.zeros(2, len(values) + 1, dtype=widest_float(values.device), device=values.device)
     if weight is not None:
         own[0, :-1], own[0, -1] = values, 1.0
         # The loss of a batch without weight may be a mean over no samples, thus nan.

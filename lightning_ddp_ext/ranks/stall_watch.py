@@ -4,14 +4,16 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
-from lightning_ddp_ext._compat.collectives import cloned_store, is_lost_connection
 from lightning_ddp_ext._compat.lightning import is_exit, is_planned_end
+from lightning_ddp_ext._compat.torch_collectives import cloned_store, is_lost_connection
 from lightning_ddp_ext._validation import as_timeout
 from lightning_ddp_ext.distributed.watchdog import Interruption, RunWatch
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError
@@ -47,7 +49,7 @@ class StallWatch:
         # MPI connects processes without a store.
         if trainer.world_size == 1 or not dist.is_initialized() or dist.get_backend() == dist.Backend.MPI:
             return
-        group = dist.group.WORLD
+        group, device = dist.group.WORLD, trainer.strategy.root_device
         assert group is not None
         self._watch = RunWatch(
             dist.PrefixStore(f"watch/{number}", cloned_store(group)),
@@ -56,6 +58,7 @@ class StallWatch:
             None if self.limit is None else self.limit.total_seconds(),
             lambda: describe_position(trainer),
             lambda: _finalize(trainer),
+            None if device.type == "cpu" else partial(torch.accelerator.synchronize, device),
         )
         self._watch.start()
 

@@ -14,7 +14,8 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
-from lightning_ddp_ext._compat.loops import leaves_out_backward
+from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
+from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.weights import GradientWeights, SkipWarning, WeightBy
 from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.errors import UnsupportedFeatureError, UnsynchronizedGradientsError
@@ -284,10 +285,10 @@ class SynchronizedStep:
 
     def _mean(self, loss: Tensor) -> Tensor:
         """Return the weighted mean of the last loss over the ranks."""
-        weight = torch.tensor(self._last_weight, dtype=torch.float64, device=loss.device)
+        weight = torch.full((), self._last_weight, dtype=widest_float(loss.device), device=loss.device)
         weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(weight)
         total = self._trainer.strategy.reduce(torch.stack([weighted, weight]), reduce_op="sum")
-        # In double precision on every rank: a rank that skips its batch may not know the type of the others' loss.
+        # In the same type on every rank: a rank that skips its batch may not know the type of the others' loss.
         return total[0] / total[1]
 
     def close(self) -> None:

@@ -10,9 +10,16 @@ from torch import Tensor, nn
 from lightning_ddp_ext._compat.torch import copy_all_, views_of
 from lightning_ddp_ext.distributed.flat_tensors import divide_into_buckets
 
-# Gradients from this size on are scaled on their way into the buffer, in one pass over memory. Smaller ones are copied
-# in one launch and scaled together.
-LARGE = 16384  # elements
+_LARGE = 16384  # elements
+
+
+def is_packed_alone(parameter: nn.Parameter) -> bool:
+    """Return True if a gradient is scaled on its way into the buffer, in one pass over memory; others go together.
+
+    A pass over memory costs time on a CPU. On other devices the number of kernel launches counts, and all gradients of
+    a bucket are copied in one launch and scaled in another.
+    """
+    return parameter.numel() >= _LARGE and parameter.device.type == "cpu"
 
 
 class GradientBucket:
@@ -24,7 +31,7 @@ class GradientBucket:
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], members: Sequence[int]) -> None:
-        order = sorted(range(len(members)), key=lambda position: parameters[position].numel() < LARGE)
+        order = sorted(range(len(members)), key=lambda position: not is_packed_alone(parameters[position]))
         self.members = [members[position] for position in order]
         self.params = [parameters[position] for position in order]
         self.position = {member: position for position, member in enumerate(self.members)}
@@ -34,7 +41,7 @@ class GradientBucket:
         self.last = False
         self.payload_numel = 0
         self._index = index
-        self._large = sum(parameter.numel() >= LARGE for parameter in self.params)
+        self._large = sum(map(is_packed_alone, self.params))
         # Dense memory formats other than the usual one, such as channels last.
         self._strides = {
             position: parameter.stride()

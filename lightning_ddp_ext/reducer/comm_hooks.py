@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_ext.distributed.backends import backend_of
 from lightning_ddp_ext.reducer.buckets import GradientBucket
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
@@ -37,8 +38,8 @@ class BucketTransport:
         if self._comm_hook is None:
             work: Any = dist.all_reduce(bucket.buffer_with_payload(), group=self._group, async_op=True)
         else:
-            if bucket.buffer().device.type == "cpu":
-                self.wait_for_gradients()  # CPU futures run hooks' callbacks in any order: one bucket at a time
+            if backend_of(dist.get_backend_config(self._group), bucket.buffer().device.type) != "nccl":
+                self.wait_for_gradients()  # threads of gloo run hooks' callbacks in any order: one bucket at a time
             work = self._comm_hook(self._comm_state, bucket)
         self._in_flight.append((bucket, work))
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import steps_in_backward
+from lightning_ddp_ext._compat.torch_collectives import count_collectives
 from lightning_ddp_ext._validation import check_bucket_cap
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_module, fixed_parameters, shared_parameters
-from lightning_ddp_ext.distributed.exchange import digest, group_with_cpu, own_group
+from lightning_ddp_ext.distributed.exchange import digest, gather_integer, group_with_cpu, own_group
 from lightning_ddp_ext.distributed.flat_tensors import broadcast_all
 from lightning_ddp_ext.errors import RanksOutOfStepError, UnsupportedFeatureError
+from lightning_ddp_ext.reducer.bucket_scheduler import BucketScheduler
 from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout
-from lightning_ddp_ext.reducer.buffers import BufferSynchronizer
-from lightning_ddp_ext.reducer.collector import GradientCollector
+from lightning_ddp_ext.reducer.buffer_synchronizer import BufferSynchronizer
 from lightning_ddp_ext.reducer.comm_hooks import BucketTransport, CommHook
 from lightning_ddp_ext.reducer.control import ControlMessage, ExchangedControl, RankFindings, StepControl
 
@@ -52,13 +54,12 @@ class SparseGradients:
             )
         dense = gradient.layout == torch.strided
         gradient = gradient.detach() * factor if dense else gradient.detach().coalesce() * factor
-        counts = self._gather(torch.tensor([[-1 if dense else gradient._nnz()]], device=parameter.device))
-        if min(counts.flatten().tolist()) < 0:
+        sizes = gather_integer(-1 if dense else gradient._nnz(), self._group)  # a message on the CPU
+        if min(sizes) < 0:
             # A dense gradient somewhere, of a layer tied to the embedding: the sum is dense.
             parameter.grad = gradient.to_dense()
             dist.all_reduce(parameter.grad, group=self._group)
             return
-        sizes = [int(count) for count in counts.flatten().tolist()]
         rows = self._gather_rows(gradient.indices().t(), sizes)
         values = self._gather_rows(gradient.values(), sizes)
         parameter.grad = torch.sparse_coo_tensor(rows.t(), values, parameter.shape, check_invariants=False).coalesce()
@@ -163,7 +164,17 @@ class GradientReducer:
         self._begun = 0
         broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.tensors()], self._group)
         self._buffers.remember()
-        self._collector = GradientCollector(self._parameters, self._layout, self._transport)
+        devices = (parameter.device for parameter in self._parameters if parameter.device.type != "cpu")
+        device = next(devices, None)  # gloo, on the CPU, copes with any order of process groups
+        self._scheduler = BucketScheduler(
+            self._parameters,
+            self._layout,
+            self._transport,
+            (lambda: 0) if device is None else partial(count_collectives, device, self._group),
+        )
+        self._scheduler.is_held |= device is not None and any(
+            isinstance(part, nn.SyncBatchNorm) for part in module.modules()
+        )
         # Makes the context in which hooks on parameters run after a synchronisation, from its position.
         self.hook_context: Callable[[int], AbstractContextManager[None]] = lambda position: nullcontext()
         self.defer_hooks()
@@ -175,7 +186,7 @@ class GradientReducer:
 
     def unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
         """Return True if any of these parameters has a gradient that is newer than its last synchronisation."""
-        unsynchronized = self._collector.unsynchronized()
+        unsynchronized = self._scheduler.unsynchronized()
         return bool(unsynchronized) and any(id(parameter) in unsynchronized for parameter in parameters)
 
     def unmanaged_parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -190,7 +201,7 @@ class GradientReducer:
         Raises:
             UnsupportedFeatureError: If an optimizer steps inside of the backward pass in another way.
         """
-        if not self._collector.defer_hooks():
+        if not self._scheduler.defer_hooks():
             return
         for name, parameter in self._names.items():
             if steps_in_backward(parameter):
@@ -202,7 +213,7 @@ class GradientReducer:
 
     def disregard(self) -> AbstractContextManager[None]:
         """Ignore the gradients that come in a block, which the caller discards."""
-        return self._collector.disregard()
+        return self._scheduler.disregard()
 
     @contextmanager
     def synchronize(self, weight: float = 1.0) -> Iterator[None]:
@@ -214,16 +225,16 @@ class GradientReducer:
             weight: Weight of this rank's gradient, such as the number of its samples if the loss is their mean; 0 if it
                 has none, which also ignores its gradients. The result is the sum of `weight * gradient` over the ranks,
                 divided by the sum of their weights. If all weights are 0, gradients synchronised before stay, and
-                nothing is added. `control` has another scale and divisor.
+                nothing is added. `control` can override the scale and the divisor.
 
         Raises:
             ValueError: If the weight is negative or not finite.
             RanksOutOfStepError: If ranks are at different positions, if an earlier synchronisation has failed on some
                 ranks only, or if the last one has failed after its backward pass had begun.
         """
-        if self._collector.is_active:
+        if self._scheduler.is_active:
             raise RuntimeError("A synchronisation has begun already. End its block before the next one begins.")
-        if self._collector.has_begun:
+        if self._scheduler.has_begun:
             raise RanksOutOfStepError(
                 f"rank {dist.get_rank(self._group)}: the last synchronisation failed after its backward pass had begun,"
                 " so other ranks might add the next gradients of this rank to gradients of an earlier step. Restart the"
@@ -237,36 +248,36 @@ class GradientReducer:
         self._weight = weight
         self._scale = weight if self.control.scale is None else self.control.scale
         if not weight:
-            self._collector.set_aside()
-        self._collector.begin(self._transport.factor * self._factor, self._prepare_control_bucket())
+            self._scheduler.set_aside()
+        self._scheduler.begin(self._transport.factor * self._factor, self._prepare_control_bucket())
         try:
             yield
         except BaseException:
-            self._collector.abandon()
+            self._scheduler.abandon()
             raise
         self._finish()
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Wait for the gradients of all ranks, and give their mean to the parameters."""
-        self._collector.end()
+        self._scheduler.end()
         if not self._weight:
-            self._collector.drop_unbucketed()
+            self._scheduler.drop_unbucketed()
         if self._transport.is_hook:
             # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
             self._transport.wait_for_gradients()
         self._buffers.start(self._weight)
         self.control.exchanged = exchanged = self._exchange()
-        self._collector.mark_synchronized()
+        self._scheduler.mark_synchronized()
         self._transport.wait_for_gradients()
         if exchanged.total_weight:
             self._complete(exchanged)
         else:
-            self._collector.restore(self._group)
+            self._scheduler.restore(self._group)
         self._buffers.finish(exchanged, self._weight)
-        self._collector.finish()
+        self._scheduler.finish()
         if exchanged.total_weight:
-            self._collector.run_hooks(exchanged.used, self.hook_context(self.control.position))
+            self._scheduler.run_hooks(exchanged.used, self.hook_context(self.control.position))
 
     def _prepare_control_bucket(self) -> GradientBucket | None:
         """Return the bucket that carries the control message, the last one if it is on the CPU; the same on all ranks.
@@ -284,19 +295,24 @@ class GradientReducer:
         return control_bucket
 
     def _exchange(self) -> ExchangedControl:
-        """Exchange the control values of all ranks, with the control bucket or in a separate message on the CPU."""
+        """Exchange the control values of all ranks, with the control bucket or in a separate message on the CPU.
+
+        On a device this is the only time in a step that the host waits, for the slowest host and not for the device: it
+        has to know before the optimizer steps which gradients there are and their divisor. In a bucket of the device
+        the values could only be read at the end of the backward pass.
+        """
         found = RankFindings(
             self._weight,
             self._begun,
             self._buffers.structure,
-            self._collector.late_buckets(),
-            self._collector.used() if self._weight else bytearray(len(self._parameters)),
+            self._scheduler.late_buckets(),
+            self._scheduler.used() if self._weight else bytearray(len(self._parameters)),
             self._buffers.changes(),
         )
-        control_bucket = self._collector.control_bucket
+        control_bucket = self._scheduler.control_bucket
         if control_bucket is not None:
             message = self._message.write(found, self.control, control_bucket.buffer().dtype)
-            message = self._collector.send_control_bucket(message)
+            message = self._scheduler.send_control_bucket(message)
         else:
             message = self._message.write(found, self.control, torch.float64)
             dist.all_reduce(message, group=self._group)
@@ -314,7 +330,8 @@ class GradientReducer:
             "expected_total": self._expected_total,
             "buffers": self._buffers.state(),
             "of_rank": {
-                "backward_passes": self._collector.predictor.state(),
+                "backward_passes": self._scheduler.predictor.state(),
+                "is_held": self._scheduler.is_held,
                 "silent_buffers": sorted(self._buffers.silent),
             },
         }
@@ -337,7 +354,8 @@ class GradientReducer:
             return
         self._layout.load(state["layout"])
         self._expected_total = state["expected_total"]
-        self._collector.predictor.load(state["of_rank"]["backward_passes"])
+        self._scheduler.predictor.load(state["of_rank"]["backward_passes"])
+        self._scheduler.is_held |= state["of_rank"]["is_held"]
         self._buffers.load(state["buffers"], state["of_rank"]["silent_buffers"])
 
     def _setup(self) -> str:
@@ -354,7 +372,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Remove the hooks from the module, and destroy the process group if the reducer has made it."""
-        self._collector.close()
+        self._scheduler.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._owns_group = False
@@ -366,33 +384,34 @@ class GradientReducer:
 
     def _complete(self, exchanged: ExchangedControl) -> None:
         """Add late gradients and gradients of new parameters, divide by the total weight, and write the result back."""
-        used, total = exchanged.used, self.control.divisor or exchanged.total_weight
+        used, divisor = exchanged.used, self.control.divisor
+        total = exchanged.total_weight if divisor is None else divisor
         if not self._layout.buckets:  # nothing has been sent yet, and a hook that rounds should not see large sums
-            self._expected_total = 2.0 ** round(math.log2(total))
-            self._collector.factor = self._transport.factor * self._factor
+            self._expected_total = _nearest_power(total)
+            self._scheduler.factor = self._transport.factor * self._factor
         for bucket, late in zip(self._layout.buckets, exchanged.late, strict=True):
             if late:
                 self._add_late(bucket)
-        new = self._layout.grow(used, self._collector.predictor.order, exchanged.source)
+        new = self._layout.grow(used, self._scheduler.predictor.order, exchanged.source)
         control_bucket = self._prepare_control_bucket() if new else None
         if control_bucket is not None:
             # There is no message yet. But how sums are rounded depends on the length of the buffer, which is to be the
             # same in the next synchronisation.
             control_bucket.payload().zero_()
-        self._collector.send(new)
+        self._scheduler.send(new)
         self._transport.wait_for_gradients()
         for bucket in self._layout.buckets:
             if total != self._expected_total:
                 bucket.buffer().mul_(self._expected_total / total)
             bucket.write_back(used)
         if not self._transport.keeps_state:  # which is in the units of the first synchronisation
-            self._expected_total = 2.0 ** round(math.log2(total))
+            self._expected_total = _nearest_power(total)
         self._sparse.reduce(used, self._scale / total if self._weight else 0.0)
         before = self._layout.buckets
         if not self._transport.is_hook:  # a hook may keep state for each bucket
             self._layout.evict_unused_buckets(used)
         has_changed = bool(new) or self._layout.buckets != before
-        self._collector.predictor.learn(self._layout.buckets, has_changed)
+        self._scheduler.predictor.learn(self._layout.buckets, has_changed)
 
     def _add_late(self, bucket: GradientBucket) -> None:
         """Reduce the gradients that came after a bucket had been sent; other ranks may have others, or none."""
@@ -400,3 +419,7 @@ class GradientReducer:
         difference.pack_all(self._factor)
         dist.all_reduce(difference.buffer(), group=self._group)
         bucket.buffer().add_(difference.buffer())
+
+
+def _nearest_power(number: float) -> float:
+    return 2.0 ** round(math.log2(number))

@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import WarningCache
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
 from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, version_of
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.replicas.replica import DICTIONARIES, Replica, Replicas, entries_of
+from lightning_ddp_ext.replicas.replica import DICTIONARIES, Place, Replica, Replicas, entries_of
 
 
 class SampleCounters:
@@ -36,8 +36,6 @@ _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
 _LONGEST_LIST = 10_000
 _FIRST = "; only the first replica's is seen on the module itself"
 _NOT_MIRRORED = STRUCTURE | REPLICA_ATTRIBUTES | {"forward"}
-
-Place = tuple[int, str]  # position of a module in the tree, and name of its attribute
 
 
 class _Dictionary:

@@ -1,6 +1,7 @@
 """The decision of `balanced_dp` how many samples of a batch each replica gets."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_ddp_ext._devices import reports_memory, restart_peak
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.chunk_sizes import (
     WINDOW,
@@ -44,7 +46,9 @@ class BatchDivision:
         self._balance = balance
         self._controller: BalanceController | None = None
         self._saved: dict[str, Any] | None = None
-        self._largest_chunks: list[int] = []
+        # Chunk sizes of the batches since the peaks of memory were restarted; None if other batches have peaks as well.
+        self._measured: list[list[int]] | None = None
+        self._unread: deque[BatchRecord] = deque()  # whose times are not known, because the devices are behind the host
         self._batches = 0
         self._ran_in_order = False
         self._shown: set[str] = set()
@@ -70,7 +74,6 @@ class BatchDivision:
             return
         if self._controller is None:
             self._controller = BalanceController(len(devices))
-            self._largest_chunks = [0] * len(devices)
         if saved is not None and len(saved["shares"]) == len(devices):
             self._controller.load_state_dict(saved)
         elif saved is not None:
@@ -87,7 +90,7 @@ class BatchDivision:
         return even_chunks(batch_size, num_replicas)
 
     def observe(self, record: BatchRecord, devices: Sequence[torch.device]) -> None:
-        """Adapt the shares to the times of a training batch and to the memory of the devices."""
+        """Adapt the shares to the times of batches that the devices have finished, and to their memory; do not wait."""
         if self._controller is None:
             return
         self._batches += 1
@@ -97,18 +100,38 @@ class BatchDivision:
             if ran_in_order and self._is_first("order"):
                 rank_zero_info(f"{_NAME} keeps the chunks as they are: the replicas run one after another.")
             return
-        self._largest_chunks = [max(pair) for pair in zip(self._largest_chunks, record.sizes, strict=True)]
         # Replicas of one device share its memory; on the CPU they share the memory of the process.
-        has_own_memory = len(set(devices)) == len(devices) and all(device.type == "cuda" for device in devices)
-        if self._batches % WINDOW == 0 and has_own_memory:
-            memories = [DeviceMemory.read(*pair) for pair in zip(devices, self._largest_chunks, strict=True)]
-            self._controller.limits = [memory.most_samples for memory in memories]
+        if len(set(devices)) == len(devices) and all(map(reports_memory, devices)):
+            self._observe_memory(record.sizes, devices, self._controller)
+        self._unread.append(record)
+        while self._unread and self._unread[0].is_done():
+            finished = self._unread.popleft()
+            decision = self._controller.observe(finished.sizes, finished.seconds)
+            if decision is None:
+                continue
+            rank_zero_info(f"{_NAME}, batch {self._batches}: {decision}.")
+            if decision.before != decision.after:
+                self._unread.clear()  # these batches were divided by the shares before
+
+    def _observe_memory(self, sizes: list[int], devices: Sequence[torch.device], controller: BalanceController) -> None:
+        """Set limits from the peaks of a window of training batches, without evaluation between them."""
+        if self._measured is not None:
+            self._measured.append(sizes)
+            if len(self._measured) < WINDOW:
+                return
+            largest = map(max, zip(*self._measured, strict=True))
+            memories = [DeviceMemory.read(*pair) for pair in zip(devices, largest, strict=True)]
+            controller.limits = [memory.most_samples for memory in memories]
             text = advice(memories)
             if text is not None and self._is_first("memory"):
                 rank_zero_warn(f"{_NAME}: {text}", category=UserWarning)
-        decision = self._controller.observe(record.sizes, record.seconds)
-        if decision is not None:
-            rank_zero_info(f"{_NAME}, batch {self._batches}: {decision}.")
+        for device in devices:
+            restart_peak(device)
+        self._measured = []
+
+    def forget_peaks(self) -> None:
+        """Ignore the peaks of memory so far, because the devices have computed other batches than training batches."""
+        self._measured = None
 
     def _is_first(self, message: str) -> bool:
         is_first = message not in self._shown
@@ -136,7 +159,7 @@ def _check_proportions(split: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a CUDA device between two batches, and the largest chunk that it has computed."""
+    """Bytes of an accelerator between two batches, and the largest chunk that it has computed."""
 
     device: str
     available: int  # held by this process, or free
@@ -146,10 +169,11 @@ class DeviceMemory:
 
     @classmethod
     def read(cls, device: torch.device, largest_chunk: int) -> "DeviceMemory":
-        """Read the memory of a CUDA device."""
-        free, _ = torch.cuda.mem_get_info(device)
-        available = free + torch.cuda.memory_reserved(device)
-        held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        """Read the memory of an accelerator."""
+        memory = torch.accelerator
+        free, _ = memory.get_memory_info(device)
+        available = free + memory.memory_reserved(device)
+        held, peak = memory.memory_allocated(device), memory.max_memory_allocated(device)
         return cls(str(device), available, held, peak, largest_chunk)
 
     @property
@@ -162,10 +186,11 @@ class DeviceMemory:
 
 
 def advice(memories: Sequence[DeviceMemory]) -> str | None:
-    """Name a remedy if one device holds more without samples than the others ever need; None otherwise."""
+    """Name a remedy if one device is short of memory and holds more without samples than the others ever need."""
     fullest = max(memories, key=lambda memory: memory.held)
     others = [memory for memory in memories if memory is not fullest]
-    if not others or fullest.held <= max(memory.peak for memory in others):
+    is_short = fullest.peak > _USABLE * fullest.available
+    if not others or not is_short or fullest.held <= max(memory.peak for memory in others):
         return None
     highest = max(others, key=lambda memory: memory.peak)
     remedy = "`gpu0_batch_size=0`" if fullest is memories[0] else "a smaller share in `split`"

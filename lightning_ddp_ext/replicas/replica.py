@@ -7,7 +7,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -15,15 +15,27 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device
-from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, add_all_, copy_all_, has_gradient_hooks
+from lightning_ddp_ext._compat.torch import (
+    HOOKS,
+    STRUCTURE,
+    add_all_,
+    copy_all_,
+    has_gradient_hooks,
+    version_of,
+    versions_of,
+)
 from lightning_ddp_ext._compat.torchmetrics import forget_compute_groups, move_keeping_dtype
 from lightning_ddp_ext.distributed.flat_tensors import send_all
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 
 DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
+Place = tuple[int, str]  # position of a module in the tree, and name of its attribute
+
 _MAX_DEPTH = 4
 _MAX_LENGTH = 10_000
 _MAX_ENTRIES = 1_000
+_LEARNING = 3  # training steps in which buffers are compared by value
 # Dictionaries of torch that replicas share. Dictionaries of hooks are copied: a hook that a step registers on a replica
 # must not run on another replica.
 _SHARED = (REPLICA_ATTRIBUTES | vars(nn.Module()).keys()).difference(HOOKS)
@@ -167,6 +179,13 @@ class Replica:
                     self.set_attribute(own, name, value)
         self.module: nn.Module = self.references.find(master)  # type: ignore[assignment]
         adopt_device(self.module, device)
+        self._flatten_recurrent()
+
+    def _flatten_recurrent(self) -> None:
+        """Put the weights of LSTMs and GRUs into one piece of memory each, which cuDNN otherwise does in every call."""
+        for _, own in self.modules:
+            if isinstance(own, nn.RNNBase) and self.device != self._home:
+                own.flatten_parameters()
 
     def set_attribute(self, own: nn.Module, name: str, value: Any) -> None:
         """Give one of the replica's modules an attribute of the master's."""
@@ -214,43 +233,79 @@ class Replica:
         """The replica's own parameters."""
         return [leaf for _, leaf in self.parameters]
 
-    def receive_parameters(self) -> None:
-        """Take over the master's parameter values and `requires_grad` flags."""
-        originals, leaves = [parameter for parameter, _ in self.parameters], self.leaves
+    @property
+    def buffers(self) -> list[Tensor | None]:
+        """The replica's own buffers, in the order of `buffer_names`."""
+        return [*chain.from_iterable(own._buffers.values() for _, own in self.modules)]
+
+    @property
+    def buffer_names(self) -> list[Place]:
+        """Position of the module and name of each buffer."""
+        return [(position, name) for position, (_, own) in enumerate(self.modules) for name in own._buffers]
+
+    def receive_flags(self) -> None:
+        """Take over the `requires_grad` flags of the master's parameters."""
         for parameter, leaf in self.parameters:
             if leaf.requires_grad != parameter.requires_grad:
                 leaf.requires_grad_(parameter.requires_grad)
-        if self.device != self._home:
-            for parameter, leaf in self.parameters:
-                if _form(parameter) != _form(leaf):
-                    leaf.data = torch.empty_like(parameter, device=self.device)
-            sent = send_all([parameter.detach() for parameter in originals], self.device)
-            copy_all_([leaf.detach() for leaf in leaves], sent)
-        elif not all(map(Tensor.is_set_to, leaves, originals)):
-            # `parameter.data = ...` (weight averaging, resizing) ends the aliasing.
-            for parameter, leaf in self.parameters:
-                leaf.data = parameter.detach()
 
-    def receive_buffers(self) -> None:
-        """Take over all of the master's buffers: batch normalisation and `.data` do not advance version counters."""
-        sources: list[Tensor] = []
+    def receive_parameters(self, values: Sequence[Tensor]) -> None:
+        """Take over the values of the master's parameters, which are on the device of the replica."""
+        if self.device != self._home:
+            changed = [pair for pair in self.parameters if _form(pair[0]) != _form(pair[1])]
+            for parameter, leaf in changed:
+                leaf.data = torch.empty_like(parameter, device=self.device)
+            if changed:
+                self._flatten_recurrent()
+            copy_all_([leaf.detach() for leaf in self.leaves], values)
+        elif not all(map(Tensor.is_set_to, self.leaves, values)):
+            # `parameter.data = ...` (weight averaging, resizing) ends the aliasing.
+            for leaf, value in zip(self.leaves, values, strict=True):
+                leaf.data = value
+
+    def receive_buffers(self, places: Sequence[Place], values: Sequence[Tensor | None]) -> None:
+        """Take over some of the master's buffers, which are on the device of the replica."""
         targets: list[Tensor] = []
-        for original, own in self.modules:
-            for name, buffer in original._buffers.items():
-                target = own._buffers.get(name)
-                if buffer is None:
-                    own._buffers[name] = None
-                elif target is None or _form(target) != _form(buffer) or target.is_inference():
-                    own._buffers[name] = buffer.detach().clone().to(self.device)
-                else:
-                    sources.append(buffer)
-                    targets.append(target)
+        sources: list[Tensor] = []
+        for (position, name), value in zip(places, values, strict=True):
+            buffers = self.modules[position][1]._buffers
+            target = buffers.get(name)
+            if value is None:
+                buffers[name] = None
+            elif target is None or _form(target) != _form(value) or target.is_inference():
+                buffers[name] = value.detach().clone()
+            else:
+                targets.append(target)
+                sources.append(value)
         if targets:
-            copy_all_(targets, send_all(sources, self.device))
+            copy_all_(targets, sources)
+
+
+class _Snapshot:
+    """Tensors and their versions at one time."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self.tensors = tensors
+        self.versions = versions_of(tensors)
+
+    def changed(self, tensors: Sequence[Tensor | None]) -> set[int]:
+        """Return the positions of tensors that have been replaced, or changed in place other than through `.data`."""
+        now = _Snapshot(tensors)
+        same = now.versions == self.versions and all(map(operator.is_, now.tensors, self.tensors))
+        if same and -1 not in now.versions:  # tensors of inference mode have no versions
+            return set()
+        pairs = enumerate(zip(tensors, now.versions, self.tensors, self.versions, strict=True))
+        return {n for n, (new, version, old, before) in pairs if new is not old or version != before or version < 0}
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return _form(one) == _form(other) and same_values(one, other)
 
 
 def _copy_metric(metric: Metric | MetricCollection, device: torch.device) -> Metric | MetricCollection:
@@ -276,6 +331,8 @@ class Replicas(Sequence[Replica]):
         self._replicas: list[Replica] = []
         self._modules: list[nn.Module] = []
         self._parts: list[object] = []
+        self._sent_parameters = _Snapshot([])
+        self._pointers: list[int] = []
 
     def __len__(self) -> int:
         return len(self._devices)
@@ -289,16 +346,84 @@ class Replicas(Sequence[Replica]):
         names = {id(module): f"{name}." if name else "" for name, module in self.master.named_modules()}
         return [names[id(module)] for module, _ in self._replicas[0].modules]
 
-    def refresh(self) -> bool:
-        """Give every replica the master's structure, parameters and buffers; return True if replicas were rebuilt."""
+    def refresh(self, step: str = "training_step") -> bool:
+        """Bring every replica up to the master before a step; return True if the replicas were built anew."""
         parts = _parts(self._modules)
         if not parts or len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._build()
+            self._last_step, self._training_steps = step, int(step == "training_step")
             return True
-        for replica in self._replicas:
-            replica.receive_parameters()
-            replica.receive_buffers()
+        # Fused optimizers change parameters without a new version, and so do hooks through `.data`. Between two batches
+        # of an evaluation, versions show the changes.
+        is_continued, self._last_step = step == self._last_step != "training_step", step
+        self._training_steps += step == "training_step"
+        self._send_parameters(is_continued)
+        self._send_buffers(is_continued)
         return False
+
+    @property
+    def is_learning(self) -> bool:
+        """True in the first training steps, which show the buffers that change without a new version."""
+        return self._last_step == "training_step" and self._training_steps <= _LEARNING
+
+    def _send_parameters(self, only_changed: bool) -> None:
+        originals = [parameter for parameter, _ in self._replicas[0].parameters]
+        for replica in self._replicas:
+            replica.receive_flags()
+        pointers = [*map(Tensor.data_ptr, originals)]
+        if only_changed and pointers == self._pointers and not self._sent_parameters.changed(originals):
+            return
+        self._sent_parameters, self._pointers = _Snapshot(originals), pointers
+        self._send([parameter.detach() for parameter in originals], Replica.receive_parameters)
+
+    def _send_buffers(self, only_changed: bool) -> None:
+        buffers = [*chain.from_iterable(module._buffers.values() for module, _ in self._replicas[0].modules)]
+        stale = self._sent_buffers.changed(buffers)
+        for replica, received in zip(self._replicas, self._received, strict=True):
+            stale |= received.changed(replica.buffers)
+        if self.is_learning:
+            own = self._replicas[0].buffers
+            same = {*range(len(buffers))} - stale
+            self.changing |= {self._places[n] for n in same if not _are_equal(own[n], buffers[n])}
+        if self.changing and not only_changed:
+            stale |= {n for n, place in enumerate(self._places) if place in self.changing}
+        if stale:
+            positions = sorted(stale)
+            places = [self._places[position] for position in positions]
+            self._send(
+                [buffers[position] for position in positions],
+                lambda replica, values: replica.receive_buffers(places, values),
+            )
+            self._remember_buffers()
+
+    def _send(self, tensors: Sequence[Tensor | None], receive: Callable[[Replica, Sequence[Any]], None]) -> None:
+        """Concatenate tensors of the master once, and give them to every replica."""
+        present = [tensor for tensor in tensors if tensor is not None]
+        devices = list(dict.fromkeys(self._devices))
+        for device, values in zip(devices, send_all(present, devices), strict=True):
+            for replica in self._replicas:
+                if replica.device == device:
+                    remaining = iter(values)
+                    receive(replica, [None if tensor is None else next(remaining) for tensor in tensors])
+
+    def _remember_buffers(self) -> None:
+        originals = chain.from_iterable(module._buffers.values() for module, _ in self._replicas[0].modules)
+        self._sent_buffers = _Snapshot([*originals])
+        self._received = [_Snapshot(replica.buffers) for replica in self._replicas]
+
+    def changed_buffers(self, active: Sequence[int]) -> list[Place]:
+        """Return the places of buffers that the step may have changed on active replicas."""
+        names = [self._replicas[index].buffer_names for index in active]
+        if any(own != self._places for own in names):
+            self.discard()  # a step has registered or deleted buffers
+            return [*dict.fromkeys(chain.from_iterable(names))]
+        if self.is_learning:
+            return self._places
+        changed: set[int] = set()
+        for index in active:
+            changed |= self._received[index].changed(self._replicas[index].buffers)
+        expected = self.changing if self._last_step == "training_step" else ()
+        return [place for n, place in enumerate(self._places) if n in changed or place in expected]
 
     def discard(self) -> None:
         """Forget the replicas; the next refresh builds new ones."""
@@ -320,15 +445,18 @@ class Replicas(Sequence[Replica]):
         self._replicas = [Replica(self.master, self._devices[0], device) for device in self._devices]
         self._modules = list(self.master.modules())
         self._parts = _parts(self._modules)
+        self._places = self._replicas[0].buffer_names
+        self.changing: set[Place] = set()  # buffers that may change without a new version
+        self._remember_buffers()
 
     @contextmanager
     def refuse_changed_parameters(self, active: Sequence[int], step: str) -> Iterator[None]:
         """Refuse a step that changes parameters in place, except through `.data`; take over flags that it changed."""
-        before = {index: [leaf._version for leaf in self._replicas[index].leaves] for index in active}
+        before = {index: versions_of(self._replicas[index].leaves) for index in active}
         yield
         for index, versions in before.items():
             for (parameter, leaf), version in zip(self._replicas[index].parameters, versions, strict=True):
-                if leaf._version != version:
+                if version_of(leaf) != version:
                     name = next(name for name, other in self.master.named_parameters() if other is parameter)
                     raise UnsupportedFeatureError(
                         f"parameter `{name}` was changed in place inside `{step}`, which every replica does again."
@@ -354,7 +482,8 @@ class Replicas(Sequence[Replica]):
             present = {position: grad for position, leaf in enumerate(leaves) if (grad := leaf.grad) is not None}
             for position in present:
                 leaves[position].grad = None
-            gradients = dict(zip(present, send_all(list(present.values()), self._devices[0]), strict=True))
+            (sent,) = send_all(list(present.values()), self._devices[:1])
+            gradients = dict(zip(present, sent, strict=True))
             shared = gradients.keys() & totals.keys()
             dense = [p for p in shared if totals[p].layout == gradients[p].layout == torch.strided]
             if dense:
@@ -367,8 +496,13 @@ class Replicas(Sequence[Replica]):
             parameter = self._replicas[0].parameters[position][0]
             if has_gradient_hooks(parameter):
                 hooked.append((parameter, gradient))
+            elif parameter.grad is not None:
+                parameter.grad.add_(gradient)
+            elif gradient.layout == torch.strided and gradient.stride() != parameter.stride():
+                # Transfers lose strides such as those of `channels_last`, which fused optimizers demand.
+                parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
             else:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = gradient
         if hooked:
             # A backward pass that starts at the leaves accumulates as usual and runs the hooks.
             torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])

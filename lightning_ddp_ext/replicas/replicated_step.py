@@ -12,22 +12,46 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimplePro
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import data_hook_owner
-from lightning_ddp_ext._compat.loaders import is_list_of_batches
+from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
+from lightning_ddp_ext._compat.torch import versions_of
+from lightning_ddp_ext._devices import current_device, set_rng_state
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
+from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.batches.splitting import batch_size_of, rows_of_graphs, split_batch
 from lightning_ddp_ext.batches.weights import WeightBy, combination_weights
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.replicas.attributes import AttributeMirror
-from lightning_ddp_ext.replicas.buffers import BatchNormObserver, BufferMerger
-from lightning_ddp_ext.replicas.logged_values import LogReplay
+from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
+from lightning_ddp_ext.replicas.log_replay import LogReplay
 from lightning_ddp_ext.replicas.metrics import MetricMerger
 from lightning_ddp_ext.replicas.replica import Replicas
 from lightning_ddp_ext.replicas.shared_state import (
-    SharedGenerator,
+    SharedGenerators,
     SharedParametrizationCache,
     refuse_changed_settings,
 )
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers, Timer, current_replica
+
+
+class _Parts:
+    """The parts of chunks, to see whether a step has changed them."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._chunks = chunks
+        self._before = self._list()
+
+    def have_changed(self) -> bool:
+        """Return True if a container holds another part, or a tensor was changed in place."""
+        now = self._list()
+        pairs = zip(self._before, now, strict=False)
+        return len(now) != len(self._before) or any(one is not two or v != w for (one, v), (two, w) in pairs)
+
+    def _list(self) -> list[tuple[Any, int]]:
+        parts = list(self._chunks)
+        for part in parts:
+            parts.extend(item for _, item in items(part))  # which this loop visits too
+        leaves = [part for part in parts if not isinstance(part, Mapping | list | tuple)]
+        return list(zip(leaves, versions_of(leaves), strict=True))
 
 
 @contextmanager
@@ -39,8 +63,9 @@ def _actions_named_by_replica(profiler: Profiler) -> Iterator[None]:
 
     def named(method: Callable[[str], None]) -> Callable[[str], None]:
         def call(action_name: str) -> None:
-            index = current_replica()
-            method(action_name if index is None else f"[Replica {index}]{action_name}")
+            # On accelerators, the backward pass of all replicas recomputes in threads of autograd, at the same time.
+            if (index := current_replica()) is not None:
+                method(f"[Replica {index}]{action_name}")
 
         return call
 
@@ -65,6 +90,10 @@ class BatchRecord:
     in_order: bool = False
     weights: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+
+    def is_done(self) -> bool:
+        """Return True if the devices have finished the batch, so that reading the times does not wait."""
+        return all(timer.is_done() for timers in self.timers for timer in timers)
 
     @property
     def seconds(self) -> list[float]:
@@ -116,13 +145,17 @@ class ReplicatedModule:
         self._weight_by = weight_by
         self._batch_dim = batch_dim
         self._workers = ReplicaWorkers(devices)
-        self._generator = SharedGenerator(devices)
+        self._generators = SharedGenerators(devices)
         self._replicas = Replicas(module, devices)
         self._scattered: ScatteredBatch | None = None
+        # Compiled code is specific to the device, and to the number of threads, which workers share.
+        limit = 2 * len(set(devices)) * torch.compiler.config.recompile_limit
+        self._recompile_limit = torch.compiler.config.patch(recompile_limit=limit)  # type: ignore[attr-defined]
+        self._recompile_limit.__enter__()
 
     def run(self, step: str, batch: Any, args: Sequence[Any], dataloader_idx: int) -> tuple[list[Any], ScatteredBatch]:
         """Run a step, such as `"training_step"`, on every replica with samples; return their outputs and the batch."""
-        self._update_replicas()
+        self._update_replicas(step)
         scattered = self._scatter(batch, dataloader_idx)
         outputs = self._step(step, args, scattered)
         self._merge(scattered)
@@ -141,15 +174,17 @@ class ReplicatedModule:
         if not jobs:
             return
         self._replicas.forget_gradients()
+        states = self._generators.states()
         self._apply(jobs, scattered)
+        self._generators.notice_draws("backward", states)
         self._replicas.reduce_gradients(sorted(jobs))
 
-    def _update_replicas(self) -> None:
+    def _update_replicas(self, step: str) -> None:
         """Give the replicas the parameters, buffers and attributes of the module; build them if its parts changed."""
         # Without inference mode: autograd uses what is written here in the next training step.
         with torch.inference_mode(False), torch.no_grad():
-            if self._replicas.refresh():
-                self._generator.forget()
+            if self._replicas.refresh(step):
+                self._generators.forget()
                 self._parametrizations = SharedParametrizationCache(self._module)
                 self._batch_norm = BatchNormObserver(self._replicas)
                 self._buffers = BufferMerger(self._replicas)
@@ -167,18 +202,32 @@ class ReplicatedModule:
         }
         # Python's and torch's profilers record only the thread that started them.
         has_one_thread = not isinstance(_profiler(trainer), PassThroughProfiler | SimpleProfiler)
-        in_order = has_one_thread or self._generator.forces_order(step) or self._parametrizations.forces_order(step)
+        in_order = has_one_thread or self._generators.forces_order(step) or self._parametrizations.forces_order(step)
         timers: list[list[Timer]] = [[] for _ in self._devices]
         scattered.record = BatchRecord(scattered.sizes, timers, in_order, scattered.weights)
         self._batch_norm.forget()
+        states, parts = self._generators.states(), _Parts([scattered.chunks[index] for index in active])
         with (
             # A single replica changes settings once, as one device does.
             refuse_changed_settings(trainer.optimizers if len(active) > 1 else [], step),
             self._replicas.refuse_changed_parameters(active, step),
             self._parametrizations.watch(step, in_order or len(active) == 1),
-            self._generator.watch(step),
         ):
             outputs = self._apply(jobs, scattered)
+        if self._generators.notice_draws(step, states) and not in_order and len(active) > 1:
+            # The first draw came after batches without any: the step is repeated in order, on replicas as before it.
+            if parts.have_changed():
+                raise UnsupportedFeatureError(
+                    f"`{step}` has changed its batch, and draws random numbers for the first time after steps without"
+                    " any, so that it cannot be repeated. Draw in every step, for example by `torch.rand(())`, so that"
+                    " replicas run one after another from the beginning; or leave the batch as it is."
+                )
+            for device, state in states.items():
+                set_rng_state(state, device)
+            del outputs, jobs
+            self._replicas.discard()
+            self._update_replicas(step)
+            return self._step(step, args, scattered)
         return [outputs[index] for index in active]
 
     def _merge(self, scattered: ScatteredBatch) -> None:
@@ -197,8 +246,9 @@ class ReplicatedModule:
         self._scattered = None
 
     def close(self) -> None:
-        """End the worker threads."""
+        """End the worker threads, and restore the compiler's limit."""
         self._workers.close()
+        self._recompile_limit.__exit__(None, None, None)
 
     def _scatter(self, batch: Any, dataloader_idx: int) -> ScatteredBatch:
         # An optimizer may call the step several times for one batch (L-BFGS): augmentations then run once, as on one
@@ -278,7 +328,8 @@ def transfer(chunk: Any, module: LightningModule, replica: Any, device: torch.de
     hooks = {"transfer_batch_to_device": (device, dataloader_idx), "on_after_batch_transfer": (dataloader_idx,)}
     for hook, args in hooks.items():
         owner = data_hook_owner(module.trainer, hook)
-        chunk = getattr(replica if owner is module else owner, hook)(chunk, *args)
+        with current_device(device):
+            chunk = getattr(replica if owner is module else owner, hook)(chunk, *args)
     return chunk
 
 

@@ -1,7 +1,8 @@
-"""State that all replicas of a process share: the CPU's RNG, the cache of parametrizations, optimizer settings."""
+"""State that all replicas of a process share: generators, the cache of parametrizations, optimizer settings."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,42 +11,45 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
-from lightning_ddp_ext._compat.torch import parametrization_cache
+from lightning_ddp_ext._compat.torch import parametrization_cache, version_of
+from lightning_ddp_ext._devices import get_rng_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 
-class SharedGenerator:
-    """Decides whether replicas run one after another because several draw from the CPU's generator.
+class SharedGenerators:
+    """Decides whether replicas run one after another because several draw from the same generator.
 
-    Side by side they would draw in an order that changes from run to run, and activation checkpointing, which rewinds
-    the generator, would recompute with other masks. Each step runs in order the first time, and always after any draw.
+    All replicas share the CPU's generator, and replicas of one device share that device's. Side by side they would draw
+    in an order that changes from run to run, and activation checkpointing, which rewinds the generator, would recompute
+    with other masks. Each step runs in order the first time, and always after any draw.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._is_shared = sum(device.type == "cpu" for device in devices) > 1
+        repeated = [device for device, count in Counter(devices).items() if count > 1 and device.type != "cpu"]
+        self._devices = [torch.device("cpu"), *repeated] if len(devices) > 1 else []
         self._is_drawn_from = False
         self._watched: set[str] = set()
 
     def forces_order(self, step: str) -> bool:
         """Return True if replicas must run this step one after another."""
-        return self._is_shared and (self._is_drawn_from or step not in self._watched)
+        return bool(self._devices) and (self._is_drawn_from or step not in self._watched)
 
-    @contextmanager
-    def watch(self, step: str) -> Iterator[None]:
-        """Notice whether a step draws random numbers."""
-        if not self._is_shared or self._is_drawn_from:
-            yield
-            return
-        before = torch.get_rng_state()
-        yield
+    def states(self) -> dict[torch.device, Tensor]:
+        """Return the states of the shared generators until the first draw, and nothing after it."""
+        return {} if self._is_drawn_from else {device: get_rng_state(device) for device in self._devices}
+
+    def notice_draws(self, step: str, before: Mapping[torch.device, Tensor]) -> bool:
+        """Return True, and warn, if the step is the first to draw random numbers; `before` are the states before it."""
         self._watched.add(step)
-        if not torch.equal(before, torch.get_rng_state()):
+        drawn = [device for device, state in before.items() if not torch.equal(state, get_rng_state(device))]
+        if drawn:
             self._is_drawn_from = True
             warnings.warn(
-                f"`{step}` draws random numbers, for which all replicas on the CPU share one generator. They run one"
-                " after another from now on, so that seeds and activation checkpointing keep their meaning.",
+                f"`{step}` draws random numbers from the generator of {drawn[0]}, which several replicas share. They"
+                " run one after another from now on, so that seeds and activation checkpointing keep their meaning.",
                 stacklevel=2,
             )
+        return bool(drawn)
 
     def forget(self) -> None:
         """Watch every step again, because the module has changed."""
@@ -112,7 +116,10 @@ def refuse_changed_settings(optimizers: Sequence[Optimizer], step: str) -> Itera
 def _settings(optimizer: Optimizer) -> dict[tuple[int, str], tuple[Any, int | None]]:
     """Return each setting by group and key, with the version of a tensor; for parameters their number."""
     return {
-        (index, key): (len(value) if key == "params" else value, value._version if isinstance(value, Tensor) else None)
+        (index, key): (
+            len(value) if key == "params" else value,
+            version_of(value) if isinstance(value, Tensor) else None,
+        )
         for index, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
     }

@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext._devices import current_device
+
 Job = Callable[[], Any]
 _Task = tuple["Future[Any]", Job]
 
 
 class Timer:
-    """Measures how long a device works on a job, on CUDA with events in the device's current stream."""
+    """Measures how long a device works on a job, on accelerators with events in the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
 
     def start(self) -> None:
         """Start measuring."""
@@ -33,18 +35,23 @@ class Timer:
         self._stop = self._now()
 
     def _now(self) -> Any:
-        if self._device.type != "cuda":
+        if self.device.type == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
         return event
+
+    def is_done(self) -> bool:
+        """Return True if the device has finished the job; does not wait."""
+        return isinstance(self._stop, float) or self._stop.query()
 
     @property
     def seconds(self) -> float:
-        """Time between start and stop; waits for the device, so read it after other work has followed."""
+        """Time between start and stop; waits for the device."""
         if isinstance(self._start, float):
             return float(self._stop - self._start)
-        self._stop.synchronize()
+        if not self.is_done():
+            self._stop.synchronize()
         return float(self._start.elapsed_time(self._stop)) / 1000
 
 
@@ -64,8 +71,7 @@ def current_replica() -> int | None:
 class ReplicaWorkers:
     """Runs one job per replica, each always on the same thread.
 
-    Persistent threads keep their OpenMP team, current CUDA device and allocator arena; on the CPU they share the
-    caller's intra-op threads.
+    Persistent threads keep their OpenMP team and allocator arena; on the CPU they share the caller's intra-op threads.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -76,9 +82,7 @@ class ReplicaWorkers:
         started = threading.Barrier(len(self._devices) + 1)
         # Daemons, so that a thread stuck in a job does not keep the process alive.
         self._threads = [
-            threading.Thread(
-                target=_serve, args=(tasks, device, share, started), name=f"replica-{index}-{device}", daemon=True
-            )
+            threading.Thread(target=_serve, args=(tasks, share, started), name=f"replica-{index}-{device}", daemon=True)
             for index, (tasks, device) in enumerate(zip(self._tasks, self._devices, strict=True))
         ]
         for thread in self._threads:
@@ -100,7 +104,7 @@ class ReplicaWorkers:
         if in_order or len(jobs) == 1:
             for index, job in jobs.items():
                 with _noted(describe, index):
-                    results[index] = _execute(index, job, timers[index], _current_device(self._devices[index]))
+                    results[index] = _execute(index, job, timers[index], contextlib.nullcontext())
             return results, timers
         modes = _modes_of_caller({"cpu", *(device.type for device in self._devices)})
         futures: dict[int, Future[Any]] = {index: Future() for index in jobs}
@@ -129,15 +133,7 @@ class ReplicaWorkers:
         self._threads.clear()
 
 
-def _serve(
-    tasks: "queue.SimpleQueue[_Task | None]", device: torch.device, intra_op_threads: int, started: threading.Barrier
-) -> None:
-    if device.type == "cuda":
-        try:
-            torch.cuda.set_device(device)
-        except BaseException:
-            started.abort()  # otherwise the constructor would wait for ever
-            raise
+def _serve(tasks: "queue.SimpleQueue[_Task | None]", intra_op_threads: int, started: threading.Barrier) -> None:
     torch.set_num_threads(intra_op_threads)
     # Reading the number pins it: otherwise the first parallel operation takes whatever was set last in the process.
     torch.get_num_threads()
@@ -155,10 +151,10 @@ def _serve(
 def _execute(index: int, job: Job, timer: Timer, context: AbstractContextManager[Any]) -> Any:
     _running.replica = index
     try:
-        timer.start()
-        with context:
+        with current_device(timer.device), context:
+            timer.start()
             result = job()
-        timer.stop()
+            timer.stop()
         return result
     finally:
         _running.replica = None
@@ -180,10 +176,6 @@ def _modes_of_caller(device_types: set[str]) -> Callable[[], AbstractContextMana
             yield
 
     return modes
-
-
-def _current_device(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

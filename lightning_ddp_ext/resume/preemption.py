@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io, is_wrapping
-from lightning_ddp_ext._compat.loops import preemption_path, replace_signal_handling
+from lightning_ddp_ext._compat.lightning_loops import preemption_path, replace_signal_handling
 from lightning_ddp_ext.reducer.control import StepControl
 
 STOP, REQUEUE = 1, 2

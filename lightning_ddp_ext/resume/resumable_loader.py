@@ -6,7 +6,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.loaders import has_state
+from lightning_ddp_ext._compat.lightning_loaders import has_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, combine_counted, iterables_and_mode
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng

@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_ddp_ext._compat.loaders import training_loader
-from lightning_ddp_ext._compat.loops import before_each_batch, not_before_each_batch, restore_signal_handling
-from lightning_ddp_ext._compat.resuming import (
+from lightning_ddp_ext._compat.lightning_loaders import training_loader
+from lightning_ddp_ext._compat.lightning_loops import before_each_batch, not_before_each_batch, restore_signal_handling
+from lightning_ddp_ext._compat.lightning_resuming import (
     Progress,
     advance,
     complete_batch,

@@ -10,30 +10,31 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+from lightning_ddp_ext._devices import get_rng_state, seed_rng, set_rng_state
+
+_CPU = torch.device("cpu")
 _SPREADING = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 
 
 def capture_rng_state(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the RNG state of Python, NumPy, torch and a CUDA device, as plain values that `==` compares."""
+    """Return the RNG state of Python, NumPy, torch and a device, as plain values that `==` compares."""
     of_numpy: Any = numpy.random.get_state(legacy=True)
     kind, keys, *more = of_numpy
-    state = {
-        "python": random.getstate(),
-        "numpy": (kind, tuple(keys.tolist()), *more),
-        "torch": _to_bytes(torch.get_rng_state()),
-    }
-    if device is not None and device.type == "cuda":
-        state["cuda"] = _to_bytes(torch.cuda.get_rng_state(device))
-    return state
+    of_torch = {one.type: _to_bytes(get_rng_state(one)) for one in _devices(device)}
+    return {"python": random.getstate(), "numpy": (kind, tuple(keys.tolist()), *more), **of_torch}
 
 
 def restore_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
     """Restore the result of `capture_rng_state` for the same kind of device."""
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(_from_bytes(state["torch"]))
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(_from_bytes(state["cuda"]), device)
+    for one in _devices(device):
+        set_rng_state(_from_bytes(state[one.type]), one)
+
+
+def _devices(device: torch.device | None) -> list[torch.device]:
+    """Return the devices from which a process on a device draws: the CPU, and the device itself."""
+    return [_CPU] if device is None or device.type == "cpu" else [_CPU, device]
 
 
 def _to_bytes(state: Tensor) -> bytes:
@@ -49,20 +50,17 @@ class SharedRandomNumbers:
 
     def __init__(self, seed: int, device: torch.device | None = None) -> None:
         self._seed = seed  # the same on every rank
-        self._generators = [torch.default_generator]
-        if device is not None and device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._devices = _devices(device)
         self._others: list[Tensor] | None = None  # in a block, the states that are not in use
 
     @contextmanager
     def shared(self, number: int) -> Iterator[None]:
         """Draw the shared numbers of block `number`, the same on every rank; restore the RNG state afterwards."""
         around = self._others  # of the enclosing block of own numbers, or None
-        self._others = [generator.get_state() for generator in self._generators]
-        for generator in self._generators:
+        self._others = [*map(get_rng_state, self._devices)]
+        for device in self._devices:
             # Spread over all seeds, so that runs with neighbouring seeds do not share numbers.
-            generator.manual_seed((self._seed + number * _SPREADING) % 2**63)
+            seed_rng((self._seed + number * _SPREADING) % 2**63, device)
         try:
             yield
         finally:
@@ -83,9 +81,9 @@ class SharedRandomNumbers:
 
     def _exchange(self) -> None:
         assert self._others is not None
-        now = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, self._others, strict=True):
-            generator.set_state(state)
+        now = [*map(get_rng_state, self._devices)]
+        for state, device in zip(self._others, self._devices, strict=True):
+            set_rng_state(state, device)
         self._others = now
 
 

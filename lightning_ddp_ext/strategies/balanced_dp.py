@@ -271,7 +271,7 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._pending = None
-        if self._unobserved is not None:  # only now: the times of a batch are known when the devices are done
+        if self._unobserved is not None:  # only now: the memory in use is what batches leave behind
             self._division.observe(self._unobserved, self.devices)
             self._unobserved = None
         with self.precision_plugin.train_step_context():
@@ -349,6 +349,7 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
             return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        self._division.forget_peaks()
         return self._gather(*self._run(step, *args, **kwargs))
 
     def _gather(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> Any:

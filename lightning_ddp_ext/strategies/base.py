@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import OneTrainerStrategy
+from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.errors import CheckpointRefusedError
 
 
@@ -89,4 +90,4 @@ def widened(tensor: Any, reduce_op: dist.ReduceOp | str | None) -> Any:
     """Convert integers to floating point if their mean is wanted, which Lightning would truncate."""
     is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
     is_whole = isinstance(tensor, Tensor) and not tensor.is_floating_point() and not tensor.is_complex()
-    return tensor.double() if is_mean and is_whole else tensor
+    return tensor.to(widest_float(tensor.device)) if is_mean and is_whole else tensor

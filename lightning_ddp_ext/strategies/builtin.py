@@ -53,10 +53,8 @@ class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if device_type_of(self) != "cuda":
-            raise UnsupportedFeatureError(
-                f"`fsdp` shards over CUDA devices, got {device_type_of(self)}. Use `strategy=ddp` on the CPU."
-            )
+        if device_type_of(self) == "cpu":
+            raise UnsupportedFeatureError("`fsdp` shards over accelerators, got the CPU. Use `strategy=ddp` there.")
         super()._configure_launcher()
 
     @override

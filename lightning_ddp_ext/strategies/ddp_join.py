@@ -61,8 +61,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         if self.comm_hook is not None and not (takes_group(self.comm_hook) and self.comm_state is None):
             raise ValueError(
                 f"`ddp_comm_hook` must be one of torch's that keep no state, such as `fp16_compress_hook`, and"
-                f" `ddp_comm_state` None, got {self.comm_hook!r}: ranks without data would miss the others' state."
-                " Leave it out, or use `ddp_checkpoint`."
+                f" `ddp_comm_state` None, got {self.comm_hook!r}: a hook with state communicates on a group without"
+                " the ranks that have run out of data. Leave it out, or use `ddp_checkpoint`."
             )
         self.uneven_inputs = uneven_inputs
 

@@ -23,8 +23,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import surround_launch, takes_dataloader_iter
-from lightning_ddp_ext._compat.loaders import keep_batch_samplers, replace_loaders, restore_loaders, restore_preparation
-from lightning_ddp_ext._compat.loops import restore_signal_handling
+from lightning_ddp_ext._compat.lightning_loaders import (
+    keep_batch_samplers,
+    replace_loaders,
+    restore_loaders,
+    restore_preparation,
+)
+from lightning_ddp_ext._compat.lightning_loops import restore_signal_handling
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, check_weight_by

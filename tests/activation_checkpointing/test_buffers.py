@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from tests.activation_checkpointing.models import (
+from tests.activation_checkpointing.test_modules import (
     STEPS,
     Normalised,
     difference,

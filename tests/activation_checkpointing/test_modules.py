@@ -1,26 +1,250 @@
-"""Activation checkpointing changes nothing about a module except its memory and time."""
+"""Activation checkpointing changes nothing about a module and its gradients except time and memory."""
 
 import copy
 import inspect
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_ddp_ext.activation_checkpointing.checkpointed_forward import CheckpointedForward
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
-from tests.activation_checkpointing.models import (
-    STEPS,
-    Block,
-    Transformer,
-    checkpointed_names,
-    difference,
-    tokens,
-    train,
-    vectors,
-    with_checkpointing,
+from lightning_ddp_ext.errors import ActivationCheckpointingError
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    """A block of a transformer, with dropout."""
+
+    def __init__(self, width=16, dropout=0.3):
+        super().__init__()
+        self.calls = 0
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, dropout=dropout, batch_first=True)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden, *, scale=1.0):
+        self.calls += 1
+        normal = self.norm(hidden)
+        hidden = hidden + self.attention(normal, normal, normal, need_weights=False)[0]
+        return hidden + scale * self.dropout(self.feed_forward(self.norm(hidden)))
+
+
+class Transformer(nn.Module):
+    def __init__(self, blocks=3, width=16, dropout=0.3, block=Block):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(block(width, dropout) for _ in range(blocks))
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden, scale=0.5)
+        return self.head(hidden)
+
+
+class Normalised(nn.Module):
+    """Parts whose forward pass changes buffers."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), layer, nn.Tanh()) for layer in layers)
+
+    def forward(self, inputs):
+        for part in self.parts:
+            inputs = part(inputs)
+        return inputs
+
+
+def train(model, make_batch, steps=STEPS):
+    """Train a few steps, and return the gradients of every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(7)
+    gradients = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        outputs = model(make_batch())
+        outputs.square().mean().backward()
+        gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return gradients
+
+
+def difference(ours, theirs):
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((one - other).norm() / other.norm().clamp_min(1e-12)) for one, other in pairs)
+
+
+def tokens():
+    return torch.randint(11, (2, 5))
+
+
+def vectors():
+    return torch.randn(6, 4, dtype=torch.float64)
+
+
+def with_checkpointing(model, policy):
+    copied = copy.deepcopy(model)
+    checkpointing = ActivationCheckpointing(policy)
+    checkpointing.apply(copied)
+    return copied, checkpointing
+
+
+def checkpointed_names(model):
+    return [name for name, module in model.named_modules() if CheckpointedForward.find(module) is not None]
+
+
+class Recurrent(Transformer):
+    def forward(self, batch):
+        hidden = self.embedding(batch)
+        for _ in range(4):
+            hidden = self.blocks[0](hidden)
+        return self.head(hidden)
+
+
+class Own(Block):
+    """Has a checkpoint of its own."""
+
+    use_reentrant = False
+
+    def forward(self, hidden, *, scale=1.0):
+        hidden = hidden + checkpoint(self.feed_forward, hidden, use_reentrant=self.use_reentrant)
+        return super().forward(hidden, scale=scale)
+
+
+class OwnReentrant(Own):
+    use_reentrant = True
+
+
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [
+        (Transformer(), Block),
+        (Transformer(), [Block, nn.Linear]),
+        (Transformer(), (nn.MultiheadAttention, nn.Sequential)),
+        (Transformer(), f"{__name__}.Block"),
+        (Transformer(), lambda module: isinstance(module, Block)),
+        (Recurrent(blocks=1), Block),
+        (Transformer(block=Own), Own),
+        (Transformer(block=OwnReentrant), Own),
+    ],
+    ids=["class", "list", "parts of blocks", "path", "predicate", "called several times", "own", "own, reentrant"],
 )
+def test_gradients_are_the_same(model, policy):
+    model = model.double()
+    checkpointed, checkpointing = with_checkpointing(model, policy)
+    assert difference(train(checkpointed, tokens), train(model, tokens)) < 1e-12
+    assert checkpointed_names(checkpointed) == [*checkpointing.modules]
+    if isinstance(model, Recurrent):
+        assert checkpointed.blocks[0].calls == 2 * 4 * STEPS
+
+
+def test_the_test_fails_if_masks_are_drawn_anew(monkeypatch):
+    def forgetful(*args, **kwargs):
+        return checkpoint(*args, **kwargs, preserve_rng_state=False)
+
+    monkeypatch.setattr("lightning_ddp_ext.activation_checkpointing.checkpointed_forward.checkpoint", forgetful)
+    model = Transformer().double()
+    checkpointed, _ = with_checkpointing(model, Block)
+    assert difference(train(checkpointed, tokens), train(model, tokens)) > 1e-3
+
+
+def test_the_forward_pass_runs_again_in_the_backward_pass():
+    model = Transformer(dropout=0.0)
+    checkpointed, _ = with_checkpointing(model, Block)
+    batch = tokens()
+    flops = {}
+    for kind, net in [("plain", model), ("recomputed", checkpointed)]:
+        with FlopCounterMode(display=False) as counter:
+            loss = net(batch).sum()
+        forward = counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        flops[kind] = (forward, counter.get_total_flops())
+    assert flops["recomputed"][0] == flops["plain"][0]
+    again = flops["recomputed"][1] - flops["plain"][1]
+    assert 0.5 * flops["plain"][0] < again < flops["plain"][0]
+    assert [block.calls for block in model.blocks] == [1, 1, 1]
+    assert [block.calls for block in checkpointed.blocks] == [2, 2, 2]
+    with torch.no_grad():
+        checkpointed(batch)
+    assert [block.calls for block in checkpointed.blocks] == [3, 3, 3]
+    checkpointed.eval()
+    checkpointed(batch).sum().backward()
+    assert [block.calls for block in checkpointed.blocks] == [5, 5, 5]
+
+
+def kept_by_autograd(model, batch):
+    """Return the number of bytes that autograd holds after a forward pass, without parameters and buffers."""
+    held = {}
+
+    def hold(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other tensor gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        loss = model(batch).square().sum()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        held.pop(tensor.untyped_storage().data_ptr(), None)
+    size = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    loss.backward()
+    return size
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "batch"),
+    [
+        (Transformer(), Block, torch.randint(11, (4, 9))),
+        (
+            nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)]),
+            nn.TransformerEncoderLayer,
+            torch.randn(4, 9, 16, requires_grad=True),
+        ),
+        (Normalised(*[nn.BatchNorm1d(4) for _ in range(3)]), nn.Sequential, torch.randn(64, 4)),
+    ],
+    ids=["own", "torch", "batch normalisation"],
+)
+def test_autograd_keeps_fewer_activations(model, policy, batch):
+    checkpointed, _ = with_checkpointing(model, policy)
+    assert kept_by_autograd(checkpointed, batch) < 0.6 * kept_by_autograd(model, batch)
+
+
+def test_the_second_forward_pass_has_the_autocast_state_of_the_first():
+    class Cast(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, batch):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.inner(batch).float()
+
+    model = Cast(Transformer())
+    checkpointed, _ = with_checkpointing(model, Block)
+    for ours, theirs in zip(train(checkpointed, tokens), train(model, tokens), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_graph_can_be_used_twice_and_differentiated_twice():
+    model = Transformer().double()
+    gradients = []
+    for net in (model, with_checkpointing(model, Block)[0]):
+        torch.manual_seed(3)
+        hidden = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+        output = net.blocks[1](net.blocks[0](hidden)).square().sum()
+        output.backward(retain_graph=True)
+        output.backward(retain_graph=True)
+        (slope,) = torch.autograd.grad(output, hidden, create_graph=True)
+        slope.square().sum().backward()
+        gradients.append([p.grad for block in net.blocks[:2] for p in block.parameters()])
+    assert difference(gradients[1], gradients[0]) < 1e-12
 
 
 def test_names_keys_classes_and_signatures_do_not_change():
@@ -127,14 +351,42 @@ def test_arguments_and_outputs_may_be_of_any_kind():
     torch.testing.assert_close(model["odd"].layer.weight.grad, expected)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_module_with_checkpoints_of_its_own_keeps_its_gradients(use_reentrant):
-    class Own(Block):
-        def forward(self, hidden, *, scale=1.0):
-            hidden = hidden + checkpoint(self.feed_forward, hidden, use_reentrant=use_reentrant)
-            return super().forward(hidden, scale=scale)
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (None, TypeError, "must name classes of modules, got None. Use a class"),
+        (nn.Linear(1, 1), TypeError, "got the module Linear"),
+        (int, TypeError, "holds <class 'int'>, not a class of modules"),
+        ([nn.Linear, 3], TypeError, "holds 3, not a class of modules"),
+        ([], ValueError, "is empty. Use a class"),
+        ("Block", ValueError, "names 'Block', which cannot be imported: No module named 'Block'. Write the path"),
+        (["no such path"], ValueError, "names 'no such path', which cannot be imported"),
+        ("torch.nn", TypeError, "must name classes of modules, got <module 'torch.nn'"),
+        (lambda module, recurse: True, TypeError, "cannot be called with one: missing a required argument: 'recurse'"),
+        (lambda module: SimpleNamespace(), TypeError, "returned namespace() for a Linear. Return True or False"),
+    ],
+)
+def test_other_policies_are_refused(policy, error, message):
+    with pytest.raises(error, match="`activation_checkpointing` ") as raised:
+        ActivationCheckpointing(policy).apply(nn.Sequential(nn.Linear(1, 1)))
+    assert message in str(raised.value)
 
-    model = Transformer().double()
-    model.blocks = nn.ModuleList(Own() for _ in range(2)).double()
-    checkpointed, _ = with_checkpointing(model, Own)
-    assert difference(train(checkpointed, tokens), train(model, tokens)) < 1e-12
+
+@pytest.mark.parametrize("policy", [nn.Linear, [nn.Linear, "torch.nn.Tanh"], "torch.nn.Linear"])
+def test_a_policy_reaches_processes_that_are_started_anew(policy):
+    there = pickle.loads(pickle.dumps(ActivationCheckpointing(policy)))
+    assert there.policy == policy
+    there.apply(model := nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()))
+    assert there.modules == {"0": "Linear"}
+    there.remove(model)
+
+
+@pytest.mark.parametrize("policy", [nn.Conv2d, Transformer])
+def test_a_policy_that_names_no_module_is_refused_with_what_there_is(policy):
+    with pytest.raises(ActivationCheckpointingError) as raised:
+        ActivationCheckpointing(policy).apply(Transformer())
+    assert str(raised.value) == (
+        "`activation_checkpointing` names no module below Transformer, which is never recomputed as a whole; there are:"
+        " Embedding (1), Block (3), LayerNorm (3), MultiheadAttention (3), NonDynamicallyQuantizableLinear (3),"
+        " Sequential (3), Linear (7), GELU (3), Dropout (3). Name one of these classes."
+    )

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
 from lightning_ddp_ext.errors import ActivationCheckpointingError
-from tests.activation_checkpointing.models import (
+from tests.activation_checkpointing.test_modules import (
     Normalised,
     checkpointed_names,
     difference,
@@ -17,6 +17,7 @@ from tests.activation_checkpointing.models import (
     vectors,
     with_checkpointing,
 )
+from tests.support.devices import device
 
 
 class Moving(nn.Module):
@@ -38,6 +39,7 @@ class Moving(nn.Module):
 @pytest.mark.parametrize("layer", [lambda: nn.BatchNorm1d(4), Moving], ids=["batch normalisation", "replaced buffer"])
 def test_compiled_modules_give_the_same_gradients_and_buffers(how, layer):
     torch.compiler.reset()
+    torch.ones(1, device=device())  # torch refuses to initialise a device within a checkpointed forward pass
     model = Normalised(layer(), layer()).double()
     reference = copy.deepcopy(model)
     if how == "wrapped":

@@ -3,16 +3,16 @@
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,130 +31,117 @@ CLASS_WEIGHTS = [0.2, 1.0, 3.0]
 IGNORED = -100
 
 
-class Plain(LightningModule):
-    """A mean over samples, with dropout, which the check switches off."""
+def mean(logits, labels):
+    return functional.cross_entropy(logits, labels.clamp_min(0))
 
-    def __init__(self) -> None:
+
+def class_weights(logits, labels):
+    return functional.cross_entropy(
+        logits, labels.clamp_min(0), torch.tensor(CLASS_WEIGHTS, dtype=logits.dtype, device=logits.device)
+    )
+
+
+def single(logits, labels):
+    """Compute the loss in float32, whatever the parameters are, as the models of HuggingFace do."""
+    return mean(logits.float(), labels)
+
+
+def ignore_index(logits, labels):
+    return functional.cross_entropy(logits, labels, ignore_index=IGNORED)
+
+
+def total(logits, labels):
+    return functional.cross_entropy(logits, labels.clamp_min(0), reduction="sum")
+
+
+def square(logits, labels):
+    return (logits - 1).square().mean()
+
+
+def root_mean(logits, labels):
+    return square(logits, labels).sqrt()
+
+
+def two_means(logits, labels):
+    return ignore_index(logits, labels) + square(logits, labels)
+
+
+def in_batch_negatives(logits, labels):
+    return functional.cross_entropy(logits @ logits.T, torch.arange(len(logits), device=logits.device))
+
+
+def noisy(logits, labels):
+    return (logits + torch.randn_like(logits)).square().mean()
+
+
+class Plain(LightningModule):
+    """Two layers with dropout, which the check switches off, or batch normalisation."""
+
+    def __init__(self, loss=mean, normalised=False):
         super().__init__()
         torch.manual_seed(5)
         self.first = nn.Linear(FEATURES, 8)
-        self.between: nn.Module = nn.Dropout(0.5)
+        self.between = nn.BatchNorm1d(8) if normalised else nn.Dropout(0.5)
         self.last = nn.Linear(8, CLASSES)
+        self.loss = loss
         self.steps = 0
 
-    def logits(self, batch: Any) -> Tensor:
-        hidden = functional.dropout(self.between(self.first(batch[0]).tanh()), 0.1, training=self.training)
-        return self.last(hidden)
-
-    def loss(self, batch: Any) -> Tensor:
-        return functional.cross_entropy(self.logits(batch), batch[1].clamp_min(0))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.steps += 1
-        loss = self.loss(batch)
+        hidden = functional.dropout(self.between(self.first(batch[0]).tanh()), 0.1, training=self.training)
+        loss = self.loss(self.last(hidden), batch[1])
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class ClassWeights(Plain):
-    def loss(self, batch: Any) -> Tensor:
-        logits = self.logits(batch)
-        weights = torch.tensor(CLASS_WEIGHTS, dtype=logits.dtype)
-        return functional.cross_entropy(logits, batch[1].clamp_min(0), weights)
-
-
-class SingleLoss(Plain):
-    """Computes the loss in float32, whatever the parameters are, as the models of HuggingFace do."""
-
-    def logits(self, batch: Any) -> Tensor:
-        return super().logits(batch).float()
-
-
-class IgnoreIndex(Plain):
-    def loss(self, batch: Any) -> Tensor:
-        return functional.cross_entropy(self.logits(batch), batch[1], ignore_index=IGNORED)
-
-
-class Sum(Plain):
-    def loss(self, batch: Any) -> Tensor:
-        return functional.cross_entropy(self.logits(batch), batch[1].clamp_min(0), reduction="sum")
-
-
-class RootMean(Plain):
-    def loss(self, batch: Any) -> Tensor:
-        return (self.logits(batch) - 1).square().mean().sqrt()
-
-
-class TwoMeans(Plain):
-    def loss(self, batch: Any) -> Tensor:
-        return IgnoreIndex.loss(self, batch) + (self.logits(batch) - 1).square().mean()
-
-
-class Normalised(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.between = nn.BatchNorm1d(8)
-
-
-class InBatchNegatives(Plain):
-    def loss(self, batch: Any) -> Tensor:
-        logits = self.logits(batch)
-        return functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
-
-
-class Noisy(Plain):
-    def loss(self, batch: Any) -> Tensor:
-        logits = self.logits(batch)
-        return (logits + torch.randn_like(logits)).square().mean()
-
-
-class Drawing(Normalised, Noisy):
-    """With everything that a check could change: random numbers, running statistics, momentum and attributes."""
-
-
-def count_labels(batch: Any) -> float:
+def count_labels(batch):
     return float((batch[1] != IGNORED).sum())
 
 
-def sum_class_weights(batch: Any) -> float:
-    return float(torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)[batch[1].clamp_min(0)].sum())
+def sum_class_weights(batch):
+    return float(torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)[batch[1].clamp_min(0).cpu()].sum())
 
 
 @dataclass(frozen=True)
 class Case:
-    """What `GradientCheck` finds of a module under a `weight_by`; no remedy if parts and whole agree."""
+    """What `GradientCheck` finds of a loss under a `weight_by`; no remedy if parts and whole agree."""
 
-    build: Callable[[], LightningModule]
+    loss: Callable[..., Any]
     weight_by: Any = "samples"
     remedy: str | None = None
     fitting: Callable[[Any], float] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    precision: str = "64-true"
+    normalised: bool = False
+
+    def build(self):
+        return Plain(self.loss, self.normalised)
 
 
-DOUBLE = {"precision": "64-true"}
 MEAN_OVER = "the loss is a mean over something other than samples"
 CASES = {
-    "mean": Case(Plain, options=DOUBLE),
-    "mean in float32": Case(Plain),
-    "mean in float32, float64 parameters": Case(SingleLoss, options=DOUBLE),
-    "mean in bfloat16": Case(Plain, options={"precision": "bf16-mixed"}),
-    "mean, parts weighted equally": Case(Plain, "equal", 'fits `weight_by="samples"`', len),
-    "class weights": Case(ClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights, options=DOUBLE),
-    "class weights in bfloat16": Case(
-        ClassWeights, remedy=MEAN_OVER, fitting=sum_class_weights, options={"precision": "bf16-mixed"}
+    "mean": Case(mean),
+    "mean in float32": Case(mean, precision="32-true"),
+    "mean in float32, float64 parameters": Case(single),
+    "mean in bfloat16": Case(mean, precision="bf16-mixed"),
+    "mean, parts weighted equally": Case(
+        mean, "equal", 'fits `weight_by="samples"`', lambda batch: len(batch[0]), precision="32-true"
     ),
-    "class weights, counted": Case(ClassWeights, sum_class_weights, options=DOUBLE),
-    "ignored labels": Case(IgnoreIndex, remedy=MEAN_OVER, fitting=count_labels, options=DOUBLE),
-    "sum": Case(Sum, remedy='fits `weight_by="sum"`', options=DOUBLE),
-    "sum, added up": Case(Sum, "sum", options=DOUBLE),
-    "root of a mean": Case(RootMean, remedy="which do not add up to 1", options=DOUBLE),
-    "two means": Case(TwoMeans, remedy="terms that are means over different things", options=DOUBLE),
-    "batch normalisation": Case(Normalised, remedy="Batch normalisation computes", options=DOUBLE),
-    "in-batch negatives": Case(InBatchNegatives, remedy="the forward pass mixes samples", options=DOUBLE),
-    "random numbers": Case(Noisy, remedy="The step draws random numbers", options=DOUBLE),
+    "class weights": Case(class_weights, remedy=MEAN_OVER, fitting=sum_class_weights),
+    "class weights in bfloat16": Case(
+        class_weights, remedy=MEAN_OVER, fitting=sum_class_weights, precision="bf16-mixed"
+    ),
+    "class weights, counted": Case(class_weights, sum_class_weights),
+    "ignored labels": Case(ignore_index, remedy=MEAN_OVER, fitting=count_labels),
+    "sum": Case(total, remedy='fits `weight_by="sum"`'),
+    "sum, added up": Case(total, "sum"),
+    "root of a mean": Case(root_mean, remedy="which do not add up to 1"),
+    "two means": Case(two_means, remedy="terms that are means over different things"),
+    "batch normalisation": Case(mean, remedy="Batch normalisation computes", normalised=True),
+    "in-batch negatives": Case(in_batch_negatives, remedy="the forward pass mixes samples"),
+    "random numbers": Case(noisy, remedy="The step draws random numbers"),
 }
 # Ranks and chunks share the judgement, so that a few cases are enough on ranks.
 ON_RANKS = [
@@ -162,12 +149,11 @@ ON_RANKS = [
         "mean", "mean in float32", "class weights in bfloat16", "class weights, counted", "sum, added up",
         "random numbers",
     )),
-    ("mean", DDPCheckpointStrategy),
     ("class weights", DDPCheckpointStrategy),
 ]  # fmt: skip
 
 
-def samples(double: bool) -> TensorDataset:
+def samples(double):
     """Labels of both parts have other shares of ignored ones, and of each class."""
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(sum(SIZES), FEATURES, generator=generator, dtype=torch.float64)
@@ -176,138 +162,123 @@ def samples(double: bool) -> TensorDataset:
     return TensorDataset(features if double else features.float(), labels)
 
 
-def part(data: TensorDataset, index: int) -> TensorDataset:
+def part(data, index):
     start = sum(SIZES[:index])
     return TensorDataset(*(tensor[start : start + SIZES[index]] for tensor in data.tensors))
 
 
-def loader(case: Case, rank: int | None = None) -> DataLoader[Any]:
-    data = samples(case.options == DOUBLE)
+def loader(case, rank=None):
+    data = samples(case.precision == "64-true")
     data = data if rank is None else part(data, rank)
     return DataLoader(data, batch_size=len(data))
 
 
-def expected_weights(case: Case) -> list[float] | None:
-    """The weights that fit, of the two parts."""
-    if case.fitting is None:
-        return None
-    data = samples(double=True)
-    counts = [
-        case.fitting(part(data, index).tensors if case.fitting is not len else range(size))
-        for index, size in enumerate(SIZES)
-    ]
-    return [count / sum(counts) for count in counts]
-
-
 class Communicating(Plain):
-    def loss(self, batch: Any) -> Tensor:
+    def training_step(self, batch, batch_idx):
         dist.all_reduce(torch.ones(1))
-        return super().loss(batch)
+        return super().training_step(batch, batch_idx)
 
 
-class Texts(Plain):
-    """Rank 1 has longer ones."""
+class Loaded(Plain):
+    """Trains on the features of the batches of a loader that differs between ranks; None skips a batch."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.last(self.first(batch["tokens"].mean(1))).square().mean()
+    def __init__(self, load, features=lambda batch: batch[0]):
+        super().__init__()
+        self.load, self.features = load, features
 
-    def train_dataloader(self) -> Any:
-        rank = self.trainer.global_rank
-        return DataLoader([{"tokens": torch.ones(3 + rank, FEATURES)}] * 4, batch_size=2)
+    def train_dataloader(self):
+        return self.load(self.trainer.global_rank)
+
+    def training_step(self, batch, batch_idx):
+        features = self.features(batch)
+        return None if features is None else self.last(self.first(features).tanh()).square().mean()
 
 
-class Streams(IgnoreIndex):
+class Repeating(Loaded):
+    """A hook repeats the samples, once more on rank 1: samples weigh by another number than that of the loader."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        batch["rows"] = batch["rows"].repeat(1 + self.trainer.global_rank, 1)
+
+
+def rows(rank):
+    return part(samples(double=False), rank).tensors
+
+
+def times_first(sizes):
+    """The loader draws the samples, which are in the second dimension of its batches."""
+
+    def load(rank):
+        drawn = torch.randn(sizes[rank], 6, FEATURES, generator=torch.Generator().manual_seed(rank))
+        return DataLoader(drawn, len(drawn), collate_fn=lambda rows: torch.stack(rows, 1))
+
+    return Loaded(load, lambda batch: batch[-1])  # of the last time
+
+
+def load_marked(rank):
+    """The first number of a row is the number of its batch, plus 3 on rank 1."""
+    drawn = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(rank))
+    drawn[:, 0] = torch.arange(3).repeat_interleave(4) + 3 * rank
+    return DataLoader(drawn, batch_size=4)
+
+
+LOADED = {
+    # Rank 1 has longer texts.
+    "texts": lambda: Loaded(
+        lambda rank: DataLoader([{"tokens": torch.ones(3 + rank, FEATURES)}] * 4, batch_size=2),
+        lambda batch: batch["tokens"].mean(1),
+    ),
+    "times first": lambda: times_first([4, 4]),
+    # Each entry of the dataset is a batch, which `collate_fn` converts.
+    "made by the dataset": lambda: Loaded(
+        lambda rank: DataLoader([rows(rank)], batch_size=1, collate_fn=lambda batches: [*batches[0]])
+    ),
+    "repeating": lambda: Repeating(
+        lambda rank: DataLoader([{"rows": rows(rank)[0]}], batch_size=None), lambda batch: batch["rows"]
+    ),
+    # Returns None in the first batch of rank 1, and in the second one of all ranks.
+    "skipping": lambda: Loaded(load_marked, lambda batch: None if int(batch[0, 0]) in (1, 3, 4) else batch),
+}
+
+
+class Streams(Plain):
     """Rank 1 has fewer batches."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         number = [12, 4][self.trainer.global_rank]
         generator = torch.Generator().manual_seed(number)
         features = torch.randn(number, FEATURES, generator=generator)
-        labels = torch.randint(CLASSES, (number,), generator=generator)
-        return DataLoader(list(zip(features, labels, strict=True)), batch_size=4)
-
-
-class TimeFirst(Plain):
-    """The loader draws the samples, which are in the second dimension of its batches."""
-
-    def __init__(self, sizes: Sequence[int] = (4, 4)) -> None:
-        super().__init__()
-        self.sizes = sizes
-
-    def train_dataloader(self) -> Any:
-        rank = self.trainer.global_rank
-        number = self.sizes[rank]
-        rows = torch.randn(number, 6, FEATURES, generator=torch.Generator().manual_seed(rank))
-        return DataLoader(TensorDataset(rows), number, collate_fn=lambda rows: torch.stack([row for (row,) in rows], 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.last(self.first(batch[-1]).tanh()).square().mean()  # of the last time
-
-
-class MadeByTheDataset(Plain):
-    """Each entry of the dataset is a batch, which `collate_fn` converts."""
-
-    def train_dataloader(self) -> Any:
-        rows = part(samples(double=False), self.trainer.global_rank).tensors
-        return DataLoader([rows], batch_size=1, collate_fn=lambda batches: [*batches[0]])
-
-
-class Repeating(Plain):
-    """A hook repeats the samples, once more on rank 1: samples weigh by another number than that of the loader."""
-
-    def train_dataloader(self) -> Any:
-        rank = self.trainer.global_rank
-        return DataLoader([{"rows": part(samples(double=False), rank).tensors[0]}], batch_size=None)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        batch["rows"] = batch["rows"].repeat(1 + self.trainer.global_rank, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.last(self.first(batch["rows"]).tanh()).square().mean()
-
-
-class Skipping(Streams):
-    """Returns None in the first batch of rank 1, and in the second one of all ranks."""
-
-    def train_dataloader(self) -> Any:
-        rank = self.trainer.global_rank
-        rows = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(rank))
-        first = torch.tensor([0.0, 1.0, 2.0]).repeat_interleave(4) + 3 * rank
-        return DataLoader(TensorDataset(torch.cat([first[:, None], rows[:, 1:]], 1)), batch_size=4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        first = int(batch[0][0, 0])
-        return None if first in (1, 3, 4) else self.last(self.first(batch[0]).tanh()).square().mean()
+        return DataLoader(TensorDataset(features, torch.randint(CLASSES, (number,), generator=generator)), batch_size=4)
 
 
 class Locked(Plain):
     """Cannot be copied on the last rank."""
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         if self.global_rank == self.trainer.world_size - 1:
             self.lock = threading.Lock()
 
 
 class ByHand(Plain):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch))
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
 
 
 class Weights(Callback):
     """The weight of each batch in the gradient."""
 
-    def __init__(self) -> None:
-        self.seen: list[float] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+    def on_train_batch_end(self, trainer, *arguments):
         self.seen.append(trainer.strategy.batch_weight)
 
 
-def fit(module: LightningModule, callbacks: list[Any], strategy: Any, data: Any = None, **options: Any) -> Trainer:
+def fit(module, callbacks, strategy, data=None, **options):
     devices = 2 if isinstance(strategy, BalancedDataParallelStrategy) else int(os.environ.get("WORLD_SIZE", "1"))
     options = {"max_epochs": 1, "use_distributed_sampler": False, **options}
     trainer = quiet_trainer(strategy, devices, callbacks=callbacks, **options)
@@ -315,12 +286,12 @@ def fit(module: LightningModule, callbacks: list[Any], strategy: Any, data: Any 
     return trainer
 
 
-def fit_chunks(module: LightningModule, callbacks: list[Any], data: Any = None, **options: Any) -> Trainer:
-    strategy = BalancedDataParallelStrategy(split=SIZES, weight_by=options.pop("weight_by", "samples"))
+def fit_chunks(module, callbacks, data=None, weight_by="samples", **options):
+    strategy = BalancedDataParallelStrategy(split=SIZES, weight_by=weight_by)
     return fit(module, callbacks, strategy, loader(CASES["mean in float32"]) if data is None else data, **options)
 
 
-def check(module: LightningModule, strategy: Any, data: Any = None, batches: int = 1, **options: Any) -> dict[str, Any]:
+def check(module, strategy, data=None, batches=1, **options):
     callback, weights = GradientCheck(batches), Weights()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -337,11 +308,11 @@ def check(module: LightningModule, strategy: Any, data: Any = None, batches: int
 class DrawsNumbers(Callback):
     """Changes the training that follows."""
 
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        torch.rand(1)
+    def on_train_batch_end(self, *arguments):
+        torch.rand(1, device=arguments[1].device)
 
 
-def state_of(module: Plain, trainer: Trainer) -> dict[str, Tensor]:
+def state_of(module, trainer):
     """Return everything that a check could change, each value copied."""
     state = name_training_state(module, trainer.optimizers, buffers=True)
     logged = {f"logged {name}": value for name, value in trainer.callback_metrics.items()}
@@ -352,31 +323,31 @@ def state_of(module: Plain, trainer: Trainer) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value).clone() for name, value in {**state, **logged, **more}.items()}
 
 
-class DrawingFromStreams(Drawing, Streams):
-    pass
+def on_gloo(**options):
+    return DDPJoinStrategy(process_group_backend="gloo", **options)
 
 
-def check_on_rank() -> dict[Any, Any]:
+def check_on_rank():
     """Run everything that needs two ranks."""
     rank = int(os.environ["RANK"])
-    found: dict[Any, Any] = {}
+    found = {}
     for name, strategy in ON_RANKS:
         case = CASES[name]
         built = strategy(process_group_backend="gloo", weight_by=case.weight_by)
-        found[name, strategy.__name__] = check(case.build(), built, loader(case, rank), **case.options)
+        found[name, strategy.__name__] = check(case.build(), built, loader(case, rank), precision=case.precision)
     even = loader(CASES["mean in float32"], rank)
-    for build, data, batches in [
-        (Communicating, even, 1), (Locked, even, 1), (ByHand, even, 1), (Texts, None, 1), (Streams, None, 3),
-        (TimeFirst, None, 1), (MadeByTheDataset, None, 1), (Repeating, None, 1), (Skipping, None, 2),
-    ]:  # fmt: skip
-        found[build.__name__] = check(build(), DDPJoinStrategy(process_group_backend="gloo"), data, batches)
+    for build in (Communicating, Locked, ByHand):
+        found[build.__name__] = check(build(), on_gloo(), even)
+    for name, build in LOADED.items():
+        found[name] = check(build(), on_gloo(), batches=2 if name == "skipping" else 1)
+    found["streams"] = check(Streams(), on_gloo(), batches=3)
     for weight_by in ("samples", "equal"):
-        strategy = DDPJoinStrategy(process_group_backend="gloo", batch_dim=1, weight_by=weight_by)
-        found["along `batch_dim`", weight_by] = check(TimeFirst(SIZES), strategy)
+        strategy = on_gloo(batch_dim=1, weight_by=weight_by)
+        found["along `batch_dim`", weight_by] = check(times_first(SIZES), strategy)
     found["states"] = []
     for callbacks in ([], [GradientCheck(batches=2)], [DrawsNumbers()]):
-        module = DrawingFromStreams()  # two epochs, into the uneven phase of each
-        trainer = fit(module, callbacks, DDPJoinStrategy(process_group_backend="gloo"), max_epochs=2)
+        module = Streams(noisy, normalised=True)  # two epochs, into the uneven phase of each
+        trainer = fit(module, callbacks, on_gloo(), max_epochs=2)
         found["states"].append(state_of(module, trainer))
     return found
 
@@ -386,32 +357,33 @@ def assert_found(case, record):
     assert record.batch == 0
     if case.remedy is None:
         assert record.remedy is None
-        is_exact = case.options == {"precision": "64-true"} and case.build is not SingleLoss
+        is_exact = case.precision == "64-true" and case.loss is not single
         assert record.difference < (EXACT if is_exact else EXACT_IN_FLOAT32)
         return
     assert case.remedy in record.remedy
     assert record.difference > SURPRISE
     assert 0 < record.parameter_difference < 10
-    expected = expected_weights(case)
-    if expected is not None:
+    if case.fitting is not None:
+        counts = [case.fitting(part(samples(double=True), index).tensors) for index in range(2)]
+        expected = [count / sum(counts) for count in counts]
         assert record.fitted_weights == pytest.approx(expected, rel=1e-5)
         assert record.weights != pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_loss_that_does_not_fit_the_weights_of_chunks_is_noticed(name):
-    case, check = CASES[name], GradientCheck()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit_chunks(case.build(), [check], loader(case), weight_by=case.weight_by, **case.options)
-    (record,) = check.records
-    assert_found(case, record)
-    found = [str(one.message) for one in caught if "GradientCheck" in str(one.message)]
-    assert len(found) == (case.remedy is not None)
-    if found:
-        assert f"differs from the gradient of the whole batch by {record.difference:.1e}" in found[0]
-        assert f"most in `{record.parameter}` ({record.parameter_difference:.1e})" in found[0]
-        assert found[0].endswith(record.remedy)
+def test_a_loss_that_does_not_fit_the_weights_of_chunks_is_noticed():
+    for name, case in CASES.items():
+        check = GradientCheck()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit_chunks(case.build(), [check], loader(case), case.weight_by, precision=case.precision)
+        (record,) = check.records
+        assert_found(case, record)
+        found = [str(one.message) for one in caught if "GradientCheck" in str(one.message)]
+        assert len(found) == (case.remedy is not None), name
+        if found:
+            assert f"differs from the gradient of the whole batch by {record.difference:.1e}" in found[0]
+            assert f"most in `{record.parameter}` ({record.parameter_difference:.1e})" in found[0]
+            assert found[0].endswith(record.remedy)
 
 
 @pytest.fixture(scope="module")
@@ -430,40 +402,37 @@ def test_a_loss_that_does_not_fit_the_weights_of_ranks_is_noticed(by_rank):
         assert (len(first["warnings"]), second["warnings"]) == (record.remedy is not None, [])
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("Communicating", "`training_step` communicates between ranks"),
-        ("Locked", "cannot be copied: TypeError: cannot pickle '_thread.lock' object (rank 1)"),
-        ("ByHand", "under manual optimization"),
-        ("TimeFirst", "drew 4 samples for a batch whose size along `batch_dim=0` is 6, so that"),
-        ("Texts", "`batch['tokens']` cannot be joined, it is shape (2, 3, 5) and shape (2, 4, 5)"),
-    ],
-)
-def test_what_cannot_be_checked_on_ranks_is_said_once_while_training_goes_on(by_rank, name, reason):
-    first, second = (found[name] for found in by_rank)
-    for found in (first, second):
-        assert reason in found["reason"]
-        assert found["records"] == []
-        assert found["steps"] > 0 or name == "ByHand"
-    (warning,) = first["warnings"]
-    assert reason in warning
-    assert second["warnings"] == []
+def test_what_cannot_be_checked_on_ranks_is_said_once_while_training_goes_on(by_rank):
+    for name, reason in {
+        "Communicating": "`training_step` communicates between ranks",
+        "Locked": "cannot be copied: TypeError: cannot pickle '_thread.lock' object (rank 1)",
+        "ByHand": "under manual optimization",
+        "times first": "drew 4 samples for a batch whose size along `batch_dim=0` is 6, so that",
+        "texts": "`batch['tokens']` cannot be joined, it is shape (2, 3, 5) and shape (2, 4, 5)",
+    }.items():
+        first, second = (found[name] for found in by_rank)
+        for found in (first, second):
+            assert reason in found["reason"]
+            assert found["records"] == []
+            assert found["steps"] > 0 or name == "ByHand"
+        (warning,) = first["warnings"]
+        assert reason in warning
+        assert second["warnings"] == []
 
 
 def test_batches_of_ranks_are_joined_and_weighted(by_rank):
     for rank, found in enumerate(by_rank):
-        (record,) = found["MadeByTheDataset"]["records"]  # samples are counted by the tensors
+        (record,) = found["made by the dataset"]["records"]  # samples are counted by the tensors
         assert record.weights == pytest.approx([size / sum(SIZES) for size in SIZES])
         assert record.remedy is None
-        assert [record.batch for record in found["Streams"]["records"]] == [0]  # later, one rank alone has data
-        assert (found["Streams"]["reason"], found["Streams"]["steps"]) == (None, 3)
-        (record,) = found["Repeating"]["records"]  # the remedy is never the value that is already set
+        assert [record.batch for record in found["streams"]["records"]] == [0]  # later, one rank alone has data
+        assert (found["streams"]["reason"], found["streams"]["steps"]) == (None, 3)
+        (record,) = found["repeating"]["records"]  # the remedy is never the value that is already set
         assert record.fitted_weights == pytest.approx([size / sum(SIZES) for size in SIZES], rel=1e-4)
         assert "a mean over something other than samples" in record.remedy
-        (record,) = found["Skipping"]["records"]  # the first batch in which the steps of both ranks return a loss
+        (record,) = found["skipping"]["records"]  # the first batch in which the steps of both ranks return a loss
         assert (record.batch, record.remedy, record.weights) == (2, None, [0.5, 0.5])
-        assert (found["Skipping"]["weights"], found["Skipping"]["reason"]) == ([[4, 0, 4], [0, 0, 4]][rank], None)
+        assert (found["skipping"]["weights"], found["skipping"]["reason"]) == ([[4, 0, 4], [0, 0, 4]][rank], None)
 
 
 def test_samples_are_counted_and_joined_along_the_batch_dimension(by_rank):
@@ -492,7 +461,7 @@ def test_a_check_changes_no_bit_of_a_training_on_ranks(by_rank):
 def test_a_check_changes_no_bit_of_a_training_on_chunks(tmp_path):
     states, rows = [], []
     for callbacks in ([], [GradientCheck(batches=2)], [DrawsNumbers()]):
-        module, logger = Drawing(), CSVLogger(tmp_path, name=None, version=str(len(rows)))
+        module, logger = Plain(noisy, normalised=True), CSVLogger(tmp_path, name=None, version=str(len(rows)))
         trainer = fit_chunks(module, callbacks, max_epochs=3, logger=logger, log_every_n_steps=1)
         states.append(state_of(module, trainer))
         rows.append((tmp_path / str(len(rows)) / "metrics.csv").read_text())
@@ -506,11 +475,8 @@ def test_a_check_changes_no_bit_of_a_training_on_chunks(tmp_path):
 class SkippingChunks(Plain):
     """Returns None for chunks that begin with a marked sample."""
 
-    def loss(self, batch):
-        return None if batch[0][0, 0] == 9 else super().loss(batch)
-
     def training_step(self, batch, batch_idx):
-        return self.loss(batch)
+        return None if batch[0][0, 0] == 9 else mean(self.last(self.first(batch[0]).tanh()), batch[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*returned .?None", "ignore:.*draws random", "ignore:GradientCheck. in batch")
@@ -599,34 +565,32 @@ def test_a_lstm_and_attention_are_compared_without_dropout():
     assert check.records[0].difference < EXACT_IN_FLOAT32
 
 
+def gradients(seed, weight=30):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator, dtype=torch.float64) for size in (weight, 1, 0)]
+
+
 def compared(parts, whole):
     comparison = GradientComparison(len(parts))
-    for name in whole:
-        comparison.add(name, [part[name] for part in parts], whole[name])
+    for name, *of_parts, of_whole in zip(("weight", "bias", "empty"), *parts, whole, strict=True):
+        comparison.add(name, of_parts, of_whole)
     return comparison
 
 
-def gradients(seed, weight=30):
-    generator = torch.Generator().manual_seed(seed)
-    sizes = {"weight": weight, "bias": 1, "empty": 0}
-    return {name: torch.randn(size, generator=generator, dtype=torch.float64) for name, size in sizes.items()}
-
-
 def weighted(parts, weights):
-    return {name: sum(w * part[name] for w, part in zip(weights, parts, strict=True)) for name in parts[0]}
+    return [sum(w * one for w, one in zip(weights, of_parts, strict=True)) for of_parts in zip(*parts, strict=True)]
 
 
 def test_differences_are_differences_of_the_vectors_in_blocks_of_any_size(monkeypatch):
     parts, whole, weights = [gradients(seed) for seed in range(3)], gradients(7), [0.2, 0.3, 0.5]
-    errors = {name: (value - whole[name]).norm() for name, value in weighted(parts, weights).items()}
-    expected = torch.stack(list(errors.values())).norm() / torch.cat(list(whole.values())).norm()
+    errors = [one - other for one, other in zip(weighted(parts, weights), whole, strict=True)]
+    expected = torch.cat(errors).norm() / torch.cat(whole).norm()
+    of_weight = float(errors[0].norm() / whole[0].norm())
     for rows in (1, 7, 1000):
         monkeypatch.setattr(gradient_check, "_ROWS", rows)
         comparison = compared(parts, whole)
         assert comparison.difference(weights) == pytest.approx(float(expected), rel=1e-12)
-        name, difference = comparison.most_different(weights)
-        assert name == "weight"
-        assert difference == pytest.approx(float(errors["weight"] / whole["weight"].norm()), rel=1e-12)
+        assert comparison.most_different(weights) == ("weight", pytest.approx(of_weight, rel=1e-12))
 
 
 def test_weights_are_fitted_only_if_they_are_unique():
@@ -638,7 +602,7 @@ def test_weights_are_fitted_only_if_they_are_unique():
     nothing = weighted(parts, [0, 0, 0])
     assert compared([nothing, nothing], nothing).difference([0.5, 0.5]) == 0
     assert compared([nothing, parts[0]], nothing).difference([0.5, 0.5]) == float("inf")
-    parts[0]["weight"][4] = torch.nan
+    parts[0][0][4] = torch.nan
     comparison = compared(parts, gradients(7))
     assert comparison.fit() is None
     assert not comparison.difference([1, 1, 1]) <= 1

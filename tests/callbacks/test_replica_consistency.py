@@ -1,19 +1,292 @@
-"""Arguments of `ReplicaConsistency`, runs without replicas to compare, and names of the compared values."""
+"""Replicas that Lightning's `ddp` trains are compared; a difference of one rank is named."""
 
+import hashlib
 import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency, replica_consistency
 from lightning_ddp_ext.consistency.replica_differences import name_training_state
-from tests.parity import Classifier, batches, quiet_trainer
+from lightning_ddp_ext.distributed.exchange import gather_objects
+from lightning_ddp_ext.errors import ReplicaMismatchError
+from tests.parity import CLASSES, FEATURES, Classifier, batches, dataset, quiet_trainer
+from tests.support.processes import run_processes
+
+pytestmark = pytest.mark.timeout(300)
+LIMIT = 240
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}  # as torchrun does
+STEPS = 6
+ODD_RANK = 1
+
+
+class Normalised(LightningModule):
+    """A small network with batch normalisation."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.optimizer = optimizer
+        self.first = nn.Linear(FEATURES, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return functional.cross_entropy(self.last(self.norm(self.first(batch[0])).relu()), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=1e-2)
+
+
+class FrozenAtFirst(Normalised):
+    """Thaws a layer that was frozen when torch's DDP wrapped the module: it never learns of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.first.requires_grad_(True)
+
+
+class SteppingByHand(Normalised):
+    """Manual optimization; rank 1 may leave out a step."""
+
+    def __init__(self, left_out: int | None = None) -> None:
+        super().__init__(torch.optim.SGD)
+        self.automatic_optimization = False
+        self.left_out = left_out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if not (batch_idx == self.left_out and self.global_rank == ODD_RANK):
+            optimizer.step()
+
+
+@dataclass
+class Change(Callback):
+    """Changes something on one rank after the third batch, before replicas are compared."""
+
+    change: Callable[[Any, Any], Any]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
+        if arguments[-1] == 2 and trainer.global_rank == ODD_RANK:
+            self.change(pl_module, trainer.optimizers[0])
+
+
+def flip(tensor: torch.Tensor, *index: int) -> None:
+    """Flip the last bit of an element."""
+    tensor.view(torch.int32)[index] ^= 1
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "parameter": lambda module, optimizer: flip(module.first.weight, 1, 2),
+    "buffer": lambda module, optimizer: flip(module.norm.running_var, 2),
+    "exp_avg": lambda module, optimizer: flip(optimizer.state[module.first.bias]["exp_avg"], 0),
+    "state": lambda module, optimizer: optimizer.state.pop(module.norm.weight),
+    "learning rate": lambda module, optimizer: optimizer.param_groups[0].update(lr=0.02),
+}
+
+
+@dataclass
+class Case:
+    """One training, and the change on rank 1."""
+
+    module: Callable[[], LightningModule] = Normalised
+    change: str | None = None  # a key of `CHANGES`
+    same_data: bool = True
+    compare: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """The result of a training on one rank."""
+
+    message: str | None
+    warnings: list[str]
+    step: int
+    comparisons: int
+    seconds: float
+    training_seconds: float
+    equal: bool
+
+
+EVERY = {"every_n_steps": 1, "buffers": True}
+
+
+CASES: dict[str, Case] = {
+    "adam": Case(options=EVERY),
+    "lbfgs": Case(lambda: Normalised(torch.optim.LBFGS), options=EVERY),
+    "own data, buffers by default": Case(same_data=False, options={"every_n_steps": 1}),
+    "own data, buffers": Case(same_data=False, options=EVERY),
+    **{name: Case(change=name, options=EVERY) for name in CHANGES},
+    "ignored": Case(change="parameter", options={**EVERY, "ignore": ["first.*"]}, trainer={"max_steps": 3}),
+    "thawed": Case(FrozenAtFirst, same_data=False, options={"every_n_steps": 1}),
+    "step left out": Case(lambda: SteppingByHand(left_out=2), options=EVERY),
+    "by hand": Case(SteppingByHand, same_data=False, options={"every_n_steps": 2}),
+    "warning": Case(change="parameter", options={**EVERY, "on_difference": "warn"}),
+    "every 2": Case(change="parameter", options={**EVERY, "every_n_steps": 2}),
+    "at the end": Case(change="parameter", options={**EVERY, "every_n_steps": 100}),
+    "accumulation over two epochs, every 2": Case(
+        options={**EVERY, "every_n_steps": 2}, trainer={"max_epochs": 2, "accumulate_grad_batches": 4}
+    ),
+    "unseen parameter": Case(change="parameter", compare=False),
+    "unseen thawing": Case(FrozenAtFirst, same_data=False, compare=False),
+}  # fmt: skip
+
+
+def train_all() -> dict[str, Outcome]:
+    """Train each case with Lightning's own `ddp`."""
+    return {name: train_one(case) for name, case in CASES.items()}
+
+
+def train_one(case: Case) -> Outcome:
+    consistency = ReplicaConsistency(**case.options)
+    callbacks: list[Callback] = [] if case.change is None else [Change(CHANGES[case.change])]
+    world_size = int(os.environ["WORLD_SIZE"])
+    options = {
+        "devices": world_size,
+        "max_epochs": 1,
+        "use_distributed_sampler": not case.same_data,
+        "callbacks": [*callbacks, consistency] if case.compare else callbacks,
+        **case.trainer,
+    }
+    trainer = quiet_trainer(DDPStrategy(), **options)
+    module = case.module()
+    samples = 8 * STEPS * (1 if case.same_data else world_size)
+    message = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, DataLoader(dataset(samples, torch.float32), batch_size=8))
+        except ReplicaMismatchError as error:
+            message = str(error)
+    return Outcome(
+        message=message,
+        warnings=[str(one.message) for one in caught if "replicas differ" in str(one.message)],
+        step=trainer.global_step,
+        comparisons=consistency.comparisons,
+        seconds=consistency.seconds,
+        training_seconds=consistency.training_seconds,
+        equal=len(set(gather_objects(hash_state(module, trainer.optimizers)))) == 1,
+    )
+
+
+def hash_state(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> str:
+    """Hash parameters and optimizer states in another way than what is tested."""
+    tensors = [*module.parameters()]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+    return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def outcomes(request):
+    """Return the outcomes of all ranks by case."""
+    by_rank = run_processes(train_all, request.param, timeout=LIMIT, env=LAUNCHED)
+    return {name: [outcome[name] for outcome in by_rank] for name in CASES}
+
+
+def test_replicas_that_are_identical_are_not_mentioned(outcomes):
+    for outcome in (*outcomes["adam"], *outcomes["lbfgs"], *outcomes["own data, buffers by default"]):
+        assert outcome.message is None
+        assert outcome.comparisons == STEPS
+        assert 0 < outcome.seconds < outcome.training_seconds
+        assert outcome.equal
+
+
+FOUND = {
+    "parameter": "parameter `first.weight`, float32 [4, 5], of rank 1 differs from {}: 1 element differs, first at"
+    " [1, 2] ",
+    "buffer": "buffer `norm.running_var`, float32 [4], of rank 1 differs from {}: 1 element differs, first at [2] ",
+    "exp_avg": "`exp_avg` of `first.bias` in optimizer 0, float32 [4], of rank 1 differs from {}: 1 element differs,"
+    " first at [0] ",
+    "state": "`exp_avg` of `norm.weight` in optimizer 0 is missing on rank 1, but float32 [4] on {} (3 of ",
+    "learning rate": "`lr` of group 0 in optimizer 0, float64 [], of rank 1 differs from {}: 1 element differs, first"
+    " 0.02",
+}
+
+
+def test_what_one_rank_has_of_its_own_is_named(outcomes):
+    for name, found in FOUND.items():
+        others = "rank 0" if len(outcomes[name]) == 2 else "ranks 0, 2"
+        for outcome in outcomes[name]:
+            assert outcome.message.startswith(
+                f"replicas differ after step 3, unlike after step 2: {found.format(others)}"
+            )
+            assert (outcome.step, outcome.comparisons) == (3, 3)
+            assert outcome.message == outcomes[name][0].message
+    # One bit was flipped.
+    assert 0 < float(outcomes["exp_avg"][0].message.split("(relative ")[1].split(")")[0]) < 2**-22
+
+
+def test_without_the_callback_nobody_notices(outcomes):
+    for outcome in (*outcomes["unseen parameter"], *outcomes["unseen thawing"]):
+        assert outcome.message is None
+        assert outcome.step == STEPS
+        assert not outcome.equal
+
+
+def test_differences_that_ddp_allows_are_named(outcomes):
+    for outcome in outcomes["thawed"]:
+        assert outcome.message.startswith(
+            "replicas differ after step 3, unlike after step 2: parameter `first.weight`, float32 [4, 5], of rank"
+        )
+        assert "Look for code that runs on one rank only" in outcome.message
+    for outcome in outcomes["own data, buffers"]:
+        assert outcome.message.startswith("replicas differ after step 1: buffer `norm.running_mean`, float32 [4], of ")
+        assert outcome.message.endswith("exclude it with `ignore=['norm.running_mean']`.")
+    for rank, outcome in enumerate(outcomes["step left out"]):
+        assert outcome.step == (2 if rank == 1 else 3)
+        assert "parameter `first.weight`, float32 [4, 5], of rank 1 differs from" in outcome.message
+
+
+def test_a_warning_lets_training_go_on(outcomes):
+    first, *others = outcomes["warning"]
+    assert len(first.warnings) == STEPS - 2
+    assert first.warnings[0].startswith("replicas differ after step 3, unlike after step 2: parameter `first.weight`")
+    for outcome in (first, *others):
+        assert (outcome.message, outcome.step, outcome.comparisons) == (None, STEPS, STEPS)
+    assert not any(outcome.warnings for outcome in others)
+
+
+def test_replicas_are_compared_every_n_steps_and_in_the_end(outcomes):
+    for name, comparisons, beginning in (
+        ("every 2", 2, "replicas differ after step 4, unlike after step 2: parameter `first.weight`"),
+        ("at the end", 1, "replicas differ after step 6: parameter `first.weight`"),
+    ):
+        for outcome in outcomes[name]:
+            assert outcome.comparisons == comparisons
+            assert outcome.message.startswith(beginning)
+            assert outcome.message.endswith("Set `every_n_steps=1` to find the step of the first difference.")
+    for name, steps, comparisons in (
+        ("ignored", 3, 3),
+        ("accumulation over two epochs, every 2", 4, 2),  # windows of 4 and 2 batches in each epoch
+        ("by hand", 6, 3),
+    ):
+        for outcome in outcomes[name]:
+            assert (outcome.message, outcome.step, outcome.comparisons) == (None, steps, comparisons)
 
 
 @pytest.fixture
@@ -27,28 +300,19 @@ def said(caplog):
     logger.removeHandler(caplog.handler)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"every_n_steps": 0}, ValueError, "`every_n_steps` must be at least 1, got 0"),
-        ({"on_difference": "ignore"}, ValueError, "`on_difference` must be one of 'raise', 'warn', got 'ignore'"),
-        ({"ignore": "norm.*"}, TypeError, r"`ignore` must be a list of names, got 'norm\.\*'"),
-    ],
-)
-def test_wrong_arguments_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        ReplicaConsistency(**options)
+def test_a_single_name_is_refused_with_the_list_to_write():
+    with pytest.raises(TypeError, match=r"`ignore` must be a list of names, got 'norm\.\*'. Use \['norm"):
+        ReplicaConsistency(ignore="norm.*")
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of `ddp` on CUDA
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("auto", 1), ("ddp", 1), (BalancedDataParallelStrategy(), 2)], ids=str
 )
 def test_one_process_has_nothing_to_compare_and_is_told_so_once(strategy, devices, said):
     consistency = ReplicaConsistency(every_n_steps=1)
-    trainer = quiet_trainer(
-        strategy, devices, precision="64-true", max_epochs=2, callbacks=[consistency], limit_train_batches=2
-    )
-    trainer.fit(Classifier(), batches())
+    options = {"precision": "64-true", "max_epochs": 2, "limit_train_batches": 2}
+    quiet_trainer(strategy, devices, callbacks=[consistency], **options).fit(Classifier(), batches())
     assert said() == ["ReplicaConsistency compares nothing: there is one process."]
     assert (consistency.comparisons, consistency.seconds) == (0, 0)
     if torch.distributed.is_initialized():
@@ -93,25 +357,18 @@ def test_the_state_of_a_training_has_names():
     assert state["`lr` of group 0 in optimizer 0"].item() == 0.1
     assert "`momentum_buffer` of `0.bias` in optimizer 1" in name_training_state(module, [optimizer, optimizer])
     assert state["parameter `0.weight`"] is module[0].weight
-
-
-def test_buffers_and_names_can_be_left_out():
-    module, optimizer = stepped(torch.optim.Adam)
-    assert len(name_training_state(module, [unused := torch.optim.Adam(module.parameters())])) > 4
-    assert not unused.state
     state = name_training_state(module, [optimizer], buffers=False, ignore=["0.*"])
     assert {name.split("`")[-2] for name in state if "group" not in name} == {"1.weight", "1.bias"}
+    assert len(name_training_state(module, [unused := torch.optim.Adam(module.parameters())])) > 4
+    assert not unused.state
 
 
-def test_lists_and_numbers_in_the_state_of_an_optimizer_count():
+def test_lists_and_numbers_in_the_state_of_an_optimizer_and_foreign_parameters_have_names():
     module, optimizer = stepped(torch.optim.LBFGS, max_iter=3)
     state = name_training_state(module, [optimizer])
     assert state["`n_iter` of `0.weight` in optimizer 0"].dtype == torch.int64
     optimizer.state[module[0].weight]["old_dirs"] = [torch.ones(2)]
     assert "`old_dirs[0]` of `0.weight` in optimizer 0" in name_training_state(module, [optimizer])
-
-
-def test_parameters_that_are_not_the_modules_have_a_name():
     own = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([own], lr=0.1, momentum=0.9)
     own.sum().backward()

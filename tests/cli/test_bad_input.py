@@ -160,11 +160,7 @@ class Command:
         before = signal.signal(signal.SIGALRM, _hang)
         signal.alarm(LIMIT)
         try:
-            with (
-                contextlib.redirect_stdout(ignored),
-                contextlib.redirect_stderr(errors),
-                warnings.catch_warnings(),
-            ):
+            with contextlib.redirect_stdout(ignored), contextlib.redirect_stderr(errors), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 main()
         except Accepted:
@@ -185,18 +181,6 @@ def _hang(signum, frame):
     raise Hang
 
 
-def complaint_about_message(key, code, errors):
-    """Return why the printed message is not readable, or None."""
-    lines = errors.splitlines()
-    if code != 1:
-        return f"exit code {code}"
-    if "Traceback" in errors:
-        return "a traceback"
-    if len(lines) != 1 or not lines[0].startswith("lightning-ddp-ext: "):
-        return f"{len(lines)} lines"
-    return None if names(key, lines[0]) else "the setting is not named"
-
-
 def names(key, text):
     parts = key.split(".")
     # The message may name only the beginning of a misspelt key.
@@ -215,8 +199,9 @@ def complaint_about_command(command, arguments, key):
     if ended is None:
         return False, None
     code, errors = ended
-    problem = complaint_about_message(key, code, errors)
-    return True, problem and f"{problem}: {errors[-700:]}"
+    is_one_line = errors.startswith("lightning-ddp-ext: ") and len(errors.splitlines()) == 1
+    is_readable = code == 1 and "Traceback" not in errors and is_one_line and names(key, errors)
+    return True, None if is_readable else f"exit code {code}, or not one line that names `{key}`: {errors[-700:]}"
 
 
 @pytest.mark.slow

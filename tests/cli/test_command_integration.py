@@ -108,29 +108,20 @@ def test_other_strategies_are_compared_on_request(tmp_path):
 
 
 @pytest.mark.slow
-def test_classes_and_configuration_of_the_working_directory_are_found(tmp_path):
+@pytest.mark.parametrize("mode", [[], ["--multirun"]])
+def test_classes_and_a_strategy_of_the_working_directory_are_found_and_start_processes(tmp_path, mode):
     (tmp_path / "mine.py").write_text(OWN)
-    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    for group in ("experiment", "strategy"):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+    (tmp_path / "conf" / "strategy" / "plain.yaml").write_text("_target_: lightning.pytorch.strategies.DDPStrategy\n")
     (tmp_path / "conf" / "experiment" / "own.yaml").write_text(
-        "# @package _global_\n"
-        "defaults: [override /model: custom, override /data: custom, override /logger: none]\n"
+        "# @package _global_\ndefaults: [override /model: custom, override /data: custom, override /logger: none]\n"
         "model: {_target_: mine.Net, width: 3}\ndata: {_target_: mine.Data}\ntrainer: {max_epochs: 1}\n"
     )
-    done = command(tmp_path, "experiment=own", "callbacks=none")
+    own = ["experiment=own", "strategy=plain", "trainer.devices=2", "callbacks=none"]
+    done = command(tmp_path, *mode, *own, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert "my_test" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [[], ["--multirun"]])
-def test_a_strategy_of_the_working_directory_starts_its_processes(tmp_path, mode):
-    (tmp_path / "conf" / "strategy").mkdir(parents=True)
-    (tmp_path / "conf" / "strategy" / "plain.yaml").write_text("_target_: lightning.pytorch.strategies.DDPStrategy\n")
-    done = command(
-        tmp_path, *mode, "strategy=plain", "trainer.devices=2", "trainer.max_steps=2", "test=false", "plot=false",
-        "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes on cpu") == 1
 
 

@@ -1,19 +1,42 @@
-"""The checks of `lightning-ddp-ext doctor` before it starts anything, and its numbers."""
+"""`lightning-ddp-ext doctor` on one node: its checks before it starts anything, its numbers, and whole runs."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.cli.doctor import SIZES, AllReduceTime, _compose, _parse, diagnose, speed_text, time_text
+import lightning_ddp_ext.cli.main  # noqa: F401  once for all that are forked
+from lightning_ddp_ext.cli.doctor import (
+    SIZES,
+    AllReduceTime,
+    _compose,
+    _parse,
+    diagnose,
+    size_text,
+    speed_text,
+    time_text,
+)
+from lightning_ddp_ext.clusters.slurm import candidate_ports
+from tests.distributed import rank_programs, rank_server
+from tests.support.ports import free_port
+from tests.support.processes import run_processes
 
 LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _not_launched(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.usefixtures("_not_launched")
 @pytest.mark.parametrize(
     ("overrides", "environ", "strategy"),
     [
@@ -41,12 +64,7 @@ def test_the_default_strategy_is_replaced_only_if_no_setting_is_about_it(
     assert _compose(_parse(overrides)).hydra.runtime.choices.strategy == strategy
 
 
-def test_balanced_dp_is_healthy_in_one_process():
-    diagnosis = diagnose(_parse(["strategy.gpu0_batch_size=8", "trainer.accelerator=cpu"]))
-    assert diagnosis.is_healthy, diagnosis.verdict
-    assert "`strategy=balanced_dp` runs in one process" in diagnosis.verdict
-
-
+@pytest.mark.usefixtures("_not_launched")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -72,3 +90,213 @@ def test_bandwidths_follow_nccls_tests():
         assert measured.bus_bandwidth == 2000 * factor
     assert [time_text(0.00021), time_text(1.5)] == ["0.21 ms", "1.5 s"]
     assert [speed_text(1.234e9), speed_text(5e6)] == ["1.23 GB/s", "5 MB/s"]
+
+
+CPU = "trainer.accelerator=cpu"
+WIDE = {"COLUMNS": "400"}  # so that no cell of the table is folded
+TASK = {
+    "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}  # fmt: skip
+
+
+def play_doctor(folder):
+    """Play all situations; returns what became of the process of each by its name."""
+    folder = Path(folder)
+    return {name: situation(folder) for name, situation in SITUATIONS.items()}
+
+
+def _doctor(folder, *arguments, limit=60.0, **env):
+    job = {"rank": 0, "arguments": {"arguments": [*arguments, CPU], "folder": str(folder), "env": {**env, **WIDE}}}
+    return rank_server.run(rank_programs.diagnose, [job], limit, folder)[0]
+
+
+def _by_hand(port, nodes=1):
+    numbers = f"cluster.num_nodes={nodes}", "cluster.node_rank=0", f"cluster.main_port={port}"
+    return "strategy=ddp_join", "cluster=manual", "cluster.main_address=127.0.0.1", *numbers
+
+
+def _of_slurm(rank):
+    return {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1",
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+    }  # fmt: skip
+
+
+def _taken_port_of_slurm(folder):
+    arguments = ["strategy=ddp_join", "cluster=slurm", "cluster.num_nodes=1", "trainer.devices=2", CPU]
+    jobs = [
+        {"rank": rank, "arguments": {"arguments": arguments, "folder": str(folder), "env": {**_of_slurm(rank), **WIDE}}}
+        for rank in range(2)
+    ]
+    with socket.create_server(("127.0.0.1", candidate_ports(_of_slurm(0))[0])):
+        return rank_server.run(rank_programs.diagnose, jobs, 60.0, folder)[0]
+
+
+def _taken_port(folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        return _doctor(folder, *_by_hand(other.getsockname()[1]))
+
+
+SITUATIONS = {
+    "healthy": lambda folder: _doctor(folder),
+    "table": lambda folder: _doctor(folder, "strategy=ddp_join", "process_group=gloo", "network=loopback"),
+    "one process": lambda folder: _doctor(folder, "strategy=balanced_dp"),
+    "taken port": _taken_port,
+    "taken port of SLURM": _taken_port_of_slurm,
+    "missing rank": lambda folder: _doctor(folder, *_by_hand(free_port(), nodes=2), "--timeout=4", "trainer.devices=1"),
+    "missing interface": lambda folder: _doctor(folder, "network=interface", "network.interface=nosuch0"),
+    "missing backend": lambda folder: _doctor(folder, "process_group=mpi"),
+    "mistyped": lambda folder: _doctor(folder, "strategy=ddp", "strategy.bucket=1"),
+    "SLURM": lambda folder: _doctor(folder, "cluster.num_nodes=2", **TASK, SLURM_PROCID="0"),
+    "SLURM, rank 1": lambda folder: _doctor(folder, "cluster.num_nodes=2", **TASK, SLURM_PROCID="1"),
+}
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What doctor printed: text and state of each row of the table, and the verdict."""
+
+    rows: dict[str, tuple[str, str]]
+    verdict: str
+
+    @classmethod
+    def parse(cls, output):
+        *lines, verdict = output.splitlines()
+        rows = {}
+        for cells in (line.split("│") for line in lines if "│" in line):
+            step, text, state = (cell.strip() for cell in cells[1:-1])
+            if step:
+                name = step
+                rows[name] = (text, state)
+            else:
+                rows[name] = (f"{rows[name][0]}\n{text}", rows[name][1])
+        return cls(rows, verdict)
+
+    @property
+    def failed(self):
+        return [step for step, (_, state) in self.rows.items() if state != "ok"]
+
+    def check_healthy(self, *nodes):
+        """Compare with the ranks of each node, as in "(ranks 0, 1"."""
+        assert self.verdict.startswith("Healthy: "), self.verdict
+        assert self.failed == []
+        found = self.rows["nodes"][0].splitlines()
+        assert len(found) == len(nodes)
+        assert all(ranks in line for ranks, line in zip(nodes, found, strict=True)), found
+        header, *sizes = self.rows["all-reduce"][0].splitlines()
+        assert header.split() == ["size", "time", "algorithm", "bus"]
+        assert sizes
+        for size, line in zip(SIZES, sizes, strict=False):
+            assert line.strip().startswith(size_text(size))
+            assert re.search(r"[\d.]+ m?s +[\d.]+ [MG]B/s +[\d.]+ [MG]B/s$", line), line
+
+
+SOON = 30.0  # seconds; a situation whose problem is known at once takes one or two
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """All situations in one launch, which imports everything once."""
+    unset = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))  # not launched
+    folder = str(tmp_path_factory.mktemp("doctor"))
+    (played,) = run_processes(play_doctor, 1, folder, env=unset, timeout=290)
+    return played
+
+
+def ended(outcome, code):
+    """What the process wrote to standard output."""
+    assert not outcome["timed_out"], outcome["output"]
+    assert outcome["value"] is not None, outcome["output"]
+    assert outcome["value"]["code"] == code, outcome["output"]
+    return outcome["value"]["stdout"]
+
+
+def rejected(outcome, step, *parts):
+    found = Printed.parse(ended(outcome, 1))
+    assert found.verdict.startswith("Not healthy: ")
+    assert found.failed == [step]
+    assert outcome["seconds"] < SOON
+    for part in parts:
+        assert part in found.verdict
+    return found
+
+
+def test_one_node_is_healthy_with_two_local_ranks(outcomes):
+    found = Printed.parse(ended(outcomes["healthy"], 0))
+    found.check_healthy("(ranks 0, 1): lo 127.0.0.1")
+    assert "Healthy: 2 ranks on 1 node add up" in found.verdict
+
+
+def test_each_step_has_a_row(outcomes):
+    found = Printed.parse(ended(outcomes["table"], 0))
+    assert list(found.rows) == ["settings", "nodes", "backend", "rendezvous", "network", "versions", "all-reduce"]
+    text = {step: text for step, (text, _) in found.rows.items()}
+    assert "strategy=ddp_join, 2 ranks on 1 node" in text["settings"]
+    assert text["backend"] == "gloo"
+    assert text["rendezvous"].startswith("127.0.0.1:")
+    assert text["network"].startswith("gloo over ")
+    assert ": lo (" in text["network"]
+    for name in ("Python", "torch", "lightning", "lightning-ddp-ext"):
+        assert f"{name} " in text["versions"]
+    found.check_healthy("(ranks 0, 1): lo 127.0.0.1")
+
+
+def test_a_strategy_of_one_process_needs_no_network(outcomes):
+    found = Printed.parse(ended(outcomes["one process"], 0))
+    assert "`strategy=balanced_dp` runs in one process and needs no network" in found.verdict
+    assert not {"backend", "rendezvous", "network", "all-reduce"} & set(found.rows)
+
+
+def test_a_port_of_another_program_is_named_with_the_program(outcomes):
+    rejected(outcomes["taken port"], "rendezvous", "already in use by `", "(process ", "Choose another port")
+
+
+def test_in_a_slurm_job_ranks_meet_at_another_port_as_in_training(outcomes):
+    outcome = outcomes["taken port of SLURM"]
+    Printed.parse(ended(outcome, 0)).check_healthy("(ranks 0, 1)")
+    assert "is in use: the ranks meet at port" in outcome["output"]
+
+
+def test_missing_ranks_are_named_within_the_limit(outcomes):
+    message = "rank 1 of 2 ranks did not join in time. Check that they have been started"
+    rejected(outcomes["missing rank"], "rendezvous", message)
+
+
+def test_a_missing_interface_is_named_once_though_two_ranks_lack_it(outcomes):
+    found = rejected(outcomes["missing interface"], "network", "`nosuch0` not found on node", "available: lo")
+    assert found.verdict.count("nosuch0") == 1
+    assert "2 ranks" in found.rows["settings"][0]
+
+
+def test_a_missing_backend_is_named(outcomes):
+    rejected(outcomes["missing backend"], "backend", "no backend `mpi`; available: gloo")
+
+
+def test_a_mistyped_setting_has_the_error_of_training(outcomes):
+    rejected(outcomes["mistyped"], "settings", "`strategy.bucket` is not a setting", "Valid: ")
+
+
+def test_a_slurm_job_that_does_not_fit_is_named_once(outcomes):
+    found = rejected(outcomes["SLURM"], "SLURM", "`SLURM_NTASKS=3`", "rank 3 is missing", "--ntasks-per-node=2")
+    assert found.rows["SLURM"][0].startswith("job 7")
+    assert ended(outcomes["SLURM, rank 1"], 0) == ""  # launchers end all ranks when one fails
+    assert "SLURM_NTASKS" not in outcomes["SLURM, rank 1"]["output"]
+
+
+@pytest.mark.slow
+def test_the_ranks_of_torchrun_are_healthy_and_print_one_table(tmp_path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_ddp_ext",
+        "doctor", "strategy=ddp", CPU,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **WIDE, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = Printed.parse(done.stdout)
+    found.check_healthy("(ranks 0, 1)")
+    assert "known from TorchElasticEnvironment" in found.rows["settings"][0]
+    assert not list(tmp_path.iterdir())

@@ -6,25 +6,11 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import BackendError, ManualEnvironment, NetworkInterfaceError
 from lightning_ddp_ext.distributed import backends
-from lightning_ddp_ext.strategies.builtin import ddp_strategy, fsdp_strategy
+from lightning_ddp_ext.strategies.builtin import ddp_strategy
 
 
 def trainer(strategy, **options):
     return Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **options)
-
-
-@pytest.mark.parametrize("make", [ddp_strategy, fsdp_strategy])
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"network_interface": "nosuch0"}, NetworkInterfaceError, "`nosuch0` not found"),
-        ({"process_group_backend": "glo"}, BackendError, "no backend `glo`"),
-        ({"init_method": "http://node1"}, ValueError, "no known form"),
-    ],
-)
-def test_a_constructor_refuses_what_cannot_work(make, arguments, error, message):
-    with pytest.raises(error, match=message):
-        make(**arguments)
 
 
 def test_the_trainer_refuses_what_does_not_suit_nodes_devices_and_launcher(monkeypatch):
@@ -53,11 +39,8 @@ def test_a_manual_cluster_gives_lightning_the_rank_of_a_node():
     [
         ({"num_nodes": 0}, "`num_nodes` must be at least 1, got 0"),
         ({"node_rank": 2}, "`node_rank` must be at most 1, got 2"),
-        ({"node_rank": -1}, "at least 0"),
         ({"main_address": ""}, "`main_address` must be the name or address of a host, got ''"),
         ({"main_port": 0}, "`main_port` must be at least 1, got 0"),
-        ({"main_port": 2**16}, "`main_port` must be at most 65535, got 65536"),
-        ({"main_address": "node one"}, "`main_address` must be the name or address"),
         ({"main_address": "a..b"}, "`main_address` must be the name or address"),
     ],
 )

@@ -76,12 +76,7 @@ def test_tasks_that_fit_are_the_ranks(become):
 @pytest.mark.parametrize(
     ("start", "num_nodes", "devices", "parts"),
     [
-        (
-            "fits",
-            2,
-            2,
-            ["`SLURM_NTASKS=2`", "`devices=2`", "ranks 2 to 3 are missing", "--nodes=2 --ntasks-per-node=2`"],
-        ),
+        ("fits", 2, 2, ["`SLURM_NTASKS=2`", "`devices=2`", "ranks 2 to 3 are missing", "--ntasks-per-node=2`"]),
         ("script", 2, 1, ["`SLURM_JOB_ID=", "`srun` has not started it", "Put `srun` before"]),
         ("shell", 2, 1, ["`SLURM_PROCID` is not set", "Put `srun` before"]),
         ("no job", 2, 1, ["`SLURM_JOB_ID` is not set"]),

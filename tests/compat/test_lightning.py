@@ -23,7 +23,13 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_ddp_ext import strategies
-from lightning_ddp_ext._compat import lightning, lightning_logging, loaders, loops, resuming
+from lightning_ddp_ext._compat import (
+    lightning,
+    lightning_loaders,
+    lightning_logging,
+    lightning_loops,
+    lightning_resuming,
+)
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.strategies import balanced_dp
 
@@ -64,25 +70,25 @@ def test_lightning_handles_signals_where_that_is_replaced():
     assert "self._original_handlers.items()" in inspect.getsource(type(connector).teardown)
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
     before = signal.getsignal(signal.SIGUSR1)
-    loops.replace_signal_handling(trainer, lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
+    lightning_loops.replace_signal_handling(trainer, lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
     connector.register_signal_handlers()
     loop._broadcast_sigterm_tensor()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     connector.teardown()
     assert signal.getsignal(signal.SIGUSR1) == before
-    loops.restore_signal_handling(trainer)
+    lightning_loops.restore_signal_handling(trainer)
     assert connector.register_signal_handlers.__func__ is type(connector).register_signal_handlers
 
 
 def test_the_loop_is_asked_before_each_batch(tmp_path):
     trainer = make_trainer(max_steps=3, default_root_dir=tmp_path)
     asked = []
-    loops.before_each_batch(trainer, lambda: asked.append(trainer.global_step) is None)
+    lightning_loops.before_each_batch(trainer, lambda: asked.append(trainer.global_step) is None)
     trainer.fit(BoringModel())
     assert asked == [0, 1, 2]
-    loops.not_before_each_batch(trainer)
+    lightning_loops.not_before_each_batch(trainer)
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
-    assert loops.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
+    assert lightning_loops.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
 
 
 def test_how_a_strategy_starts_processes_is_known():
@@ -146,18 +152,18 @@ def test_a_batch_of_each_loader_is_told_from_a_list_of_samples(iterables, mode, 
     trainer = make_trainer()
     trainer.training = True
     trainer.fit_loop._combined_loader = CombinedLoader(iterables, mode)
-    assert loaders.is_list_of_batches(trainer, [None, None]) is expected
+    assert lightning_loaders.is_list_of_batches(trainer, [None, None]) is expected
     trainer.training = False
-    assert not loaders.is_list_of_batches(trainer, [None, None])
+    assert not lightning_loaders.is_list_of_batches(trainer, [None, None])
 
 
 def test_the_steps_that_are_logged_are_known():
     trainer = make_trainer(log_every_n_steps=2)
     trainer.training = True
     trainer.fit_loop.epoch_loop._batches_that_stepped = 1
-    assert loops.logs_now(trainer)
+    assert lightning_loops.logs_now(trainer)
     trainer.fit_loop.epoch_loop._batches_that_stepped = 2
-    assert not loops.logs_now(trainer)
+    assert not lightning_loops.logs_now(trainer)
 
 
 def test_steps_that_fetch_their_own_batches_are_recognised():
@@ -256,10 +262,10 @@ def test_loops_ask_a_source_for_their_loaders():
         asked.append(is_training)
         return CombinedLoader(given, "max_size_cycle" if is_training else "sequential")
 
-    loaders.replace_loaders(trainer, replace)
+    lightning_loaders.replace_loaders(trainer, replace)
     trainer.fit(BoringModel())
     assert asked == [True, False] or asked == [False, True]
-    loaders.restore_loaders(trainer)
+    lightning_loaders.restore_loaders(trainer)
     trainer.test(BoringModel(), verbose=False)
     assert len(asked) == 2
 
@@ -269,16 +275,16 @@ def test_what_has_been_done_is_known_in_every_hook_that_saves():
 
     class Looking(Callback):
         def on_train_batch_end(self, trainer, *_):
-            found.append(("batch", resuming.find_progress(trainer).done))
+            found.append(("batch", lightning_resuming.find_progress(trainer).done))
 
         def on_validation_start(self, trainer, *_):
-            found.append(("validation", resuming.find_progress(trainer).done))
+            found.append(("validation", lightning_resuming.find_progress(trainer).done))
 
         def on_validation_end(self, trainer, *_):
-            found.append(("validated", resuming.find_progress(trainer).done))
+            found.append(("validated", lightning_resuming.find_progress(trainer).done))
 
         def on_train_epoch_end(self, trainer, *_):
-            found.append(("epoch", resuming.find_progress(trainer).done))
+            found.append(("epoch", lightning_resuming.find_progress(trainer).done))
 
     trainer = make_trainer(
         max_epochs=1, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, callbacks=[Looking()]
@@ -298,11 +304,11 @@ def test_a_run_may_begin_at_the_end_of_an_epoch():
     trainer.fit(BoringModel())
     loop = trainer.fit_loop.epoch_loop
     assert {"_skip_next_val", "_restarting"} <= vars(loop).keys()
-    resuming.complete_batch(trainer, is_last_batch=True)
+    lightning_resuming.complete_batch(trainer, is_last_batch=True)
     current = loop.batch_progress.current
     assert current.ready == current.started == current.processed == current.completed == 3
     loop.batch_progress.is_last_batch = False
-    resuming.advance(trainer, resuming.Progress("validation", is_last_batch=True))
+    lightning_resuming.advance(trainer, lightning_resuming.Progress("validation", is_last_batch=True))
     assert loop.batch_progress.is_last_batch
     assert loop._skip_next_val
 
@@ -322,13 +328,13 @@ def test_loaders_are_shown_to_lightning_before_it_injects_samplers():
         entered.append(len(shown))
         yield
 
-    loaders.replace_preparation(trainer, show, preparing)
+    lightning_loaders.replace_preparation(trainer, show, preparing)
     loader = DataLoader(range(4))
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (5, 2)
     assert trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=None) is loader
     assert len(shown) == 2
     assert entered == [1, 2]
-    loaders.restore_preparation(trainer)
+    lightning_loaders.restore_preparation(trainer)
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (1, 2)
 
 
@@ -338,13 +344,15 @@ def test_the_loader_of_the_loop_and_its_mode_are_found():
     original = trainer.strategy.batch_to_device
 
     def batch_to_device(*args, **kwargs):
-        found.append((lightning.is_hook_of_loop(module, "batch_to_device"), loaders.active_combined_loader(trainer)))
+        found.append(
+            (lightning.is_hook_of_loop(module, "batch_to_device"), lightning_loaders.active_combined_loader(trainer))
+        )
         return original(*args, **kwargs)
 
     trainer.strategy.batch_to_device = batch_to_device
     trainer.fit(module := BoringModel())
     assert [is_hook for is_hook, _ in found] == [True, True]
-    assert [loaders.combination_mode(loader) for _, loader in found] == ["max_size_cycle", "sequential"]
+    assert [lightning_loaders.combination_mode(loader) for _, loader in found] == ["max_size_cycle", "sequential"]
     assert not lightning.is_hook_of_loop(module, "batch_to_device")
 
 
@@ -356,10 +364,10 @@ def test_combined_loaders_save_their_state_where_it_is_overridden():
 
 def test_a_sampler_that_lightning_has_wrapped_is_recognised():
     wrapped = DistributedSamplerWrapper(SequentialSampler(range(4)), num_replicas=2, rank=0)
-    assert loaders.is_sampler_wrapper(wrapped)
+    assert lightning_loaders.is_sampler_wrapper(wrapped)
     wrapped.dataset.reset()
     assert wrapped.dataset[2] == 2
-    assert not loaders.is_sampler_wrapper(DistributedSampler(range(4), 2, 0))
+    assert not lightning_loaders.is_sampler_wrapper(DistributedSampler(range(4), 2, 0))
 
 
 def test_batch_hooks_of_evaluation_are_silenced():
@@ -372,7 +380,7 @@ def test_batch_hooks_of_evaluation_are_silenced():
     module = Calling()
     trainer = make_trainer(callbacks=[Callback()])
     trainer.strategy.connect(module)
-    with loops.without_batch_hooks(trainer):
+    with lightning_loops.without_batch_hooks(trainer):
         module.on_validation_batch_start(None, 0)
         assert trainer.callbacks == []
     module.on_validation_batch_start(None, 0)
@@ -384,7 +392,7 @@ def test_manual_steps_are_counted_where_expected():
     trainer = make_trainer()
     trainer.strategy.connect(module := BoringModel())
     module.automatic_optimization = False
-    progress = loops.manual_step_progress(trainer)
+    progress = lightning_loops.manual_step_progress(trainer)
     progress.increment_ready()
     progress.increment_completed()
     assert trainer.global_step == 1
@@ -403,7 +411,7 @@ def test_logging_is_followed_and_described():
     def update(key, metric, proceed):
         proceed()
         events.append(key)
-        described.append(json.dumps(lightning_logging.describe_logged(key, metric)))
+        described.append(json.dumps(lightning_logging.describe_logged(key, metric, with_value=True)))
 
     lightning_logging.watch_logging(
         trainer,
@@ -434,7 +442,7 @@ def test_logging_is_followed_and_described():
 
 def test_training_steps_without_a_backward_pass_are_recognised():
     trainer = make_trainer()
-    assert not loops.leaves_out_backward(trainer)
+    assert not lightning_loops.leaves_out_backward(trainer)
     trainer.fit_loop._skip_backward = True
-    assert loops.leaves_out_backward(trainer)
+    assert lightning_loops.leaves_out_backward(trainer)
     assert trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward

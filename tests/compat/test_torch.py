@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torchs
 
-from lightning_ddp_ext._compat import collectives
 from lightning_ddp_ext._compat import torch as compat_torch
+from lightning_ddp_ext._compat import torch_collectives
 from lightning_ddp_ext.join.active_ranks import ProcessGroupRedirect
 
 
@@ -133,14 +133,14 @@ def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
         "new_window", "reconfigure", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced",
         "split_group",
     }  # fmt: skip
-    methods = set(collectives.find_collectives())
+    methods = set(torch_collectives.find_collectives())
     assert {"allreduce", "_allgather_base", "split_group"} <= methods
     assert methods - ProcessGroupRedirect._HANDLERS.keys() - refused == set()
 
 
 def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
     monkeypatch.setattr(dist.ProcessGroup, "all_shuffle", lambda group: "shuffled", raising=False)  # a later torch's
-    monkeypatch.setattr(collectives, "find_collectives", collectives.find_collectives.__wrapped__)
+    monkeypatch.setattr(torch_collectives, "find_collectives", torch_collectives.find_collectives.__wrapped__)
     seen = []
 
     def find(found, name):
@@ -149,7 +149,7 @@ def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
 
     value = torch.ones(2)
     before = dict(vars(dist.ProcessGroup))
-    with collectives.replaced_collectives(find, lambda found: found, lambda: seen.append("group")):
+    with torch_collectives.replaced_collectives(find, lambda found: found, lambda: seen.append("group")):
         dist.all_reduce(value)
         dist.broadcast(value, 0)
         dist.new_group()
@@ -171,7 +171,7 @@ def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
         asked.append(found is group)
         return found
 
-    with collectives.replaced_collectives(lambda *_: None, resolve, lambda: None):
+    with torch_collectives.replaced_collectives(lambda *_: None, resolve, lambda: None):
         for given in (group, group.group_name, mesh):
             assert functional_collectives.all_reduce(torch.ones(2), "sum", given).tolist() == [1, 1]
     assert asked == [True, True, True]
@@ -179,7 +179,7 @@ def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
 
 def test_objects_are_read_and_nothing_is_none(group):
     objects = [None]
-    with collectives.replaced_collectives(lambda *_: None, lambda found: found, lambda: None):
+    with torch_collectives.replaced_collectives(lambda *_: None, lambda found: found, lambda: None):
         dist.all_gather_object(objects, {"a": 1})
         assert c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group) is None
     assert objects == [{"a": 1}]
@@ -188,16 +188,16 @@ def test_objects_are_read_and_nothing_is_none(group):
 
 
 def test_the_store_of_a_group_is_cloned_and_known_to_be_a_file(group):
-    store = collectives.cloned_store(group)
+    store = torch_collectives.cloned_store(group)
     store.set("a", "b")
     assert store.get("a") == b"b"
-    assert collectives.keeps_store_in_file(dist.PrefixStore("a", store))
-    assert not collectives.keeps_store_in_file(dist.PrefixStore("a", dist.HashStore()))
+    assert torch_collectives.keeps_store_in_file(dist.PrefixStore("a", store))
+    assert not torch_collectives.keeps_store_in_file(dist.PrefixStore("a", dist.HashStore()))
 
 
 def test_gloo_ignores_an_abort(group):
     """Once gloo aborts collectives, `distributed.connections` is no longer needed."""
-    collectives.abort_groups()
+    torch_collectives.abort_groups()
     value = torch.ones(1)
     dist.all_reduce(value)
     assert value.item() == 1
@@ -210,8 +210,8 @@ def test_errors_of_communication_are_recognised():
         "NCCL communicator was aborted on rank 0.",
     ]
     errors = [*map(RuntimeError, lost), dist.DistStoreError("wait timeout"), dist.DistNetworkError("broken")]
-    assert [error for error in errors if not collectives.is_lost_connection(error)] == []
+    assert [error for error in errors if not torch_collectives.is_lost_connection(error)] == []
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50)
     others = [*map(ValueError, lost), RuntimeError("boom"), caught.value]
-    assert [error for error in others if collectives.is_lost_connection(error)] == []
+    assert [error for error in others if torch_collectives.is_lost_connection(error)] == []

@@ -1,12 +1,10 @@
 """A tensor that differs on one rank is found, named and measured, and nothing else is."""
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.consistency.replica_differences import _compare, find_difference, split_by_majority
+from lightning_ddp_ext.consistency.replica_differences import find_difference, split_by_majority
 from lightning_ddp_ext.distributed.exchange import exchange_device, gather_integer, gather_objects
 from tests.support.processes import run_processes
 
@@ -21,6 +19,9 @@ def base():
         "d": torch.eye(3).to_sparse(),
         "e": torch.tensor([True, False]),
         "f": torch.tensor([1 + 2j, 3.0], dtype=torch.complex64),
+        "g": torch.tensor(0.1, dtype=torch.float64),
+        "h": torch.tensor([200, 0], dtype=torch.uint8),
+        "i": torch.tensor([[60000.0, 1000.0], [4.0, 0.0]], dtype=torch.float16),
     }
 
 
@@ -58,41 +59,60 @@ VALUES = {
         lambda tensors: tensors["e"].logical_not_(), "e, bool [2]",
         "2 elements differ, first at [0] False instead of True, by up to 1 (relative 1)",
     ),
+    "a double with all digits": (
+        lambda tensors: tensors["g"].copy_(torch.nextafter(tensors["g"], torch.ones_like(tensors["g"]))),
+        "g, float64 []",
+        "1 element differs, first 0.10000000000000002 instead of 0.10000000000000001, by up to 1.39e-17"
+        " (relative 1.39e-16)",
+    ),
+    "a small type without overflow": (
+        lambda tensors: tensors["h"].add_(1), "h, uint8 [2]",
+        "2 elements differ, first at [0] 201 instead of 200, by up to 1 (relative 0.00498)",
+    ),
+    "half precision without overflow": (
+        lambda tensors: tensors["i"][0, 0].neg_(), "i, float16 [2, 2]",
+        "1 element differs, first at [0, 0] -60000 instead of 60000, by up to 1.2e+05 (relative 2)",
+    ),
+    "several elements, of which others are equal": (
+        lambda tensors: tensors["i"][1].sub_(1), "i, float16 [2, 2]",
+        "2 elements differ, first at [1, 0] 3 instead of 4, by up to 1 (relative 0.25)",
+    ),
+    "infinity": (
+        lambda tensors: tensors["i"][1, 1].fill_(float("inf")), "i, float16 [2, 2]",
+        "1 element differs, first at [1, 1] inf instead of 0, by up to inf (relative nan)",
+    ),
     "a complex number": (
         lambda tensors: tensors["f"][1].fill_(3 + 1j), "f, complex64 [2]",
         "1 element differs, first at [1] 3+1j instead of 3+0j, by up to 1 (relative 0.316)",
     ),
 }  # fmt: skip
 CHANGES = {
-    name: (change, f"{tensor}, of {{}}: {text} (1 of 6 tensors differ)")
+    name: (change, f"{tensor}, of {{}}: {text} (1 of 9 tensors differ)")
     for name, (change, tensor, text) in VALUES.items()
 } | {
     "two tensors": (
         lambda tensors: (tensors["c"].add_(1), tensors["a"].add_(1)),
         "a, float32 [2, 3], of {}: 6 elements differ, first at [0, 0] 1 instead of 0, by up to 1 (relative 0.167)"
-        " (2 of 6 tensors differ)",
-    ),
+        " (2 of 9 tensors differ)",
+    )
 }
 # A change of names, shapes or dtypes; the first {} stands for the odd rank, the second for the others.
 FORMS = {
-    "missing": (lambda tensors: tensors.pop("b"), "b is missing on {}, but bfloat16 [4] on {} (1 of 6"),
-    "all missing": (lambda tensors: tensors.clear(), "a is missing on {}, but float32 [2, 3] on {} (6 of 6"),
+    "missing": (lambda tensors: tensors.pop("b"), "b is missing on {}, but bfloat16 [4] on {} (1 of 9"),
+    "all missing": (lambda tensors: tensors.clear(), "a is missing on {}, but float32 [2, 3] on {} (9 of 9"),
     "one more": (
-        lambda tensors: tensors.update(g=torch.ones(2)), "g is float32 [2] on {}, but missing on {} (1 of 7"
+        lambda tensors: tensors.update(z=torch.ones(2)), "z is float32 [2] on {}, but missing on {} (1 of 10"
     ),
     "shape": (
         lambda tensors: tensors.update(a=tensors["a"].view(3, 2)),
-        "a is float32 [3, 2] on {}, but float32 [2, 3] on {} (1 of 6",
+        "a is float32 [3, 2] on {}, but float32 [2, 3] on {} (1 of 9",
     ),
     "dtype": (
         lambda tensors: tensors.update(a=tensors["a"].double()),
-        "a is float64 [2, 3] on {}, but float32 [2, 3] on {} (1 of 6",
+        "a is float64 [2, 3] on {}, but float32 [2, 3] on {} (1 of 9",
     ),
 }  # fmt: skip
-EQUAL = {
-    "nothing": lambda tensors: None,
-    "another order": lambda tensors: tensors.update(a=tensors.pop("a")),
-}
+EQUAL = {"nothing": lambda tensors: None, "another order": lambda tensors: tensors.update(a=tensors.pop("a"))}
 
 
 def find_all(odd_rank):
@@ -178,40 +198,7 @@ def test_a_subgroup_is_compared(three):
         assert (integers, objects, device.type) == ([-(2**63) + 1, -(2**63) + 2], [10, 20], "cpu")
 
 
-@pytest.mark.parametrize(
-    ("values", "majority", "others"),
-    [
-        ([1, 1, 1], [0, 1, 2], []),
-        ([1, 2, 1], [0, 2], [1]),
-        ([2, 1, 1], [1, 2], [0]),
-        ([1, 2], [0], [1]),
-        ([3, 1, 1, 3], [0, 3], [1, 2]),
-    ],
-)
-def test_the_most_frequent_value_is_the_majority_and_the_first_of_equals(values, majority, others):
-    assert split_by_majority(values) == (majority, others)
-
-
-def compare(own, reference):
-    return _compare(own.flatten(), reference.flatten(), own.shape)
-
-
-def test_the_size_of_a_difference_is_the_largest_difference_of_an_element():
-    reference = torch.tensor([[1.0, 2.0], [4.0, 1000.0]])
-    found = compare(reference + torch.tensor([[0.0, 0.5], [-1.0, 0.0]]), reference)
-    assert (found.elements, found.index, found.values) == (2, (0, 1), ("2.5", "2"))
-    assert found.absolute == 1
-    assert found.relative == 1 / 4  # 1000 is equal
-    zeros = torch.zeros(3)
-    assert compare(torch.tensor([0.0, math.inf, 0.0]), zeros).absolute == math.inf
-    assert math.isnan(compare(torch.tensor([0.0, 1.0, math.nan]), zeros).absolute)
-    assert compare(zeros, zeros) is None
-
-
-def test_doubles_have_all_digits_and_small_types_do_not_overflow():
-    found = compare(torch.tensor(math.nextafter(0.1, 1), dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64))
-    assert (found.values, found.index) == (("0.10000000000000002", "0.10000000000000001"), ())
-    found = compare(torch.tensor([200], dtype=torch.uint8), torch.tensor([201], dtype=torch.uint8))
-    assert found.absolute == 1
-    found = compare(torch.tensor([60000.0], dtype=torch.float16), -torch.tensor([60000.0], dtype=torch.float16))
-    assert found.absolute == 2 * 60000
+def test_the_most_frequent_value_is_the_majority_and_the_first_of_equals():
+    assert split_by_majority([1, 1, 1]) == ([0, 1, 2], [])
+    assert split_by_majority([2, 1, 1]) == ([1, 2], [0])
+    assert split_by_majority([3, 1, 1, 3]) == ([0, 3], [1, 2])

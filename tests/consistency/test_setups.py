@@ -93,7 +93,7 @@ def test_modules_versions_and_arguments_that_differ_are_named_and_equal_ones_are
         " Build the same module on every rank, and change it in the same steps. Exclude a buffer that holds other"
         " values on each rank with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.",
         "versions": f"version of torch is {torch.__version__} on rank 0 but 2.11.0 on rank 1."
-        " Install the same versions on every host.",
+        " Use the same versions on every rank.",
         "arguments": "argument `bucket_cap_mb` is 25 on rank 0 but 25.0 on rank 1; argument `hook` is"
         f" {__name__}.hook on rank 0 but {__name__}.other_hook on rank 1; argument `names` is {{a, b}} on"
         " rank 0 but {a} on rank 1; and 1 more. Give the strategy the same arguments on every rank.",

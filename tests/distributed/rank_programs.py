@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy, ManualEnvironment, RendezvousError
+from lightning_ddp_ext import DDPJoinStrategy, ManualEnvironment, RendezvousError
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.distributed import stores
 from lightning_ddp_ext.distributed.process_group import init_process_group
@@ -50,18 +50,6 @@ def join_and_die(**settings):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class SocketTable(Callback):
     """Lists the addresses of this process while it trains."""
 
@@ -75,44 +63,25 @@ class SocketTable(Callback):
             (self.listening if listens else self.connected).add(address)
 
 
-STRATEGIES = {
-    "ddp": lambda settings: ConnectedDDPStrategy(Connection(**settings)),
-    "ddp_checkpoint": lambda settings: DDPCheckpointStrategy(**_named(settings)),
-    "ddp_join": lambda settings: DDPJoinStrategy(**_named(settings)),
-}
-
-
-def _named(settings):
-    return {"process_group_backend" if name == "backend" else name: value for name, value in settings.items()}
-
-
 def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_size=1, strategy="ddp", **settings):
     """Train through the Trainer: one rank per node, as `cluster=manual` does, or the ranks of one node."""
     torch.manual_seed(0)
     plugins = []
     if num_nodes > 1:
-        plugins = [
-            ManualEnvironment(num_nodes=num_nodes, node_rank=node_rank, main_address=main_address, main_port=main_port)
-        ]
+        place = {"num_nodes": num_nodes, "node_rank": node_rank, "main_address": main_address}
+        plugins = [ManualEnvironment(**place, main_port=main_port)]
     else:
         os.environ.update(MASTER_ADDR=main_address, MASTER_PORT=str(main_port), LOCAL_RANK=str(rank))
     settings["timeout"] = timedelta(seconds=settings.get("timeout", 10))
-    table = SocketTable()
+    table, module = SocketTable(), BoringModel()
+    chosen = DDPJoinStrategy(**settings) if strategy == "ddp_join" else ConnectedDDPStrategy(Connection(**settings))
     trainer = Trainer(
-        strategy=STRATEGIES[strategy](settings),
-        accelerator="cpu",
-        devices=1 if num_nodes > 1 else world_size,
-        num_nodes=num_nodes,
-        plugins=plugins,
-        callbacks=[table],
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = Module()
-    trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=2))
+        strategy=chosen,
+        accelerator="cpu", devices=1 if num_nodes > 1 else world_size, num_nodes=num_nodes, plugins=plugins,
+        callbacks=[table], max_steps=2, limit_val_batches=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module)
     return {
         "steps": trainer.global_step,
         "weight": module.layer.weight.tolist(),

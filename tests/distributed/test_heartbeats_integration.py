@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext._compat.collectives import cloned_store, is_lost_connection
+from lightning_ddp_ext._compat.torch_collectives import cloned_store, is_lost_connection
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.distributed.watchdog import STALL_EXIT_CODE, Interruption, RunWatch
 from lightning_ddp_ext.errors import OtherRankError
@@ -89,6 +89,16 @@ def be_deaf(watch):
     time.sleep(60)
 
 
+DEVICE = threading.Event()  # set while the device of this rank completes its work
+DEVICE.set()
+
+
+def hang_on_the_device(watch):
+    """Be in a call that waits for a device for ever."""
+    DEVICE.clear()
+    time.sleep(60)
+
+
 # By name: the actions of ranks in a step, and other settings.
 SCENARIOS = {
     "nothing": ({}, {}),
@@ -106,6 +116,8 @@ SCENARIOS = {
     "each waits while bytes come": (dict.fromkeys(range(2), wait_while_bytes_come), {}),
     "rank 1 fails while rank 0 is busy": ({0: wait_for_a_fault, 1: fail}, {}),
     "rank 1 fails while rank 0 is deaf": ({0: be_deaf, 1: fail}, {}),
+    "the device of rank 1 hangs": ({1: hang_on_the_device}, {}),
+    "the device of rank 1 hangs, rank 0 is killed": ({0: kill, 1: hang_on_the_device}, {}),
     "rank 1 does not come": ({1: sleep_long}, {"timeout": 10.0, "limit": None}),
     "rank 1 is stopped, no limit": ({1: stop}, {"timeout": 10.0, "limit": None}),
 }
@@ -119,7 +131,9 @@ def run_rank(*, rank, main_port, actions, file=None, limit=LIMIT, timeout=60.0):
     )  # fmt: skip
     step = 0
     store = dist.PrefixStore("watch", cloned_store(dist.group.WORLD))
-    watch = RunWatch(store, rank, 2, limit, lambda: {"step": step, "phase": "counting"}, lambda: print("LAST WORDS"))
+    watch = RunWatch(
+        store, rank, 2, limit, lambda: {"step": step, "phase": "counting"}, lambda: print("LAST WORDS"), DEVICE.wait
+    )
     watch.start()
     try:
         for step in range(STEPS):
@@ -198,6 +212,10 @@ ERRORS = {
         ["OtherRankError: every rank waits for another one, and nothing has come for", "recv <- wait_for_anoth"], SOON
     ),
     ("each waits for the other", 1): (["OtherRankError: every rank waits", "recv <- wait_for_anoth"], SOON),
+    ("the device of rank 1 hangs", 0): (
+        ["OtherRankError: every rank waits", "rank 1: step 3, counting, in hang_on", "device does not answer"],
+        SOON,
+    ),
     ("rank 1 is stopped, no limit", 0): (
         ["OtherRankError: the process of rank 1 is gone: no sign of life of rank 1"], SOON
     ),
@@ -248,6 +266,14 @@ def test_a_process_that_cannot_be_interrupted_is_ended_after_its_last_words(outc
     assert row["seconds"] < AFTER_WORD_OF_IT
     for part in ("rank 1 failed: ArithmeticError: boom", "time.sleep(60)", "LAST WORDS"):
         assert part in row["output"]
+
+
+@pytest.mark.parametrize("name", ["the device of rank 1 hangs", "the device of rank 1 hangs, rank 0 is killed"])
+def test_a_process_that_is_stuck_in_a_device_call_is_ended_with_a_report(outcomes, name):
+    row = outcomes[name][1]
+    assert row["exit_code"] == STALL_EXIT_CODE, row["output"]
+    assert row["seconds"] < SOON
+    assert "its device does not answer" in row["output"]
 
 
 def test_every_scenario_was_played_and_looked_at(outcomes):

@@ -5,6 +5,8 @@ Limits are far above what is measured, and far below the 50 s that gloo takes wi
 
 import pytest
 
+from tests.cli.test_doctor import CPU, WIDE, Printed
+
 SOON = 20.0  # seconds
 AT_ONCE = 5.0
 TIMEOUT = 10.0
@@ -163,3 +165,67 @@ def test_the_trainer_runs_over_the_chosen_interface_and_listens_nowhere_else(hos
     for value, address in zip(values, ("10.77.0.1", "10.77.0.2"), strict=True):
         assert value["listening"] == [address]
         assert value["connected"] == [address]
+
+
+@pytest.fixture
+def diagnose(hosts, ports, tmp_path):
+    """Run doctor on nodes 1 and 2, one rank each."""
+
+    def run(*arguments):
+        port = next(ports)
+        ranks = []
+        for rank in range(2):
+            shared = [
+                "--timeout=8", "strategy=ddp_join", "trainer.devices=1", CPU, "cluster=manual",
+                "cluster.num_nodes=2", f"cluster.node_rank={rank}", "cluster.main_address=10.77.0.1",
+                f"cluster.main_port={port}",
+            ]  # fmt: skip
+            ranks.append((rank + 1, {"arguments": [*shared, *arguments], "folder": str(tmp_path), "env": WIDE}))
+        outcomes = hosts.run("diagnose", ranks, flavour="debian", limit=90)
+        for outcome in outcomes:
+            assert outcome.value is not None, outcome.output
+        return outcomes
+
+    return run
+
+
+def rejected_by_rank_0(outcomes, step, other_code=0):
+    # A launcher that ends all ranks when one fails must not stop rank 0 before it has printed.
+    assert [outcome.value["code"] for outcome in outcomes] == [1, other_code], outcomes[1].output
+    assert outcomes[1].value["stdout"] == ""
+    found = Printed.parse(outcomes[0].value["stdout"])
+    assert found.failed == [step]
+    return found
+
+
+def test_two_nodes_are_healthy_and_listed_with_their_interfaces(diagnose):
+    outcomes = diagnose("network=auto")
+    assert [outcome.value["code"] for outcome in outcomes] == [0, 0], outcomes[0].output
+    found = Printed.parse(outcomes[0].value["stdout"])
+    found.check_healthy("node1 (rank 0): lo 127.0.0.1", "node2 (rank 1, via eth0): lo 127.0.0.1")
+    for node in found.rows["nodes"][0].splitlines():
+        assert all(f"; {name} 10." in node for name in ("eth0", "eth1", "eth2"))
+    network = "gloo over node1: eth0 (10.77.0.1), rank 0; node2: eth0 (10.77.0.2), rank 1"
+    assert found.rows["network"][0] == network
+    assert outcomes[1].value["stdout"] == ""
+
+
+def test_an_interface_that_leads_nowhere_is_named_with_the_one_that_leads_to_rank_0(diagnose):
+    found = rejected_by_rank_0(diagnose("network=interface", "network.interface=eth1"), "network")
+    for part in ("node node1", "node node2", "`eth1`", "Network is unreachable", "Rank 0 was reached over `eth0`."):
+        assert part in found.verdict
+    assert "node2 (rank 1" in found.rows["nodes"][0]
+
+
+@pytest.mark.slow
+def test_a_node_that_is_cut_off_is_named(hosts, diagnose):
+    route = "unreachable 10.77.0.1/32"
+    hosts.configure(2, f"route add {route}")
+    try:
+        outcomes = diagnose("network=auto")
+    finally:
+        hosts.configure(2, f"route del {route}")
+    found = rejected_by_rank_0(outcomes, "rendezvous", other_code=1)
+    assert "rank 1 of 2 ranks did not join in time" in found.verdict
+    assert "rank 1 on node node2 could not connect to rank 0 at 10.77.0.1" in outcomes[1].output
+    assert "No route to host" in outcomes[1].output

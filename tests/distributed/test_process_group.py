@@ -1,14 +1,149 @@
-"""Errors of a rendezvous that fails, in one process."""
+"""Settings of a process group, ports of a node, and errors of a rendezvous that fails, in one process."""
 
+import os
+import socket
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed import process_group
+from lightning_ddp_ext.distributed import backends, process_group
+from lightning_ddp_ext.distributed.backends import available_backends, check_backend, check_mpirun
+from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
+from lightning_ddp_ext.distributed.ports import explain_failures, first_connection, listen, port_error
 from lightning_ddp_ext.distributed.stores import connect_store
-from lightning_ddp_ext.errors import NetworkInterfaceError, RendezvousError
+from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError
 from tests.support.ports import free_port
+
+
+def test_endpoints_are_parsed_and_written():
+    for text, endpoint, written in (
+        (None, RendezvousEndpoint(), None),
+        ("env://", RendezvousEndpoint(), None),
+        ("tcp://node1:29501", RendezvousEndpoint("node1", 29501), "node1:29501"),
+        ("tcp://10.0.0.1:29501/", RendezvousEndpoint("10.0.0.1", 29501), "10.0.0.1:29501"),
+        ("tcp://[fd00::1]:29501", RendezvousEndpoint("fd00::1", 29501), "[fd00::1]:29501"),
+        ("file:///shared/meeting", RendezvousEndpoint(path=Path("/shared/meeting")), "/shared/meeting"),
+    ):
+        assert parse_init_method(text) == endpoint
+        assert written is None or str(endpoint) == written
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("node1:29501", "is of no known form. Use `env://`, `tcp://host:port` or `file:///path`"),
+        ("http://node1:29501", "is of no known form"),
+        ("env://node1", "is of no known form"),
+        ("tcp://node1", "needs a host and a port"),
+        ("tcp://:29501", "needs a host and a port"),
+        ("tcp://node1:port", "Use `env://`"),
+        ("tcp://node1:99999", "Use `env://`"),
+        ("tcp://node1:29501/path", "needs a host and a port"),
+        ("tcp://node1:29501?rank=0", r"leave out `\?rank=0`"),
+        ("file://relative/path", "needs an absolute path"),
+        ("file:///", "needs an absolute path"),
+    ],
+)
+def test_other_forms_are_rejected(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse_init_method(text)
+
+
+def test_available_backends_are_accepted_and_listed():
+    for backend in (None, "gloo", "GLOO", "cpu:gloo"):
+        check_backend(backend)
+        check_backend(backend, "cpu")
+    assert "gloo" in available_backends()
+    assert not {"fake", "undefined"} & set(available_backends())
+
+
+@pytest.mark.parametrize(
+    ("backend", "remedy"),
+    [
+        ("mpi", "Use `gloo`, also for processes that `mpirun` starts."),
+        ("nccl", "or install a build of torch with CUDA"),
+        ("ucc", "Use `gloo` on CPUs"),
+        ("cpu:gloo,cuda:nccl", "no backend `nccl`"),
+        ("glo", "no backend `glo`; available: gloo. Use one of these"),
+    ],
+)
+def test_a_backend_missing_from_torch_is_rejected_with_the_alternative(monkeypatch, backend, remedy):
+    monkeypatch.setattr(backends, "_BUILT", {**dict.fromkeys(backends._BUILT, lambda: False), "gloo": lambda: True})
+    with pytest.raises(BackendError, match="available: gloo") as raised:
+        check_backend(backend)
+    assert f"`process_group_backend={backend}`" in str(raised.value)
+    assert remedy in str(raised.value)
+
+
+def test_a_backend_for_other_devices_is_rejected_and_a_registered_one_is_accepted(monkeypatch):
+    monkeypatch.setitem(backends._BUILT, "nccl", lambda: True)
+    with pytest.raises(BackendError, match="does not communicate for cpu devices, only for cuda"):
+        check_backend("nccl", "cpu")
+    check_backend("nccl", "cuda")
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "theirs"])
+    check_backend("theirs", "cpu")
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_mpirun_that_lightning_does_not_recognise_are_rejected(monkeypatch, variable):
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(BackendError, match=rf"started 2 processes \(`{variable}=2`\).*Install `mpi4py`"):
+        check_mpirun(is_launched=False)
+    check_mpirun(is_launched=True)
+    monkeypatch.setenv(variable, "1")
+    check_mpirun(is_launched=False)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", None])
+def test_a_port_of_another_program_is_an_error_that_names_the_program(address):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match="in use") as raised:
+            listen(address, port)
+        text = str(port_error(address, port, raised.value))
+    assert text.startswith(f"port {port} of node ")
+    assert "already in use by `" in text
+    assert f"(process {os.getpid()}). Choose another port for rank 0, or end the process" in text
+    assert "in use. Choose" in str(port_error(address, free_port(), raised.value))
+
+
+def test_an_address_of_another_node_cannot_be_listened_on():
+    with pytest.raises(OSError, match="Cannot assign") as raised:
+        listen("192.0.2.1", 0)
+    text = str(port_error("192.0.2.1", 0, raised.value))
+    assert "192.0.2.1, rank 0: Cannot assign requested address. Choose another port" in text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", None])
+def test_a_listening_port_is_reached_without_an_answer_and_other_failures_are_explained(address):
+    refused, unknown = ("127.0.0.1", free_port()), ("no.such.host.invalid", 1)
+    with listen(address, 0) as listening:
+        reached = ("127.0.0.1", listening.getsockname()[1])
+        assert first_connection([refused, reached]) == "127.0.0.1"
+        failures = explain_failures([reached, refused, unknown])
+    assert failures.keys() == {refused, unknown}
+    assert failures[refused] == "Connection refused"
+
+
+def test_no_answer_takes_as_long_as_the_limit():
+    full = listen("127.0.0.1", 0)
+    full.listen(0)
+    target = full.getsockname()
+    waiting = []
+    for _ in range(4):  # fill the queue of connections, which nobody accepts
+        connecting = socket.socket()
+        connecting.setblocking(False)
+        connecting.connect_ex(target)
+        waiting.append(connecting)
+    started = time.monotonic()
+    assert explain_failures([target], 0.2) == {target: "no answer within 0.2 s"}
+    assert time.monotonic() - started < 5
+    for connection in (full, *waiting):
+        connection.close()
 
 
 def init(**settings):
@@ -18,7 +153,10 @@ def init(**settings):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_lost_store_is_named(monkeypatch, rank):
+def test_a_lost_store_and_an_error_of_this_node_are_named_even_if_no_other_rank_hears_of_it(monkeypatch, rank):
+    with pytest.raises(NetworkInterfaceError, match="`nosuch0` not found on node"):
+        init(rank=rank, main_port=free_port(), network_interface="nosuch0")
+
     def lose(*args, **kwargs):
         raise dist.DistStoreError("wait timeout")
 
@@ -28,13 +166,27 @@ def test_a_lost_store_is_named(monkeypatch, rank):
         init(rank=rank)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_this_node_is_raised_even_if_no_other_rank_hears_of_it(rank):
-    with pytest.raises(NetworkInterfaceError, match="`nosuch0` not found on node"):
-        init(rank=rank, main_port=free_port(), network_interface="nosuch0")
-
-
 def test_an_ipv6_address_is_written_in_brackets():
     port = free_port()
     with pytest.raises(RendezvousError, match=rf"could not connect to rank 0 at \[::1\]:{port} within"):
         connect_store("::1", [port], rank=1, timeout=timedelta(seconds=0.2))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "is_bound"),
+    [
+        ("theirs", "cuda:1", True),
+        ("cpu:gloo,cuda:theirs", "cuda:1", True),
+        ("gloo", "cuda:1", False),  # torch would split gloo for ranks outside of a group, which it cannot
+        ("cpu:theirs,cuda:gloo", "cuda:1", False),
+        ("theirs", "cpu", False),
+        ("gloo", None, False),
+    ],
+)
+def test_a_device_is_bound_unless_gloo_serves_it(monkeypatch, tmp_path, backend, device, is_bound):
+    bound = []
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "theirs"])
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, device_id, **options: bound.append(device_id))
+    device = None if device is None else torch.device(device)
+    init(backend=backend, rank=0, world_size=1, init_method=f"file://{tmp_path}/store", device_id=device)
+    assert bound == [device if is_bound else None]

@@ -4,9 +4,12 @@ import collections
 import enum
 import io
 import os
+import signal
 import sys
+import time
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
@@ -17,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_ddp_ext.distributed.exchange import broadcast_bytes, broadcast_object, gather_objects
+from lightning_ddp_ext.distributed.exchange import StoreMailbox, broadcast_bytes, broadcast_object, gather_objects
+from lightning_ddp_ext.distributed.flat_tensors import divide_into_buckets, send_all
 from lightning_ddp_ext.distributed.serialization import _Call, _rebuild, name_skipped, pack, unpack
 from tests.support.processes import run_processes
 
@@ -212,3 +216,51 @@ def test_an_object_that_ranks_cannot_exchange_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(TypeError, match=r"`Opaque` at `\[0\]` cannot be sent"):
         gather_objects([Opaque()])
+
+
+def close_after_the_server():
+    """Kill the process that has the store before the mailbox is closed; return True if sending fails then."""
+    receiving, sending = os.pipe()
+    server = os.fork()
+    if server == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(sending, str(store.port).encode())
+        time.sleep(120)
+        os._exit(0)
+    port = int(os.read(receiving, 16))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    messages = StoreMailbox(dist.group.WORLD)
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
+    for _ in range(3):  # the first one may be written to a connection that seems to be there
+        messages.close()
+    with pytest.raises(dist.DistError):
+        messages.send("lost")
+    return True
+
+
+def test_closing_is_no_error_when_all_others_have_gone():
+    assert run_processes(close_after_the_server, 1) == [True]
+
+
+META = torch.device("meta")
+
+
+def test_tensors_are_copied_in_order_with_shapes_and_types_unless_they_are_there():
+    tensors = [torch.ones(2), torch.ones(3, 2, dtype=torch.float64), torch.ones(()), torch.ones(4, dtype=torch.int64)]
+    there, *others = send_all(tensors, [torch.device("cpu"), META, META])
+    assert all(sent is tensor for sent, tensor in zip(there, tensors, strict=True))
+    assert len(others) == 2
+    for sent in others:
+        assert [(t.shape, t.dtype, t.device.type) for t in sent] == [(t.shape, t.dtype, "meta") for t in tensors]
+        assert sent[0]._base is sent[2]._base is not None
+    assert send_all([], [META]) == [[]]
+    ((_, sparse),) = send_all([torch.ones(2), torch.eye(2).to_sparse()], [META])  # travels alone
+    assert sparse.is_sparse
+    assert sparse.device.type == "meta"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1, [[0], [1], [2]]), (8, [[0, 1], [2]]), (100, [[0, 1, 2]])])
+def test_buckets_are_filled_in_order_up_to_their_size(limit, expected):
+    assert divide_into_buckets([torch.ones(1)] * 3, range(3), limit) == expected

@@ -17,6 +17,7 @@ import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 from lightning_ddp_ext.errors import RankJoinedError
+from lightning_ddp_ext.join import active_ranks
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
 from tests.support.processes import run_processes
 
@@ -176,11 +177,12 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "of a later torch": (lambda rank: dist.group.WORLD.all_shuffle(), "`ProcessGroup.all_shuffle` is not known"),
 }  # fmt: skip
-# Cases of functions that the installed torch lacks; gloo of torch 2.11 has no `all_to_all`.
+# Cases of functions that the installed torch lacks; gloo of torch 2.11 has no `all_to_all`. On a machine with CUDA, a
+# mesh over a group of gloo gets a group of its own.
 NEWER = ("all_gather_single", "reduce_scatter_single", "gather_single", "gather_into_tensor", "get_backend_impl")
-ABSENT = {name for name in NEWER if not hasattr(dist, name)} | (
-    {"all_to_all"} if torch.__version__ < (2, 12) else set()
-)
+ABSENT = {name for name in NEWER if not hasattr(dist, name)}
+ABSENT |= {"all_to_all"} if torch.__version__ < (2, 12) else set()
+ABSENT |= {"device mesh"} if torch.cuda.is_available() else set()
 # Public functions of `torch.distributed` that need no other rank, or are no part of a step.
 LOCAL = {
     "breakpoint", "destroy_process_group", "get_backend", "get_backend_config", "get_default_backend_for_device",
@@ -201,7 +203,7 @@ def run_cases() -> tuple[list[dict[str, Any]], float]:
     own = dist.new_group()
     GROUPS.update(world=dist.group.WORLD, all=dist.new_group(), ends=dist.new_group([0, 2]), odd=dist.new_group([0, 1]))
     GROUPS["mesh"] = dist.init_device_mesh("cpu", (3,))
-    collectives = ActiveRankCollectives([own])
+    collectives = ActiveRankCollectives(own)
     collectives.prepare(ACTIVE)
     found: list[dict[str, Any]] = []
     if rank in ACTIVE:
@@ -265,7 +267,8 @@ def use_many_groups() -> tuple[list[float], int]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    collectives = ActiveRankCollectives([], most_members=4)
+    active_ranks._MOST_MEMBERS = 4
+    collectives = ActiveRankCollectives(dist.new_group())
     before, most, reduced = count_sockets(), 0, []
     for active in [(0, 1), (0, 2), (1, 2), (0,), (1,), (2,)] * 10:
         collectives.prepare(active)
@@ -286,6 +289,27 @@ def test_groups_of_ranks_that_are_not_used_again_are_destroyed():
     found = run_processes(use_many_groups, 3, timeout=60)
     assert [reduced for reduced, _ in found] == [[3, 4, 1] * 10, [3, 5, 2] * 10, [4, 5, 3] * 10]
     assert all(sockets < 15 for _, sockets in found)  # of 50 if all were kept; backends take a moment to close theirs
+
+
+def keep_groups_of_a_device() -> tuple[int, int]:
+    """Prepare sets of ranks in turn as on a device; returns the most groups at a time, and the waits for the device."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    waits: list[torch.device] = []
+    torch.accelerator.synchronize = waits.append  # type: ignore[assignment]
+    collectives = ActiveRankCollectives(dist.new_group(), device=torch.device("meta"))
+    groups = dist.distributed_c10d._world.pg_names
+    before, most = len(groups), 0
+    for active in [(0, 1, 2), (0, 1), (0, 1), (0,)] * 2:
+        collectives.prepare(active)
+        most = max(most, len(groups) - before)
+    collectives.close()
+    dist.destroy_process_group()
+    return most, len(waits)
+
+
+def test_a_device_has_one_further_communicator_at_a_time_made_when_the_device_is_idle():
+    assert run_processes(keep_groups_of_a_device, 3, timeout=60) == [(1, 6)] * 3
 
 
 def wait_in_vain() -> str:

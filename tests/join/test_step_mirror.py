@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.training_state import StepMirror
+from lightning_ddp_ext.join.step_mirror import StepMirror
 
 
 class Network(LightningModule):

@@ -98,6 +98,7 @@ def all_labels(batch):
     return float((batch["labels"] != -100).sum())
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` draws random numbers")  # of sound, for layers that are dropped
 @pytest.mark.parametrize(
     ("model", "loader", "weight_by", "wrong", "tolerance"),
     [

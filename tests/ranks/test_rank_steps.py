@@ -1,9 +1,11 @@
 """Means over ranks of values that a step logs, in one process that plays all ranks."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_ddp_ext.ranks.rank_steps import RankContext, WeightedSteps
@@ -28,11 +30,14 @@ def steps():
     steps.close()
 
 
-def log(steps, value, add_up):
-    """Log a value whose reduction by Lightning is `add_up`; return the result."""
+def by_lightning(tensor, group, reduce_op):
+    return "by Lightning", reduce_op
+
+
+def log(steps, value, operation="mean"):
+    """Log a value, and return the result of its reduction."""
     found = []
-    tensor = torch.tensor(value)
-    steps._log("loss", None, lambda: found.append(steps.reduce(tensor, None, "mean", lambda *args: add_up(args[0]))))
+    steps._log("loss", None, lambda: found.append(steps.reduce(torch.tensor(value), None, operation, by_lightning)))
     return found[0]
 
 
@@ -45,15 +50,16 @@ def log(steps, value, add_up):
         ([1.0, 4.0], [math.nan, 7.0], 2.5),  # one rank cannot count its samples
     ],
 )
-def test_logged_values_of_steps_are_weighted(steps, values, weights, expected):
+def test_logged_values_of_steps_are_weighted(steps, monkeypatch, values, weights, expected):
     sent = []
     batches = [Batch(*pair) for pair in zip(values, weights, strict=True)]
 
-    def run_steps(add_up):
-        return [steps.evaluation_step(batch, lambda: log(steps, batch.value, add_up)) for batch in batches]  # noqa: B023
+    def run_steps(all_reduce):
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        return [steps.evaluation_step(batch, lambda: log(steps, batch.value)) for batch in batches]  # noqa: B023
 
-    run_steps(lambda part: sent.append(part) or part)
-    found = run_steps(lambda part: sum(sent))
+    run_steps(lambda part, operation, group: sent.append(part.clone()))
+    found = run_steps(lambda part, operation, group: part.copy_(sum(sent)))
     assert [value.item() for value in found] == [expected, expected]
     assert found[0].dtype == torch.float32
 
@@ -67,7 +73,16 @@ def test_a_rank_without_values_is_in_no_mean_and_no_sum():
     assert means.tolist() == [2.0, 12.0]
 
 
+def test_sums_and_extremes_are_reduced_without_a_barrier(steps, monkeypatch):
+    """The host would wait in the barrier of Lightning's function."""
+    sent = []
+    monkeypatch.setattr(dist, "all_reduce", lambda part, operation, group: sent.append(operation))
+    for operation in ("sum", "max", "min"):
+        assert steps.evaluation_step(Batch(1.0, 2.0), lambda: log(steps, 3.0, operation)) == 3.0  # noqa: B023
+    assert sent == [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN]
+
+
 def test_lightning_reduces_all_other_values(steps):
-    tensor, reduce = torch.ones(()), lambda tensor, group, reduce_op: ("Lightning's", reduce_op)
-    assert steps.evaluation_step(Batch(1.0, 2.0), lambda: steps.reduce(tensor, None, "mean", reduce))[1] == "mean"
-    assert log(steps, 1.0, lambda part: "outside of a step") == "outside of a step"
+    reduce = partial(steps.reduce, torch.ones(()), None, "mean", by_lightning)
+    assert steps.evaluation_step(Batch(1.0, 2.0), reduce) == ("by Lightning", "mean")
+    assert log(steps, 1.0) == ("by Lightning", "mean")  # outside of a step

@@ -27,6 +27,7 @@ from tests.reducer.checking import (
     says,
     spread,
 )
+from tests.support.devices import is_cpu
 
 
 @check(EXACT)
@@ -57,7 +58,8 @@ def training_cannot_continue_after_a_failed_backward_pass() -> list[str]:
                     raise ArithmeticError
         except (ArithmeticError, RanksOutOfStepError) as error:
             found.append(str(error))
-            assert reducer.unsynchronized(module.parameters()) == (number == 2)
+            left = any(parameter.grad is not None for parameter in module.parameters())  # rather than in a bucket
+            assert reducer.unsynchronized(module.parameters()) == left
     return found
 
 
@@ -93,7 +95,7 @@ def fail_on_one_rank(kind: type[Exception], weight: float) -> str:
 
 @check(
     {
-        **{f"torch.{name}": (1, True) for name in ("float64", "float32", "float16", "bfloat16")},
+        **{f"torch.{name}": (1 if is_cpu() else 2, True) for name in ("float64", "float32", "float16", "bfloat16")},
         "torch.complex64": (2, True),
     }
 )

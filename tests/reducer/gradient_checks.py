@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.reducer.checking import EXACT, Comparison, batch, check, combined, gradients, largest_error, net, spread
+from tests.support.devices import accelerator
 
 
 @check(EXACT)
@@ -171,7 +172,7 @@ def an_infinity_on_one_rank_skips_the_step_on_all() -> tuple[float, float]:
     module = nn.Linear(6, 1)
     reducer = GradientReducer(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(accelerator(), init_scale=8.0)
     before = module.weight.detach().clone()
     for factor in (float("inf"), 1.0):
         optimizer.zero_grad()

@@ -13,17 +13,19 @@ from lightning_ddp_ext.errors import ReplicaMismatchError
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.reducer import buffer_checks, exchange_checks, gradient_checks  # noqa: F401 - they register checks
 from tests.reducer.checking import CHECKS, EXPECTED, agrees
+from tests.support import devices
 from tests.support.processes import run_processes
 
 
 def run_checks() -> dict[str, object]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    own = devices.init_process_group()
     results: dict[str, object] = {}
     for name, function in CHECKS.items():
         try:
             torch.manual_seed(0)
-            results[name] = function()
+            with devices.tensors_on_device(own):
+                results[name] = function()
         except Exception:
             results[name] = traceback.format_exc()
     return results
@@ -114,7 +116,9 @@ def continue_with_states() -> dict[str, object]:
     return {
         "with its state": differing({}),
         "without": differing(None),
-        "without its predictions": differing({"of_rank": {"backward_passes": [], "silent_buffers": []}}),
+        "without its predictions": differing(
+            {"of_rank": {"backward_passes": [], "is_held": False, "silent_buffers": []}}
+        ),
         "of another setup": differing({"setup": "another"}),
         "errors": errors,
     }
@@ -122,8 +126,8 @@ def continue_with_states() -> dict[str, object]:
 
 def round_sums() -> tuple[dict[int, bool], dict[str, object]]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    return repeat_synchronisations(), continue_with_states()
+    with devices.tensors_on_device(devices.init_process_group()):
+        return repeat_synchronisations(), continue_with_states()
 
 
 @pytest.fixture(scope="module")

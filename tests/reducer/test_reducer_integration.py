@@ -10,6 +10,7 @@ from measuring.scenarios import MODES, SCENARIOS, Model, Optimizers, play
 from torch import Tensor
 
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from tests.support import devices
 from tests.support.processes import run_processes
 
 
@@ -50,13 +51,13 @@ def play_matrix(
     connect: Callable[[Model], Reduced] = Reduced, optimizers: Sequence[str] = tuple(Optimizers)
 ) -> dict[tuple[str, str, str], object]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    return {
-        (scenario.name, mode, optimizer): play(scenario, mode, optimizer, connect, uneven, weigh)
-        for scenario in SCENARIOS
-        for mode in MODES
-        for optimizer in optimizers
-    }
+    with devices.tensors_on_device(devices.init_process_group()):
+        return {
+            (scenario.name, mode, optimizer): play(scenario, mode, optimizer, connect, uneven, weigh)
+            for scenario in SCENARIOS
+            for mode in MODES
+            for optimizer in optimizers
+        }
 
 
 def play_matrix_with_equal_weights() -> dict[tuple[str, str, str], object]:
@@ -83,8 +84,11 @@ class Fuzzed(torch.nn.Module):
 def fuzz(seed: int, steps: int) -> tuple[float, float, int]:
     """Random graphs per rank; returns gradient error, rank difference and the number of synchronisations."""
     torch.set_num_threads(1)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
+    with devices.tensors_on_device(devices.init_process_group()):
+        return _fuzz(seed, steps)
+
+
+def _fuzz(seed: int, steps: int) -> tuple[float, float, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     together = Fuzzed()

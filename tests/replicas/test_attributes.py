@@ -7,8 +7,9 @@ from torch import nn
 
 from lightning_ddp_ext.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.replicas.replica import Replicas
+from tests.support.devices import device
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
 
 class Module(nn.Module):
@@ -26,7 +27,7 @@ class Mirrored:
 
     def __init__(self, module=None, *devices):
         self.module = Module() if module is None else module
-        self.replicas = Replicas(self.module, devices or [CPU, CPU])
+        self.replicas = Replicas(self.module, devices or [device()] * 2)
         self.replicas.refresh()
         self.mirror = AttributeMirror(self.replicas)
         self.push = self.mirror.push
@@ -144,7 +145,7 @@ def test_hooks_registered_on_the_module_run_on_every_replica_and_hooks_of_a_step
 def test_tensors_that_were_changed_in_place_reach_other_devices():
     module = Module()
     module.table, module.other = torch.zeros(2), torch.zeros(2)
-    mirrored = Mirrored(module, CPU, torch.device("meta"))
+    mirrored = Mirrored(module, device(), torch.device("meta"))
     first, second = mirrored.copies
     for _ in range(2):
         before = second.table, second.other

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_ddp_ext._devices import peak_memory
 from lightning_ddp_ext.replicas.balance import BatchDivision, DeviceMemory, advice
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 
@@ -31,8 +32,88 @@ class Timed(BatchRecord):
         return [3.0 * self.sizes[0], 1.0 * self.sizes[1]]
 
 
-def test_free_memory_limits_the_chunks_of_cuda_devices(monkeypatch):
-    memories = {0: memory("cuda:0", 10, 1, 5), 1: memory("cuda:1", 10, 1, 2, chunk=1)}  # room for 16 and for 8
+def test_times_are_read_when_the_devices_have_finished_and_only_of_batches_with_the_present_shares():
+    class Behind(Timed):
+        def is_done(self):
+            return len(batches) - self.number > 3
+
+        @property
+        def seconds(self):
+            assert self.is_done()
+            read.append(self.number)
+            return super().seconds
+
+    division = BatchDivision(None, None, "auto")
+    devices = [torch.device("cpu")] * 2
+    division.start(devices)
+    batches, read = [], []
+    for _ in range(40):
+        batches.append(Behind(division.chunk_sizes(16, 2), []))
+        batches[-1].number = len(batches) - 1
+        division.observe(batches[-1], devices)
+    assert division.chunk_sizes(16, 2) == [4, 12]
+    moved = next(index for index, batch in enumerate(batches) if batch.sizes == [4, 12])
+    assert read == [*range(moved - 3), *range(moved, 37)]
+
+
+class FakeMemory:
+    """The statistics of two accelerators' memories of 100 bytes, each of which holds one byte between batches."""
+
+    def __init__(self):
+        self.peaks = [1, 1]
+
+    def use(self, index, size):
+        self.peaks[index] = max(self.peaks[index], 1 + size)
+
+    def get_memory_info(self, device):
+        return 99, 100
+
+    def memory_allocated(self, device):
+        return 1
+
+    memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, device):
+        return self.peaks[device.index]
+
+    def reset_peak_memory_stats(self, device):
+        self.peaks[device.index] = 1
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    fake = FakeMemory()
+    monkeypatch.setattr(torch, "accelerator", fake)
+    monkeypatch.setattr("lightning_ddp_ext.replicas.balance.reports_memory", lambda device: True)
+    monkeypatch.setattr("lightning_ddp_ext._devices._earlier_peaks", {})
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "limits"),
+    [({0}, [22, 22]), ({0, 3}, [22, 22]), ({0, 5, 10, 15}, [None, None])],  # a window has 7 batches
+    ids=["sanity check", "validation", "frequent validation"],
+)
+def test_limits_follow_from_the_peaks_of_training_batches_alone(memory, evaluated, limits):
+    division = BatchDivision(None, None, "auto")
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    division.start(devices)
+    for batch in range(20):
+        if batch in evaluated:
+            memory.use(0, 90)
+            division.forget_peaks()
+        sizes = division.chunk_sizes(16, 2)
+        for index, size in enumerate(sizes):
+            memory.use(index, 4 * size)
+        division.observe(Timed(sizes, []), devices)
+    # 0.9 of 100 bytes, less the one that is held, are enough for 22 samples of four bytes each.
+    assert division._controller.limits == limits
+    assert peak_memory(devices[0]) == 91
+
+
+@pytest.mark.usefixtures("memory")
+def test_free_memory_limits_the_chunks_of_accelerators(monkeypatch):
+    memories = {0: of_device("cuda:0", 10, 1, 5), 1: of_device("cuda:1", 10, 1, 2, chunk=1)}  # room for 16 and for 8
     monkeypatch.setattr(DeviceMemory, "read", lambda device, largest: memories[device.index])
     division = BatchDivision(None, None, "auto")
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
@@ -44,25 +125,26 @@ def test_free_memory_limits_the_chunks_of_cuda_devices(monkeypatch):
     assert division.chunk_sizes(18, 2) == [10, 8]
 
 
-def memory(name, available, held, peak, chunk=8):
+def of_device(name, available, held, peak, chunk=8):
     return DeviceMemory(name, available * 2**30, held * 2**30, peak * 2**30, chunk)
 
 
 def test_the_number_of_samples_that_fit_follows_from_the_peak():
     # 8 samples take 4 GiB; 0.9 x 10 GiB less the 3 GiB that are held leave room for 12.
-    assert memory("cuda:0", 10, 3, 7).most_samples == 12
-    assert memory("cuda:0", 10, 9, 10).most_samples == 0
-    assert memory("cuda:0", 10, 3, 3).most_samples is None
-    assert memory("cuda:0", 10, 3, 7, chunk=0).most_samples is None
+    assert of_device("cuda:0", 10, 3, 7).most_samples == 12
+    assert of_device("cuda:0", 10, 9, 10).most_samples == 0
+    assert of_device("cuda:0", 10, 3, 3).most_samples is None
+    assert of_device("cuda:0", 10, 3, 7, chunk=0).most_samples is None
 
 
 def test_memory_that_samples_cannot_balance_is_said_with_numbers():
-    text = advice([memory("cuda:0", 10, 9, 10), memory("cuda:1", 10, 2, 6)])
+    text = advice([of_device("cuda:0", 10, 9, 10), of_device("cuda:1", 10, 2, 6)])
     assert text is not None
     assert "cuda:0 holds 9.00 GiB before it has a sample, more than the 6.00 GiB that cuda:1 needs" in text
     assert "`gpu0_batch_size=0`" in text
-    other = advice([memory("cuda:0", 10, 2, 6), memory("cuda:1", 10, 9, 10)])
+    other = advice([of_device("cuda:0", 10, 2, 6), of_device("cuda:1", 10, 9, 10)])
     assert other is not None
     assert "`split`" in other
-    assert advice([memory("cuda:0", 10, 5, 9), memory("cuda:1", 10, 2, 6)]) is None
-    assert advice([memory("cuda:0", 10, 5, 9)]) is None
+    assert advice([of_device("cuda:0", 10, 5, 9), of_device("cuda:1", 10, 2, 6)]) is None
+    assert advice([of_device("cuda:0", 10, 5, 9)]) is None
+    assert advice([of_device("cuda:0", 80, 9, 10), of_device("cuda:1", 80, 2, 6)]) is None  # there is room

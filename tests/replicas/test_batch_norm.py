@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.replicas.buffers import BatchNormObserver, BufferMerger
+from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
 from lightning_ddp_ext.replicas.replica import Replicas
+from tests.support.devices import device
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
 
 def train(net, sizes, batches, observed=True):
     """Run batches cut into chunks, and merge after each."""
-    replicas = Replicas(net, [CPU] * len(sizes))
+    replicas = Replicas(net, [device()] * len(sizes))
     replicas.refresh()
     observer, merger = BatchNormObserver(replicas), BufferMerger(replicas)
     active = [index for index, size in enumerate(sizes) if size]
@@ -164,7 +165,7 @@ def test_in_evaluation_nothing_changes():
 def test_an_own_forward_of_a_layer_is_kept():
     net = norm()
     net.forward = lambda inputs: nn.BatchNorm1d.forward(net, inputs) * 0 + 42
-    replicas = Replicas(net, [CPU])
+    replicas = Replicas(net, [device()])
     replicas.refresh()
     BatchNormObserver(replicas)
     assert (replicas[0].module(batches(8, 3)[0]) == 42).all()
@@ -180,7 +181,7 @@ def test_an_own_forward_of_a_layer_is_kept():
     ],
 )
 def test_the_first_batch_shows_whether_one_sample_is_enough(module, shape, refused):
-    replicas = Replicas(module, [CPU] * 2)
+    replicas = Replicas(module, [device()] * 2)
     replicas.refresh()
     observer = BatchNormObserver(replicas)
     assert observer.refuses_single_samples()  # careful until it knows
@@ -188,6 +189,6 @@ def test_the_first_batch_shows_whether_one_sample_is_enough(module, shape, refus
     assert observer.refuses_single_samples() is refused
     module.eval()
     assert not observer.refuses_single_samples()
-    without = Replicas(nn.Linear(2, 2), [CPU] * 2)
+    without = Replicas(nn.Linear(2, 2), [device()] * 2)
     without.refresh()
     assert not BatchNormObserver(without).refuses_single_samples()

@@ -5,13 +5,14 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.replicas.replica import Replicas
+from lightning_ddp_ext.replicas.replica import Replica, Replicas
+from tests.support.devices import device
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
 
 def replicate(module, count=2):
-    replicas = Replicas(module, [CPU] * count)
+    replicas = Replicas(module, [device()] * count)
     replicas.refresh()
     return replicas
 
@@ -45,12 +46,13 @@ def test_replicas_compute_the_same_with_separate_parameters():
 
 def test_parameters_on_the_same_device_alias_the_masters_storage():
     net = Net()
-    replica = replicate(net)[1]
+    replicas = replicate(net)
+    replica = replicas[1]
     with torch.no_grad():
         net.first.weight.fill_(0.5)
     assert torch.equal(replica.module.first.weight, net.first.weight)
     net.first.weight.data = torch.full_like(net.first.weight, 2.0)  # ends the aliasing
-    replica.receive_parameters()
+    replicas.refresh()
     assert torch.equal(replica.module.first.weight, net.first.weight)
 
 
@@ -100,6 +102,35 @@ def test_hooks_of_parameters_see_the_whole_gradient_once():
     assert [g.tolist() for g in accumulated] == [[[2.0, 3.0]]]
 
 
+def test_gradients_that_come_from_other_devices_only_have_the_strides_of_their_parameters(monkeypatch):
+    net = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    replicas = replicate(net)
+    inputs = torch.randn(2, 3, 5, 5)
+    replicas[1].module(inputs).sum().backward()
+
+    def send_all(tensors, devices):
+        return [[tensor.contiguous() for tensor in tensors] for _ in devices]
+
+    monkeypatch.setattr("lightning_ddp_ext.replicas.replica.send_all", send_all)
+    replicas.reduce_gradients([1])
+    (expected,) = torch.autograd.grad(net(inputs).sum(), [net.weight])
+    assert torch.equal(net.weight.grad, expected)
+    assert net.weight.grad.stride() == net.weight.stride() == expected.stride()
+
+
+def test_weights_of_recurrent_layers_on_other_devices_are_flattened_when_they_are_built_and_resized(monkeypatch):
+    flattened = []
+    net = nn.Sequential(nn.LSTM(2, 3))
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", lambda self: flattened.append(self))
+    replicas = Replicas(net, [device(), torch.device("meta")])
+    for _ in range(2):
+        replicas.refresh()
+    assert flattened == [replicas[1].module[0]]
+    net.half()
+    replicas.refresh()
+    assert flattened == [replicas[1].module[0], net[0], replicas[1].module[0]]  # `half` itself flattens the module's
+
+
 def test_sparse_gradients_are_added():
     net = nn.Embedding(5, 2, sparse=True)
     replicas = replicate(net)
@@ -118,6 +149,27 @@ def test_buffers_are_copies_that_follow_the_master():
     net.count.fill_(3)
     replicas.refresh()
     assert replicas[1].module.count == 3
+
+
+def test_parameters_are_sent_in_the_first_batch_of_an_evaluation_and_after_changes(monkeypatch):
+    net = nn.Linear(2, 1, bias=False)
+    replicas = replicate(net)
+    sent, original = [], Replica.receive_parameters
+    monkeypatch.setattr(Replica, "receive_parameters", lambda *args: sent.append(1) or original(*args))
+
+    def count(step):
+        sent.clear()
+        replicas.refresh(step)
+        return len(sent)
+
+    assert [count(step) for step in ("training_step", "training_step", "test_step", "test_step")] == [2, 2, 2, 0]
+    with torch.no_grad():
+        net.weight.add_(1)
+    assert count("test_step") == 2
+    net.weight.data = torch.ones(1, 2)
+    assert count("test_step") == 2
+    assert replicas[1].module.weight.tolist() == [[1, 1]]
+    assert [count(step) for step in ("test_step", "predict_step", "training_step")] == [0, 2, 2]
 
 
 class CompiledFunction(nn.Linear):

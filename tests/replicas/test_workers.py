@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from lightning_ddp_ext.replicas.shared_state import SharedGenerator
+from lightning_ddp_ext.replicas.shared_state import SharedGenerators
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers
 
 CPU = torch.device("cpu")
@@ -126,21 +126,23 @@ def test_close_ends_the_threads():
 
 
 def test_steps_on_one_generator_run_in_order_until_known_to_draw_nothing_and_always_after_a_draw():
-    generator = SharedGenerator([CPU, CPU])
+    generators = SharedGenerators([CPU, CPU])
+
+    def run_step(step, draw=lambda: None):
+        before = generators.states()
+        draw()
+        return generators.notice_draws(step, before)
+
     for _ in range(2):
-        assert generator.forces_order("training_step")
-        with generator.watch("training_step"):
-            pass
-        assert not generator.forces_order("training_step")
-        assert generator.forces_order("validation_step")
-        generator.forget()
-    with pytest.warns(UserWarning, match="`training_step` draws random numbers"), generator.watch("training_step"):
-        torch.rand(1)
-    with generator.watch("training_step"):  # a second warning would be an error
-        torch.rand(1)
-    assert generator.forces_order("training_step")
-    for devices in ([CPU], [CPU, torch.device("meta")], [torch.device("cuda:0"), torch.device("cuda:1")]):
-        separate = SharedGenerator(devices)
-        with separate.watch("training_step"):
-            torch.rand(1)
-        assert not separate.forces_order("training_step")
+        assert generators.forces_order("training_step")
+        assert not run_step("training_step")
+        assert not generators.forces_order("training_step")
+        assert generators.forces_order("validation_step")
+        generators.forget()
+    with pytest.warns(UserWarning, match="`training_step` draws random numbers from the generator of cpu, which"):
+        assert run_step("training_step", lambda: torch.rand(1))
+    assert not run_step("training_step", lambda: torch.rand(1))  # a second warning would be an error
+    assert generators.forces_order("training_step")
+    alone = SharedGenerators([CPU])
+    assert not alone.states()
+    assert not alone.forces_order("training_step")

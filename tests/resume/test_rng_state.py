@@ -129,6 +129,56 @@ def test_a_restored_process_draws_the_same_numbers():
         assert draw_from_process() == drawn
 
 
+class OtherAccelerator:
+    """The module of a kind of device other than CUDA, with one generator."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def get_rng_state(self):
+        return self.generator.get_state()
+
+    def set_rng_state(self, state):
+        self.generator.set_state(state)
+
+    def manual_seed(self, seed):
+        self.generator.manual_seed(seed)
+
+    def draw(self):
+        return torch.rand(3, generator=self.generator).tolist()
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    module = OtherAccelerator()
+    monkeypatch.setattr(torch, "privateuseone", module, raising=False)
+    torch.get_device_module.cache_clear()
+    yield module
+    torch.get_device_module.cache_clear()
+
+
+def test_a_device_of_any_kind_draws_the_same_numbers_again(accelerator):
+    device = torch.device("privateuseone")
+    states = capture_rng_state(device)
+    drawn = accelerator.draw(), draw_from_process()
+    assert (accelerator.draw(), draw_from_process()) != drawn
+    restore_rng_state(in_a_checkpoint(states), device)
+    assert (accelerator.draw(), draw_from_process()) == drawn
+    assert capture_rng_state(torch.device("cpu")).keys() < states.keys()  # resumed on another kind of device
+
+
+def test_ranks_share_the_numbers_of_a_device_of_any_kind(accelerator):
+    numbers = []
+    for seed in (1, 2):
+        accelerator.manual_seed(seed)
+        own = accelerator.draw()
+        accelerator.manual_seed(seed)
+        with SharedRandomNumbers(5, torch.device("privateuseone")).shared(0):
+            numbers.append(accelerator.draw())
+        assert accelerator.draw() == own
+    assert numbers[0] == numbers[1]
+
+
 def numbers_of_a_step(shared, seed, number=0):
     """Draw around and within a step; ranks differ in their seeds."""
     torch.manual_seed(seed)

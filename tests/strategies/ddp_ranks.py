@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext import DDPCheckpointStrategy
 from tests.strategies.ddp_modules import CLASSES, FEATURES
+from tests.support import devices as test_devices
 
 Sizes = list[list[int]]  # of each rank's batches
 
@@ -46,7 +47,7 @@ class KeepGradients(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        self.kept.append(torch.cat([torch.zeros(0) if g is None else g.detach().flatten() for g in gradients]))
+        self.kept.append(torch.cat([torch.zeros(0) if g is None else g.detach().flatten().cpu() for g in gradients]))
 
 
 def make_batch(rank: int, index: int, size: int) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,7 @@ def fit(case: Case, batches: Sequence[Any], **options: Any) -> Outcome:
     trainer = quiet_trainer(**{**defaults, **case.trainer, **options})
     trainer.fit(module, torch.utils.data.DataLoader(list(batches), batch_size=None, shuffle=False))
     return Outcome(
-        callback.kept, nn.utils.parameters_to_vector(module.parameters()).detach(), digest_of(module, trainer)
+        callback.kept, nn.utils.parameters_to_vector(module.parameters()).detach().cpu(), digest_of(module, trainer)
     )
 
 
@@ -87,7 +88,7 @@ def digest_of(module: nn.Module, trainer: Trainer) -> str:
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    as_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    as_bytes = (tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(b"".join(as_bytes)).hexdigest()
 
 
@@ -111,11 +112,10 @@ def fit_alone(case: Case) -> Outcome:
     return fit(case, combined_batches(case), devices=1, accumulate_grad_batches=1)
 
 
-def quiet_trainer(**options: Any) -> Trainer:
+def quiet_trainer(strategy: Any = "auto", devices: int = 2, **options: Any) -> Trainer:
     return Trainer(
         **{
-            "accelerator": "cpu",
-            "devices": 2,
+            **test_devices.trainer_options(strategy, devices),
             "logger": False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,

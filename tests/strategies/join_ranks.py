@@ -84,7 +84,7 @@ class Trace(Callback):
 def digest_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     parts = [*module.parameters(), *module.buffers(), *states]
-    return hashlib.sha256(b"".join(part.detach().numpy().tobytes() for part in parts)).hexdigest()
+    return hashlib.sha256(b"".join(part.detach().cpu().numpy().tobytes() for part in parts)).hexdigest()
 
 
 def loader(*counts: int, stream: bool = False) -> DataLoader:

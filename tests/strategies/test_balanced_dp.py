@@ -1,3 +1,4 @@
+import contextlib
 import importlib
 import warnings
 from functools import partial
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, Subset
 import lightning_ddp_ext
 from lightning_ddp_ext import BalancedDataParallelStrategy, UnsupportedFeatureError
 from tests.parity import Classifier, balanced, batches, dataset, quiet_trainer, relative_difference, seeded, train
+from tests.support.devices import device, devices
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_wrong_arguments_are_refused_by_the_constructor(arguments, error, messag
 def test_the_registered_name_makes_one_process_with_a_replica_per_device():
     trainer = quiet_trainer("balanced_dp", 3)
     assert isinstance(trainer.strategy, BalancedDataParallelStrategy)
-    assert trainer.strategy.parallel_devices == [torch.device("cpu")] * 3
+    assert trainer.strategy.parallel_devices == devices(3)
     assert trainer.num_devices == 3
     assert trainer.world_size == 1
     assert trainer.strategy.launcher is None
@@ -117,7 +119,7 @@ def test_an_exception_in_a_replica_keeps_its_type_names_the_chunk_and_leaves_the
     module = FailsOnce()
     with pytest.raises(ArithmeticError, match="too much") as caught:
         trainer.fit(module, batches(8))
-    note = "Raised in replica 1 of 2 on device cpu, whose chunk is samples 2 to 7 of a batch of 8."
+    note = f"Raised in replica 1 of 2 on device {device(1)}, whose chunk is samples 2 to 7 of a batch of 8."
     assert caught.value.__notes__ == [note]
     assert caught.traceback[-1].name == "training_step"
     trainer.fit(module, batches(8))
@@ -155,6 +157,29 @@ def test_hooks_get_the_whole_batch_in_place_and_each_chunk_is_transferred_once()
     assert transferred[0][1] == whole[1]  # the chunks are views of the loader's batch
     assert transferred[1][1] > whole[1]
     assert values == [[7.0], [7.0]]
+
+
+def test_transfer_hooks_run_while_the_device_of_their_chunk_is_current(monkeypatch):
+    current, found = [], []
+
+    @contextlib.contextmanager
+    def make_current(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    class Watching(Classifier):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            found.append(current == [device])
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            found.append(len(current) == 1)
+            return batch
+
+    monkeypatch.setattr("lightning_ddp_ext.replicas.replicated_step.current_device", make_current)
+    train(Watching(), balanced([1, 3]), 2, max_epochs=1, loader=batches(8))
+    assert found == [True] * 4
 
 
 class Skipping(Classifier):

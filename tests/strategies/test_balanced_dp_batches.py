@@ -66,7 +66,7 @@ class Scattering(Classifier):
 
     def training_step(self, batch, batch_idx):
         if isinstance(batch, Pairs):
-            batch = (batch.features, batch.labels)
+            batch = (batch.features.to(self.device), batch.labels.to(self.device))
         self.log_dict({}, batch_size=len(batch[1]))
         return functional.cross_entropy(self.network(batch[0]), batch[1])
 

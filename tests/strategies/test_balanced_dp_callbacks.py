@@ -99,7 +99,7 @@ class KeepsHidden(Evaluated):
         self.network = normalised_network()
 
     def on_train_epoch_start(self):
-        self.hidden = self.network[0](dataset(32).tensors[0]).detach()
+        self.hidden = self.network[0](dataset(32).tensors[0].to(self.device)).detach()
 
 
 def test_swa_collects_the_statistics_of_batch_norm_for_the_averaged_weights():
@@ -107,7 +107,7 @@ def test_swa_collects_the_statistics_of_batch_norm_for_the_averaged_weights():
     trained = train(seeded(KeepsHidden), balanced([2, 6]), 2, **options)
     norm = trained.module.network[1]
     # The mean over batches of equal size is the mean over all samples.
-    torch.testing.assert_close(norm.running_mean, trained.module.hidden.mean(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(norm.running_mean.cpu(), trained.module.hidden.mean(0).cpu(), rtol=1e-12, atol=1e-12)
     assert norm.num_batches_tracked == 4
 
 

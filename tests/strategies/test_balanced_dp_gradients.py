@@ -38,20 +38,6 @@ def test_gradients_and_parameters_equal_one_device(split, devices, accumulate, s
     assert_same_training(parallel, one_device(samples, accumulate))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("options", [{}, {"split": [2, 6]}, {"gpu0_batch_size": 0}])
-@pytest.mark.parametrize("indices", [[0, 0], [0, 1]])
-def test_gradients_and_parameters_equal_one_cuda_device(indices, options):
-    if torch.cuda.device_count() <= max(indices):
-        pytest.skip("needs two CUDA devices")
-    strategy = balanced(**options, parallel_devices=[torch.device("cuda", index) for index in indices])
-    single = train(seeded(Classifier), devices=1, accelerator="gpu")
-    assert_same_training(train(seeded(Classifier), strategy, len(set(indices)), accelerator="gpu"), single)
-    times = zip(strategy.chunk_sizes, strategy.replica_seconds, strict=True)
-    assert all(seconds > 0 for size, seconds in times if size)
-
-
 @pytest.mark.parametrize(("split", "devices"), SPLITS)
 @pytest.mark.parametrize("samples", [1, 2, 27])
 def test_validation_test_and_predictions_equal_one_device(split, devices, samples):
@@ -162,7 +148,8 @@ def test_outputs_of_training_step_are_gathered():
             assert outputs["loss"].ndim == 0
 
     compare(Returning, {"callbacks": [Outputs()]})
-    assert torch.equal(*Outputs.rows)
+    gathered, given = Outputs.rows
+    assert torch.equal(gathered.cpu(), given.cpu())  # the batch of a callback stays where the loader put it
 
 
 def test_a_module_with_single_sample_batch_norm_trains():

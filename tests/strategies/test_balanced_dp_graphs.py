@@ -60,7 +60,9 @@ class GraphBatch:
 
     def to(self, device, **options):
         moved = GraphBatch(self.to_data_list())
-        moved.nodes, moved.device = self.nodes.to(device), device
+        moved.device = device
+        for name in ("nodes", "edges", "labels", "batch"):
+            setattr(moved, name, getattr(self, name).to(device))
         return moved
 
 

@@ -6,6 +6,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from tests.parity import Evaluated, both_ways, dataset, relative_difference, seeded, train
+from tests.support.devices import accelerator
 
 
 class Typed(Evaluated):
@@ -71,9 +72,9 @@ class Overflow(Typed):
 @pytest.mark.parametrize(("build", "skipped"), [(Typed, 0), (Overflow, 3)])
 def test_a_gradient_scaler_scales_and_skips_whole_batches(build, skipped):
     def scaled(**way):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+        scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0**10, growth_interval=1000)
         loader = DataLoader(dataset(24, torch.float32), batch_size=8)
-        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        plugins = [MixedPrecision("16-mixed", accelerator(), scaler)]
         options = {"loader": loader, "precision": None, "plugins": plugins, "gradient_clip_val": 0.2}
         return train(seeded(build), **way, **options), scaler.get_scale()
 

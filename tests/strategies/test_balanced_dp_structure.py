@@ -19,6 +19,7 @@ from tests.parity import (
     seeded,
     train,
 )
+from tests.support.devices import device
 
 
 class WithBackbone(Classifier):
@@ -75,7 +76,7 @@ class Growing(Classifier):
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
             torch.manual_seed(5)
-            self.network[2] = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+            self.network[2] = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).to(self.device, torch.float64)
             self.optimizers().optimizer.add_param_group({"params": self.network[2].parameters(), "lr": 0.2})
 
 
@@ -136,7 +137,21 @@ def test_compiled_parts_run_compiled_on_every_replica(how):
     plain = run("not at all")
     parallel = run(how, strategy=balanced([2, 6]), devices=2)
     assert_same_training(parallel, plain)
-    assert parallel.module.threads >= {"replica-0-cpu", "replica-1-cpu"}
+    assert parallel.module.threads >= {f"replica-{index}-{device(index)}" for index in (0, 1)}
+
+
+def test_the_recompile_limit_allows_for_the_threads_of_replicas_while_the_trainer_runs():
+    limits, before = set(), torch._dynamo.config.recompile_limit
+
+    class Watching(Classifier):
+        def training_step(self, batch, batch_idx):
+            limits.add((threading.current_thread().name, torch._dynamo.config.recompile_limit))
+            return super().training_step(batch, batch_idx)
+
+    train(Watching(), balanced([2, 6]), 2, max_epochs=1)
+    threads = ["MainThread", *(f"replica-{index}-{device(index)}" for index in (0, 1))]
+    assert limits == {(name, 2 * before) for name in threads}
+    assert torch._dynamo.config.recompile_limit == before
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -1,12 +1,14 @@
 """Options, profilers and the Tuner of Lightning's Trainer mean the same as on one device."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner, batch_size_scaling
+from torch.autograd import DeviceType
 from torch.nn import functional
 
 from tests.parity import (
@@ -24,6 +26,7 @@ from tests.parity import (
     seeded,
     train,
 )
+from tests.support.devices import device
 
 OPTIONS = [
     {"overfit_batches": 2},
@@ -122,7 +125,7 @@ def profile(profiler, **way):
 def test_the_simple_profiler_names_the_actions_of_each_replica_and_no_others():
     single, parallel = both_ways(lambda **way: profile("simple", **way))
     assert_same_training(parallel, single)
-    assert parallel.module.threads >= {"replica-0-cpu", "replica-1-cpu"}
+    assert parallel.module.threads >= {f"replica-{index}-{device(index)}" for index in (0, 1)}
     durations = parallel.trainer.profiler.recorded_durations
     assert len(single.trainer.profiler.recorded_durations["network"]) == 5
     step = "[Strategy]BalancedDataParallelStrategy.training_step"
@@ -130,6 +133,25 @@ def test_the_simple_profiler_names_the_actions_of_each_replica_and_no_others():
         assert len(durations[name]) == 5, name
     assert "network" not in durations
     assert "[Replica 1]network" in parallel.trainer.profiler.summary()
+
+
+def test_actions_in_threads_that_serve_all_replicas_are_not_recorded():
+    """As in the threads of autograd, which recompute on accelerators."""
+    together = threading.Barrier(2, timeout=30)
+
+    class Elsewhere(Classifier):
+        def training_step(self, batch, batch_idx):
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self.profile_elsewhere, batch_idx).result()
+            return super().training_step(batch, batch_idx)
+
+        def profile_elsewhere(self, batch_idx):
+            with self.trainer.profiler.profile("elsewhere"):
+                if batch_idx:  # in the first batch, replicas run in order
+                    together.wait()
+
+    trained = train(Elsewhere(), balanced([2, 6]), 2, profiler="simple", max_epochs=1)
+    assert not [name for name in trained.trainer.profiler.recorded_durations if "elsewhere" in name]
 
 
 def test_a_failure_on_a_replica_does_not_change_the_profiler():
@@ -165,7 +187,9 @@ def test_the_torch_profiler_records_operators_of_every_replica(tmp_path, names_o
     def count(**way):
         profiler = PyTorchProfiler(tmp_path, str(way["devices"]), record_module_names=names_of_modules)
         trained = profile(profiler, **way)
-        names = [event.name for event in trained.trainer.profiler.function_events]
+        # A device records the regions that the host names, too.
+        events = [one for one in trained.trainer.profiler.function_events if one.device_type == DeviceType.CPU]
+        names = [event.name for event in events]
         wanted = ("aten::addmm", "TanhBackward0", "[pl][profile]network", "[pl][profile][Replica 1]network")
         return trained, [names.count(name) for name in wanted]
 

@@ -23,6 +23,7 @@ from lightning_ddp_ext import DDPCheckpointStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency
 from tests.strategies.ddp_modules import CLASSES, FEATURES, Classifier, Noisy
 from tests.strategies.ddp_ranks import batches_of, digest_of, make_batch, quiet_trainer
+from tests.support.devices import accelerator
 from tests.support.processes import run_processes
 
 
@@ -138,10 +139,10 @@ def fit_scaled(sizes: list[int]) -> tuple[str, float]:
     seed_everything(0, verbose=False)
     made = [make_batch(int(os.environ["RANK"]), size, size) for size in sizes]
     batches = [(features.float(), labels) for features, labels in made]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+    scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0, growth_interval=1)
     trainer = quiet_trainer(
         strategy=DDPCheckpointStrategy(weight_by=lambda batch: len(batch[1]) - 1),
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        plugins=[MixedPrecision("16-mixed", accelerator(), scaler)],
         max_epochs=2,
     )
     module = Classifier(torch.optim.Adam)

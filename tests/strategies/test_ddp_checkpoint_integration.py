@@ -125,7 +125,7 @@ class GrownHead(Classifier):
     """Gets a parameter after training was set up, and an optimizer for it."""
 
     def on_train_start(self) -> None:
-        self.head = nn.Linear(CLASSES, CLASSES).double()
+        self.head = nn.Linear(CLASSES, CLASSES).to(self.device, torch.float64)
         self.optimizers().add_param_group({"params": list(self.head.parameters())})
 
     def loss(self, batch: Any) -> Tensor:
@@ -136,7 +136,7 @@ class OwnTensor(Classifier):
     """Optimizes a tensor that is not part of the module; does not use it on the first batches."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.bias = [torch.zeros(CLASSES, dtype=torch.float64, requires_grad=True)]
+        self.bias = [torch.zeros(CLASSES, dtype=torch.float64, device=self.device, requires_grad=True)]
         return self.make_optimizer([*self.parameters(), *self.bias])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -46,7 +46,7 @@ class InTheStep(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        own = torch.tensor(RANK + 1.0)
+        own = torch.tensor(RANK + 1.0, device=self.device)
         for name in FUNCTIONS:
             self.log(name, own, sync_dist=True, reduce_fx=name, on_step=True, on_epoch=False)
         self.log("own", own, on_step=True, on_epoch=False)
@@ -228,7 +228,9 @@ class Keep(Callback):
         state = [value.flatten() for of_one in optimizer.state.values() for value in of_one.values()]
         self.kept.append(
             {
-                "tensors": torch.cat([*(value.detach().flatten() for value in module.state_dict().values()), *state]),
+                "tensors": torch.cat(
+                    [part.detach().flatten().cpu() for part in (*module.state_dict().values(), *state)]
+                ),
                 "settings": [float(optimizer.param_groups[0]["lr"]), schedule.last_epoch],
                 "requires_grad": [parameter.requires_grad for parameter in module.parameters()],
                 "attributes": [module.tau, module.limits, dict(module.settings), getattr(optimizer, "rho", 0)],
@@ -276,7 +278,7 @@ def fit_second_order(given: Any, **options: Any) -> Tensor:
     torch.manual_seed(0)
     module = SecondOrder()
     trainer(precision="32-true", max_epochs=2, **options).fit(module, given)
-    return nn.utils.parameters_to_vector(module.parameters()).detach()
+    return nn.utils.parameters_to_vector(module.parameters()).detach().cpu()
 
 
 def second_order_in_another_precision(folder: str) -> Any:
@@ -327,7 +329,7 @@ def fit_with_history(automatic: bool, given: Any, **options: Any) -> tuple[Tenso
     torch.manual_seed(0)
     module = SteppingItself(automatic)
     trainer(max_epochs=2, **options).fit(module, given)
-    return nn.utils.parameters_to_vector(module.parameters()).detach(), module.steps.item()
+    return nn.utils.parameters_to_vector(module.parameters()).detach().cpu(), module.steps.item()
 
 
 def optimizers_with_a_history(folder: str) -> Any:
@@ -343,7 +345,7 @@ def refused(expected: str, module: Classifier, *loaders: Any, **options: Any) ->
 def a_broadcast_from_a_joined_rank_is_refused(folder: str) -> None:
     class Broadcasting(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            dist.broadcast(torch.zeros(1), 2)
+            dist.broadcast(torch.zeros(1, device=self.device), 2)
             return self.loss(batch)
 
     refused("sends from rank 2, but rank 2 has run out of data", Broadcasting())

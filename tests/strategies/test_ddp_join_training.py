@@ -35,6 +35,8 @@ from tests.strategies.join_ranks import (
     trainer,
     values_of,
 )
+from tests.support import devices
+from tests.support.devices import accelerator
 from tests.support.processes import run_processes
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
@@ -69,7 +71,10 @@ def a_step_is_one_message_whether_loaders_know_their_length_or_not(folder: str) 
         counting = Messages()
         fit(Silent(), loader(16, 16, 12, stream=stream), callbacks=[counting], accumulate_grad_batches=window)
         assert counting.by_step[0] > 1
-        assert counting.by_step[2:5] == [1, 1, 1], (stream, window)
+        # On other devices than CPUs, the host reads control values from a message of their own.
+        most = 1 if devices.is_cpu() else 2
+        assert max(counting.by_step[2:5]) == most, (stream, window, counting.by_step)
+        assert min(counting.by_step[2:5]) >= 1
 
 
 def count_threads(expected: int) -> int:
@@ -167,7 +172,7 @@ class Words(LightningModule):
 
 def manual_optimization_shares_scalers_and_sparse_gradients_but_no_excluded_tensors(folder: str) -> None:
     module = Words()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1)
+    scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0, growth_interval=1)
     states, found = [], []
 
     class Reading(Callback):
@@ -177,7 +182,7 @@ def manual_optimization_shares_scalers_and_sparse_gradients_but_no_excluded_tens
             states.append([value.tolist() for value in values])
             found.append((gradient.is_sparse, scaler.get_scale()))
 
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    plugin = MixedPrecision("16-mixed", accelerator(), scaler)
     made = trainer(Reading(), precision=None, plugins=[plugin], enable_checkpointing=False)
     made.fit(module, loader(*COUNTS))
     assert_identical(states)

@@ -10,8 +10,8 @@ from tests.parity import quiet_trainer
 
 STRATEGIES = {
     "balanced_dp": lambda: BalancedDataParallelStrategy(),
-    "ddp_checkpoint": lambda: DDPCheckpointStrategy(process_group_backend="gloo"),
-    "ddp_join": lambda: DDPJoinStrategy(process_group_backend="gloo"),
+    "ddp_checkpoint": lambda: DDPCheckpointStrategy(),
+    "ddp_join": lambda: DDPJoinStrategy(),
 }
 
 
@@ -27,6 +27,7 @@ def test_a_step_is_switched_off_by_none(name, step):
     (trainer.validate if step == "test_step" else trainer.test)(module, verbose=False)
 
 
+@pytest.mark.cpu_only("names the CPU as the accelerator of the second Trainer")
 @pytest.mark.parametrize("options", [{"accelerator": "cpu"}, {}, {"precision": "64-true"}], ids=repr)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_second_trainer_needs_a_strategy_of_its_own(name, options):

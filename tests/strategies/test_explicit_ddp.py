@@ -36,7 +36,7 @@ def test_a_callable_weight_needs_a_step_that_takes_a_batch():
         def training_step(self, dataloader_iter):
             raise AssertionError("must not run")
 
-    strategy = DDPCheckpointStrategy(weight_by=len, process_group_backend="gloo")
+    strategy = DDPCheckpointStrategy(weight_by=len)
     with pytest.raises(UnsupportedFeatureError, match="a callable `weight_by` has none to weigh"):
         quiet_trainer(strategy, 1).fit(Fetching())
 
@@ -50,7 +50,7 @@ def test_the_watchdog_stops_even_if_the_end_of_the_run_fails(monkeypatch):
 
     stops = []
     monkeypatch.setattr(StallWatch, "stop", lambda watch: stops.append(watch))
-    strategy = DDPJoinStrategy(process_group_backend="gloo", checkpoint_io=Failing())
+    strategy = DDPJoinStrategy(checkpoint_io=Failing())
     with pytest.raises(OSError, match="cannot be written"):
         quiet_trainer(strategy, 1, fast_dev_run=True).fit(BoringModel())
     assert strategy.reducer is None
@@ -73,7 +73,7 @@ def test_a_batch_without_weight_leaves_earlier_gradients_unchanged():
                 self.optimizers().step()
 
     weights = iter([1.0, 0.0, 1.0])
-    strategy = DDPCheckpointStrategy(weight_by=lambda batch: next(weights), process_group_backend="gloo")
+    strategy = DDPCheckpointStrategy(weight_by=lambda batch: next(weights))
     module = Manual()
     quiet_trainer(strategy, 1, max_steps=1, limit_train_batches=3).fit(module)
     first, second, third = module.gradients

@@ -56,7 +56,7 @@ def fit(strategy, trail, *callbacks, kind=Random, loader="a loader", path=None, 
     """Train on one rank, from a checkpoint if there is a path; return the module."""
     trainer = quiet_trainer(
         **{
-            "strategy": STRATEGIES[strategy](process_group_backend="gloo"),
+            "strategy": STRATEGIES[strategy](),
             "devices": 1,
             "precision": "64-true",
             "max_epochs": 3,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.ddp_modules import CLASSES, FEATURES, Adam, Classifier, Momentum, SumLoss
 from tests.strategies.ddp_ranks import Case, Outcome, batches_of, fit, fit_alone
+from tests.support.devices import accelerator
 from tests.support.processes import run_processes
 
 SKIPPED = 7  # the size of batches for which the step returns None
@@ -48,8 +49,8 @@ class SecondOrder(Classifier):
 
 def scaled(case: Case) -> Case:
     """Return a case whose losses are scaled, as under half precision."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
-    options = {"precision": None, "plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0**10, growth_interval=1000)
+    options = {"precision": None, "plugins": [MixedPrecision("16-mixed", accelerator(), scaler)]}
     return replace(case, module=partial(_double, case.module), trainer=options)
 
 
@@ -88,7 +89,7 @@ def fit_skipping(name: str) -> dict[str, tuple[Outcome, list[str]]]:
     cases = {**CASES, **IDENTICAL, **(UNEVEN if name == "ddp_join" else {})}
     found = {}
     for key, case in cases.items():
-        strategy = STRATEGIES[name](process_group_backend="gloo", **case.strategy)
+        strategy = STRATEGIES[name](**case.strategy)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             outcome = fit(case, batches_of(case.sizes, rank), strategy=strategy, devices=2)

@@ -1,5 +1,6 @@
 """How runs start their processes, and errors at that time, which are the same as with Lightning."""
 
+import os
 import re
 import subprocess
 import sys
@@ -134,12 +135,13 @@ def test_more_processes_than_devices_do_not_hide_a_refusal(monkeypatch):
     strategy = fsdp_strategy(process_group_backend="gloo")
     strategy.parallel_devices = [torch.device("cpu")] * 2
     strategy.cluster_environment = LightningEnvironment()
-    with pytest.raises(UnsupportedFeatureError, match="`fsdp` shards over CUDA devices, got cpu"):
+    with pytest.raises(UnsupportedFeatureError, match="`fsdp` shards over accelerators, got the CPU"):
         strategy._configure_launcher()
 
 
 def test_an_interactive_session_trains_under_every_strategy():
-    done = start("-i", "-W", "ignore", input=SESSION)
+    # Lightning reads the state of CUDA's generators, after which a fork cannot use CUDA.
+    done = start("-i", "-W", "ignore", input=SESSION, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     values = re.findall(r"TRAINED (\w+) (\S+)", done.stdout)
     names = ["auto", "balanced_dp", "ddp_join", "ddp_checkpoint"]
     assert [name for name, _ in values] == names, done.stderr

@@ -23,6 +23,7 @@ from unittest import mock
 
 import psutil
 
+from tests.support import devices
 from tests.support.ports import free_port
 
 T = TypeVar("T")
@@ -235,6 +236,7 @@ def _run_rank(folder: str, call: bytes, environment: dict[str, str]) -> None:
     faulthandler.register(signal.SIGQUIT, file=stack, all_threads=True)
     threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
+        devices.accelerator()  # torch's autograd engine finds out about devices when it first runs
         function, args, kwargs = pickle.loads(call)
         _write(folder, "result", pickle.dumps(function(*args, **kwargs)))
         _leave_process_group()

@@ -14,13 +14,9 @@ _NO_DEVICE = 100  # cudaErrorNoDevice; stand-ins fail with it when they are call
 
 
 def add_stand_ins(folder: Path) -> list[str]:
-    """Build the libraries that those in a folder need and this machine lacks, into the folder, where they are found.
+    """Build the libraries that the libraries in a folder need and this machine lacks, and return their names.
 
-    Args:
-        folder: `site-packages/torch/lib`. Needs `readelf` and `gcc`.
-
-    Returns:
-        The names of the libraries built.
+    They are built into the folder, where the loader finds them; needs `readelf` and `gcc`.
     """
     libraries = [path for path in sorted(folder.glob("*.so*")) if path.is_file()]
     present = {path.name for path in libraries}

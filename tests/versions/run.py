@@ -77,14 +77,9 @@ def run_checks(python: Path) -> list[str]:
         started = time.monotonic()
         try:
             done = subprocess.run(
-                [python, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=ROOT,
-                env=environment,
-                timeout=_LIMIT,
-            )
+                [python, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                env=environment, timeout=_LIMIT,
+            )  # fmt: skip
             output, has_passed = done.stdout, done.returncode == 0
         except subprocess.TimeoutExpired as error:
             output, has_passed = f"{error}\n", False

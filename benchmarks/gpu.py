@@ -1,0 +1,334 @@
+"""Times and memory of training steps on a GPU, against Lightning's `ddp` with one rank and against one device.
+
+All contenders train in turn in one process, a few dozen steps at a time; ratios are taken within a round. The host
+waits for the device before and after the steps that are counted, not in between.
+Run it with `python benchmarks/gpu.py`.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from measuring.estimates import FEWEST, Estimate
+from measuring.models import CASES as SMALL_CASES
+from measuring.models import MANY
+from measuring.results import estimate_to_json
+from measuring.rounds import Burst, Measurement, collect_rounds
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+from tests.support import devices
+
+WARM_UP = 6  # steps, of which the first ones build buckets and choose kernels
+ONE = "one device"
+DDP = "ddp"
+
+
+class _Block(nn.TransformerEncoderLayer):
+    def __init__(self, width: int, is_recomputed: bool) -> None:
+        super().__init__(width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.is_recomputed = is_recomputed
+
+    def forward(self, src: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Return the next hidden states."""
+        if not self.is_recomputed:
+            return super().forward(src, *arguments, **options)
+        outputs: Tensor = checkpoint(super().forward, src, *arguments, use_reentrant=False, **options)
+        return outputs
+
+
+class Transformer(nn.Module):
+    """A transformer over words; about 100 million parameters with 12 layers of width 768."""
+
+    def __init__(self, words: int, layers: int, width: int, is_recomputed: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.Sequential(*(_Block(width, is_recomputed) for _ in range(layers)))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return scores of the next words, with the classes in the second dimension."""
+        scores: Tensor = self.head(self.blocks(self.embedding(words)))
+        return scores.transpose(1, 2)
+
+
+class _Bottleneck(nn.Module):
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.layers = nn.Sequential(
+            *_convolution(inputs, width, 1), nn.ReLU(), *_convolution(width, width, 3, stride), nn.ReLU(),
+            *_convolution(width, outputs, 1),
+        )  # fmt: skip
+        is_same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if is_same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the next features."""
+        return functional.relu(self.layers(images) + self.shortcut(images))
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(outputs)]
+
+
+def residual_network(blocks: tuple[int, ...], width: int) -> nn.Module:
+    """Return a residual network of bottlenecks; (3, 4, 6, 3) and 64 make a ResNet-50."""
+    layers: list[nn.Module] = [*_convolution(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1)]
+    inputs = width
+    for stage, number in enumerate(blocks):
+        for block in range(number):
+            layers.append(_Bottleneck(inputs, width << stage, 2 if stage and not block else 1))
+            inputs = 4 * width << stage
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A network, its precision and a function that makes a batch of inputs and labels."""
+
+    build: Callable[[], nn.Module]
+    precision: Any
+    make_batch: Callable[[], tuple[Tensor, Tensor]]
+
+
+def make_cases(is_quick: bool) -> dict[str, Case]:
+    """Return the cases; in a quick run they are small enough for a CPU."""
+    precision = "32-true" if is_quick else "bf16-mixed"
+    vocabulary, layers, width, length, size = (99, 2, 64, 8, 4) if is_quick else (8192, 12, 768, 512, 16)
+    blocks, channels, side, images = ((1, 1), 8, 32, 8) if is_quick else ((3, 4, 6, 3), 64, 224, 64)
+
+    def words() -> tuple[Tensor, Tensor]:
+        text = torch.randint(vocabulary, (size, length + 1))
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def pictures() -> tuple[Tensor, Tensor]:
+        shown = torch.randn(images, 3, side, side).to(memory_format=torch.channels_last)
+        return shown, torch.randint(1000, (images,))
+
+    many = SMALL_CASES[MANY]
+
+    def numbers() -> tuple[Tensor, Tensor]:
+        return torch.randn(many.batch_size, *many.shape), torch.randint(10, (many.batch_size,))
+
+    return {
+        "transformer": Case(partial(Transformer, vocabulary, layers, width, False), precision, words),
+        "transformer, recomputed": Case(partial(Transformer, vocabulary, layers, width, True), precision, words),
+        "residual network": Case(partial(residual_network, blocks, channels), precision, pictures),
+        MANY: Case(many.build, "32-true", numbers),
+    }
+
+
+class Classifier(pl.LightningModule):
+    """Cross-entropy over a given network."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Compute the loss of a batch (inputs, labels)."""
+        return functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain SGD, so that the step is forward and backward."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same few batches, which lie on the device already."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self._batches = [tuple(part.to(device) for part in case.make_batch()) for _ in range(2)]
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self._batches
+
+
+class Window(pl.Callback):
+    """Times and memory of the steps after the warm-up."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cpu = device.type == "cpu"
+        self._begin = 0.0
+        self.seconds = 0.0
+        self.peak = 0.0
+        self.held = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock after the warm-up, when the optimizer has cleared all gradients."""
+        if batch_idx == WARM_UP:
+            self._synchronize()
+            if not self._is_cpu:
+                torch.accelerator.reset_peak_memory_stats(self._device)
+            self._begin = time.perf_counter()
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Stop the clock when the device has finished, then read its memory."""
+        self._synchronize()
+        self.seconds = time.perf_counter() - self._begin
+        if not self._is_cpu:
+            self.peak = torch.accelerator.max_memory_allocated(self._device)
+            module.zero_grad()
+            self.held = torch.accelerator.memory_allocated(self._device)
+
+    def _synchronize(self) -> None:
+        if not self._is_cpu:
+            torch.accelerator.synchronize(self._device)
+
+
+def make_strategies(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Return the contenders; Lightning's `ddp` runs on no other accelerators than CUDA."""
+    ranked = {"parallel_devices": [device]}
+    theirs = {DDP: partial(DDPStrategy, **ranked)} if device.type in ("cpu", "cuda") else {}
+    return {
+        ONE: partial(SingleDeviceStrategy, device),
+        **theirs,
+        "ddp_checkpoint": partial(DDPCheckpointStrategy, **ranked),
+        "ddp_join": partial(DDPJoinStrategy, **ranked),
+        "balanced_dp, 1 replica": partial(BalancedDataParallelStrategy, parallel_devices=[device]),
+        "balanced_dp, 2 replicas": partial(BalancedDataParallelStrategy, parallel_devices=[device] * 2),
+    }
+
+
+REFERENCES = {"ddp_checkpoint": DDP, "ddp_join": DDP, "balanced_dp, 1 replica": ONE, "balanced_dp, 2 replicas": ONE}
+
+
+def fit(case: Case, data: Endless, strategy: Callable[[], Any], device: torch.device, steps: int) -> Burst:
+    """Train for some steps after a warm-up; memory is in bytes, without the parameters and the batches."""
+    gc.collect()
+    torch.manual_seed(0)
+    with device:  # random numbers for 100 million parameters take seconds on a CPU
+        module = Classifier(case.build())
+    window = Window(device)
+    trainer = pl.Trainer(
+        strategy=strategy(), accelerator=device.type, devices=1, precision=case.precision, callbacks=[window],
+        plugins=[LightningEnvironment()], max_epochs=-1, max_steps=WARM_UP + steps, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    mean = window.seconds / steps
+    print(f"{type(trainer.strategy).__name__}: {steps} steps of {1000 * mean:.2f} ms", flush=True)
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    return Burst(
+        steps, mean, mean, mean, 0.0, 0.0, {"peak": window.peak, "held": window.held, "gradients": float(size)}
+    )
+
+
+def measure(case: Case, device: torch.device, options: argparse.Namespace) -> Measurement:
+    """Run all contenders in rounds, after one warm-up of each that also finds the number of steps."""
+    strategies, data = make_strategies(device), Endless(case, device)
+    until = time.perf_counter() + options.seconds
+    seconds = {name: fit(case, data, strategy, device, 3).mean for name, strategy in strategies.items()}
+    turns = {
+        name: partial(fit, case, data, strategy, device, max(5, round(options.burst / seconds[name])))
+        for name, strategy in strategies.items()
+    }
+
+    @contextmanager
+    def enter() -> Iterator[Mapping[str, Callable[[], Burst]]]:
+        yield turns
+
+    measurement = collect_rounds(enter, FEWEST, FEWEST, any_load=True)
+    while len(measurement.rounds) < options.rounds and time.perf_counter() < until:
+        number = len(measurement.rounds)
+        names = list(turns)[number % len(turns) :] + list(turns)[: number % len(turns)]
+        measurement.rounds.append({name: turns[name]() for name in names})
+    return measurement
+
+
+def describe(name: str, measurement: Measurement) -> tuple[dict[str, Any], list[str]]:
+    """Return the conclusions of a case as numbers and as rows of a table."""
+    numbers: dict[str, Any] = {}
+    rows = []
+    for contender in measurement.rounds[0]:
+        bursts = [round_[contender] for round_ in measurement.rounds]
+        alone = [round_[ONE] for round_ in measurement.rounds]
+        reference = REFERENCES.get(contender)
+        reference = reference if reference in measurement.rounds[0] else None
+        ratio = measurement.ratio(contender, reference) if reference else None
+        peak = min(burst.extra["peak"] for burst in bursts)
+        least = min(burst.extra["peak"] for burst in alone)
+        unit = bursts[0].extra["gradients"]
+        above = 1 + (peak - least) / unit
+        numbers[contender] = {
+            "seconds": estimate_to_json(measurement.time(contender)),
+            "ratio": estimate_to_json(ratio),
+            "ratio to": reference,
+            "peak in bytes": peak,
+            "held in bytes": min(burst.extra["held"] for burst in bursts),
+            "gradients in bytes": unit,
+            "memory of gradients": above,
+        }
+        times = _cell(measurement.time(contender), 1000)
+        compared = f"{_cell(ratio)} of {reference}" if reference else ""
+        memory = f"{peak / 2**30:.2f} | {above:.2f}" if peak else "|"
+        rows.append(f"| {name} | {contender} | {times} | {compared} | {memory} |")
+    return numbers, rows
+
+
+def _cell(estimate: Estimate | None, factor: float = 1.0) -> str:
+    if estimate is None:
+        return ""
+    return f"{factor * estimate.median:.2f} [{factor * estimate.low:.2f}, {factor * estimate.high:.2f}]"
+
+
+def main() -> None:
+    """Measure the cases and write `results.json` after each, with the lines of a page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--accelerator", default="cuda", help="another one to see whether it works")
+    parser.add_argument("--rounds", type=int, default=12, help=f"at most; at least {FEWEST}")
+    parser.add_argument("--seconds", type=float, default=30, help="for the rounds of a case beyond the first ones")
+    parser.add_argument("--burst", type=float, default=0.6, help="seconds of a contender's turn")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="by default all")
+    parser.add_argument("--quick", action="store_true", help="small models; the default except on CUDA")
+    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/gpu"), help="folder of the results")
+    options = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
+    devices.choose(options.accelerator)
+    device = devices.device()
+    cases = make_cases(options.quick or options.accelerator != "cuda")
+    results: dict[str, Any] = {"cases": {}, "page": [
+        "Medians over rounds with exact 95 % intervals; ratios are taken within a round. Memory of gradients: the peak"
+        " of a step less the peak on one device, in units of all gradients, plus 1.",
+        "",
+        "| model | strategy | step in ms | ratio | peak in GiB | memory of gradients |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]}  # fmt: skip
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name in options.cases or cases:
+        numbers, rows = describe(name, measure(cases[name], device, options))
+        results["cases"][name] = numbers
+        results["page"] += rows
+        print(*rows, sep="\n", flush=True)
+        (options.output / "results.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

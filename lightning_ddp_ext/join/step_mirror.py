@@ -1,0 +1,373 @@
+"""The training state that a step has changed, for ranks that did not run the step."""
+
+import warnings
+from collections.abc import Hashable, Iterator
+from functools import lru_cache, partial
+from itertools import chain
+from operator import is_
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import numpy
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric, MetricCollection
+
+from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
+from lightning_ddp_ext._compat.torch import version_of, versions_of
+from lightning_ddp_ext.consistency.fingerprints import checksums
+from lightning_ddp_ext.consistency.setups import find_ignored
+from lightning_ddp_ext.distributed.flat_tensors import overwrite
+from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.reducer.buffer_synchronizer import find_different
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+
+_CODE = (type, FunctionType, BuiltinFunctionType, partial)  # the same on every rank
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, dict, set)
+_LARGE = 2**20  # bytes of a parameter from which checksums replace a copy
+_LARGEST_DICTIONARY = 64  # entries
+
+Place = tuple[Any, ...]  # "module" and its name, or "optimizer" and its number; then names of attributes and keys
+
+
+class StepMirror:
+    """Finds the training state that a training step has changed, and sets it on ranks that did not run the step.
+
+    This is the state that Lightning, the reducer and torchmetrics do not keep equal: parameters, shapes of buffers,
+    settings and state of optimizers, schedulers, and plain attributes of modules and optimizers. Under manual
+    optimization it includes gradients, the gradient scaler and the number of steps.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, reducer: GradientReducer) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._reducer = reducer
+        self._sample_counters: set[Place] = set()
+        self._has_warned = False
+
+    def begin_phase(self) -> None:
+        """Prepare for steps with the same active ranks. Call on every rank."""
+        metrics = [part for part in self._module.modules() if isinstance(part, Metric | MetricCollection)]
+        in_metrics = {id(part) for metric in metrics for part in metric.modules()}
+        self._parts = {name: part for name, part in self._module.named_modules() if id(part) not in in_metrics}
+        self._ignored = find_ignored(self._module)
+        self._parameters = {name: one for name, one in self._module.named_parameters() if name not in self._ignored}
+        self._attributes: list[tuple[Place, dict[Any, Any]]] = [
+            *((("module", name), vars(part)) for name, part in self._parts.items()),
+            *((("optimizer", number), vars(optimizer)) for number, optimizer in enumerate(self._trainer.optimizers)),
+        ]
+        self._dictionaries: list[tuple[Place, dict[Any, Any]]] = [
+            ((*place, name), value)
+            for place, attributes in self._attributes
+            for name, value in attributes.items()
+            if isinstance(value, dict) and name not in _inherited()
+        ]
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Remember the state before a step, on a rank that runs it."""
+        self._structure = self._find_structure()
+        # A change through `.data` has no version, so values are compared.
+        self._values = {
+            name: (one.requires_grad, _form(one), _content(one).clone()) for name, one in self._parameters.items()
+        }
+        self._forms = {name: _form(buffer) for name, buffer in self._buffers().items()}
+        dictionaries = [pair for pair in self._dictionaries if len(pair[1]) <= _LARGEST_DICTIONARY]
+        self._entries = [(place, entries, entries.copy()) for place, entries in (*self._attributes, *dictionaries)]
+        self._tensors = {name: version_of(one) for name, one in vars(self._module).items() if isinstance(one, Tensor)}
+        self._optimizers = [(_settings(one), _state(one)) for one in self._trainer.optimizers]
+        self._schedules = [vars(scheduler).copy() for scheduler in self._schedulers()]
+
+    @torch.no_grad()
+    def changes(self, samples: float) -> Tensor | None:
+        """Return the changes since `remember`, or None; an attribute raised by the samples of the batch is no change.
+
+        Raises `UnsupportedFeatureError` for a change that cannot be sent.
+        """
+        found = {
+            "buffers": self._changed_buffers(),
+            "attributes": self._changed_attributes(int(samples)),
+            "parameters": self._changed_parameters(),
+            **self._changed_optimization(),
+        }
+        state = {name: value for name, value in found.items() if value}
+        if not self._module.automatic_optimization:
+            state.update(self._state_after_manual_step())
+        if not state:
+            return None
+        packed = pack(state)
+        if packed.skipped:
+            raise UnsupportedFeatureError(
+                "`ddp_join` sends the state of optimizers and schedulers that `training_step` changes to ranks without"
+                f" data, and it holds {name_skipped(packed.skipped)}, which is neither a number nor a tensor."
+                ' Use `uneven_inputs="stop"`.'
+            )
+        return packed.data
+
+    @torch.no_grad()
+    def take(self, changes: Tensor) -> None:
+        """Set the state that has changed on the rank that has run the step."""
+        state, _ = unpack(changes)
+        for name, (requires_grad, value) in state.get("parameters", {}).items():
+            self._set_parameter(name, value, requires_grad)
+        for name, value in state.get("buffers", {}).items():
+            self._set_buffer(name, value)
+        for place, before, after in state.get("attributes", ()):
+            self._set_attribute(place, before, after)
+        optimizers, schedulers = self._trainer.optimizers, self._schedulers()
+        for number, groups in state.get("settings", {}).items():
+            self._set_settings(optimizers[number], groups)
+        for number, values in state.get("optimizers", {}).items():
+            self._load(optimizers[number], values)
+        for number, values in state.get("schedulers", {}).items():
+            schedulers[number].load_state_dict(values)
+        if "progress" in state:
+            self._trainer.precision_plugin.load_state_dict(state["precision"])
+            manual_step_progress(self._trainer).load_state_dict(state["progress"])
+            for parameter, gradient in zip(self._parameters.values(), state["gradients"] or (), strict=False):
+                parameter.grad = None if gradient is None else _gradient(parameter, *gradient)
+
+    def _find_structure(self) -> list[Any]:
+        """Return the modules and parameters, which rarely become other objects."""
+        parts = self._parts.values()
+        return [*chain.from_iterable((*part._modules.values(), *part._parameters.values()) for part in parts)]
+
+    def _buffers(self) -> dict[str, Tensor | None]:
+        named = (
+            (f"{path}.{leaf}".lstrip("."), buffer)
+            for path, part in self._parts.items()
+            for leaf, buffer in part._buffers.items()
+        )
+        return {name: buffer for name, buffer in named if name not in self._ignored}
+
+    def _schedulers(self) -> list[LRScheduler]:
+        """Return the schedulers that Lightning steps, and schedulers among the attributes of the module."""
+        own = [value for value in vars(self._module).values() if isinstance(value, LRScheduler)]
+        return [*(config.scheduler for config in self._trainer.lr_scheduler_configs), *own]
+
+    def _changed_parameters(self) -> dict[str, tuple[bool, Tensor]]:
+        if not _are_identical(self._structure, self._find_structure()):
+            self.begin_phase()
+        alike = {
+            name: (self._values[name][2], _content(one))
+            for name, one in self._parameters.items()
+            if name in self._values and self._values[name][:2] == (one.requires_grad, _form(one))
+        }
+        differ = dict(zip(alike, find_different(list(alike.values())), strict=True))
+        return {name: (one.requires_grad, one) for name, one in self._parameters.items() if differ.get(name, True)}
+
+    def _changed_buffers(self) -> dict[str, Tensor | None]:
+        """Return the buffers with another shape or dtype, whose values the reducer does not make equal.
+
+        Under manual optimization return all, since buffers may change after the last backward pass of the step.
+        """
+        buffers = self._buffers()
+        if not self._module.automatic_optimization:
+            return buffers
+        return {name: one for name, one in buffers.items() if self._forms.get(name, _form(one)) != _form(one)}
+
+    def _changed_attributes(self, samples: int) -> list[tuple[Place, list[Any], list[Any]]]:
+        """Return the place of each changed value, and the values before and after; no value is an empty list."""
+        sent = []
+        for owner, entries, before in self._entries:
+            for name, old, new in _differences(before, entries):
+                place = (*owner, name)
+                if len(place) == 3 and name in _inherited():
+                    continue
+                if not _is_plain((*place, *old, *new)):
+                    self._warn_of(place, new)
+                elif not self._counts_samples(place, old, new, samples):
+                    sent.append((place, old, new))
+        for name, version in self._tensors.items():
+            value = vars(self._module).get(name)
+            if isinstance(value, Tensor) and version != version_of(value):
+                self._warn_of(("module", "", name), [value])
+        return sent
+
+    def _counts_samples(self, place: Place, old: list[Any], new: list[Any], samples: int) -> bool:
+        """Return True if a number was raised by the samples of the batch; a number of steps is raised by 1 as well."""
+        numbers = [*old, *new]
+        if len(numbers) < 2 or not all(isinstance(number, int | float) for number in numbers):
+            return False
+        is_raised = numbers[1] - numbers[0] == samples
+        if is_raised and samples != 1:
+            self._sample_counters.add(place)
+        return is_raised and place in self._sample_counters
+
+    def _warn_of(self, place: Place, values: list[Any]) -> None:
+        """Warn once of an attribute of the LightningModule, unless it belongs to a batch (container, graph)."""
+        is_of_batch = all(isinstance(value, _CONTAINERS) or getattr(value, "requires_grad", False) for value in values)
+        if self._has_warned or is_of_batch or place[:2] != ("module", ""):
+            return
+        self._has_warned = True
+        name = place[2] + "".join(f"[{key!r}]" for key in place[3:])
+        warnings.warn(
+            f"rank {self._trainer.global_rank}: `training_step` changes `self.{name}`, of type"
+            f" `{type(values[0]).__name__}`, which ranks that have run out of data keep as it was. If training depends"
+            " on it, register it as a buffer, or make it a number.",
+            stacklevel=2,
+        )
+
+    def _changed_optimization(self) -> dict[str, Any]:
+        settings, states = {}, {}
+        for number, (optimizer, before) in enumerate(zip(self._trainer.optimizers, self._optimizers, strict=True)):
+            # A manual step may change state in any depth, such as in a list, which has no version.
+            if not self._module.automatic_optimization or _have_changed(before[1], _state(optimizer)):
+                state = optimizer.state_dict()
+                states[number] = {**state, "param_groups": [*map(_without_code, state["param_groups"])]}
+            elif _have_changed(before[0], _settings(optimizer)):
+                settings[number] = [_without_code(group, "params") for group in optimizer.param_groups]
+        schedulers = {
+            number: _without_code(scheduler.state_dict())
+            for number, scheduler in enumerate(self._schedulers())
+            if any(_differences(self._schedules[number], vars(scheduler)))
+        }
+        return {"settings": settings, "optimizers": states, "schedulers": schedulers}
+
+    def _state_after_manual_step(self) -> dict[str, Any]:
+        parameters = list(self._parameters.values())
+        accumulates = self._reducer.unsynchronized(parameters)  # each rank keeps its own gradients
+        return {
+            "precision": self._trainer.precision_plugin.state_dict(),
+            "progress": manual_step_progress(self._trainer).state_dict(),
+            "gradients": None if accumulates else [_described(parameter.grad) for parameter in parameters],
+        }
+
+    def _set_parameter(self, name: str, value: Tensor, requires_grad: bool) -> None:
+        parameter = self._parameters.get(name)
+        if parameter is None or parameter.shape != value.shape:
+            raise UnsupportedFeatureError(
+                f"rank {self._trainer.global_rank}: `training_step` on a rank with data has made the parameter"
+                f" `{name}`, of shape {list(value.shape)}, and this rank without data has none like it. Create it"
+                " in `__init__`, `configure_model` or `setup` of the module."
+            )
+        if parameter.numel():
+            overwrite([parameter], value.to(parameter.device, parameter.dtype).view(-1), [True])
+        parameter.requires_grad_(requires_grad)
+
+    def _set_buffer(self, name: str, value: Tensor | None) -> None:
+        path, _, leaf = name.rpartition(".")
+        buffers = self._parts[path]._buffers
+        own = buffers.get(leaf)
+        if own is not None and value is not None and _form(own) == _form(value):
+            own.copy_(value)
+        else:
+            buffers[leaf] = None if value is None else value.to(self._module.device)
+
+    def _set_attribute(self, place: Place, before: list[Any], after: list[Any]) -> None:
+        """Set an attribute that was the same on both ranks; any other attribute belongs to its rank."""
+        kind, owner, *path, name = place
+        entries = vars(self._parts[owner] if kind == "module" else self._trainer.optimizers[owner])
+        for key in path:
+            entries = entries.get(key, {})
+        own = [entries[name]] if name in entries else []
+        if not _is_plain((*own,)) or not _are_equal(own, before):
+            return
+        if after:
+            entries[name] = after[0]
+        else:
+            del entries[name]
+
+    def _check_groups(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        if len(groups) != len(optimizer.param_groups):
+            raise UnsupportedFeatureError(
+                f"rank {self._trainer.global_rank}: `training_step` on a rank with data has made {len(groups)}"
+                f" parameter groups of `{type(optimizer).__name__}`, and this rank without data has"
+                f" {len(optimizer.param_groups)}. Call `add_param_group` in a hook that all ranks run, such as"
+                " `on_train_batch_start`."
+            )
+
+    def _set_settings(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        self._check_groups(optimizer, groups)
+        for own, values in zip(optimizer.param_groups, groups, strict=True):
+            for name, value in values.items():
+                is_tensor = isinstance(value, Tensor) and isinstance(own.get(name), Tensor)
+                own[name] = value.to(own[name].device) if is_tensor else value
+
+    def _load(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
+        """Load the state of an optimizer, except for parameters that each rank has for itself."""
+        self._check_groups(optimizer, values["param_groups"])
+        own = set(self._module.parameters()).difference(self._parameters.values())
+        kept: dict[Tensor, Any] = {one: optimizer.state.pop(one) for one in own if one in optimizer.state}
+        groups = zip(optimizer.param_groups, values["param_groups"], strict=True)
+        optimizer.load_state_dict({**values, "param_groups": [{**group, **sent} for group, sent in groups]})
+        for parameter in own:
+            optimizer.state.pop(parameter, None)
+        optimizer.state.update(kept)
+
+
+@lru_cache(maxsize=1)
+def _inherited() -> frozenset[str]:
+    """Return the attributes that modules and optimizers have from their bases."""
+    optimizer = torch.optim.SGD([torch.zeros(())])
+    return frozenset(vars(LightningModule()).keys() | vars(optimizer).keys()) - {"training"}
+
+
+def _are_identical(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(map(is_, before, after))
+
+
+def _differences(before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+    """Yield the names of entries that are other objects, with the values before and after in lists of at most one."""
+    if len(before) == len(after) and all(map(is_, before.values(), after.values())):
+        return
+    for name in {**before, **after}:
+        old, new = ([entries[name]] if name in entries else [] for entries in (before, after))
+        if not _are_identical(old, new):
+            yield name, old, new
+
+
+def _form(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def _content(parameter: Tensor) -> Tensor:
+    """Return the values of a parameter, or their checksums if there are many."""
+    return checksums([parameter], parameter.device) if parameter.nbytes > _LARGE else parameter.detach()
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _are_equal(values: list[Any], others: list[Any]) -> bool:
+    # Both may be nan, such as before a first measurement.
+    pairs = zip(values, others, strict=False)
+    return len(values) == len(others) and all(one == other or (one != one and other != other) for one, other in pairs)
+
+
+def _without_code(entries: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return the entries that are not code, except for some names."""
+    return {name: value for name, value in entries.items() if name not in names and not isinstance(value, _CODE)}
+
+
+def _settings(optimizer: Optimizer) -> tuple[list[Any], list[int]]:
+    values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    return values, versions_of(values)
+
+
+def _state(optimizer: Optimizer) -> tuple[list[Any], list[int]]:
+    states = (state.values() if isinstance(state, dict) else (state,) for state in optimizer.state.values())
+    values = [*chain.from_iterable(states)]
+    return values, versions_of(values)
+
+
+def _have_changed(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]]) -> bool:
+    return before[1] != after[1] or not _are_identical(before[0], after[0])
+
+
+def _described(gradient: Tensor | None) -> tuple[int, Tensor] | None:
+    """Return the number of sparse dimensions of a gradient, and its elements."""
+    if gradient is None:
+        return None
+    return (gradient.sparse_dim(), gradient.to_dense()) if gradient.is_sparse else (0, gradient)
+
+
+def _gradient(parameter: Tensor, sparse_dim: int, gradient: Tensor) -> Tensor:
+    dense = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    return dense.to_sparse(sparse_dim) if sparse_dim else dense

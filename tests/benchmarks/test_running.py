@@ -1,0 +1,88 @@
+"""Processes that host contenders, and the benchmarks' commands in runs that are as short as they can be."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from measuring.command import measure, parse, start_parser
+from measuring.contender import Contender, closing_all
+from measuring.joining import ACCELERATE
+from measuring.memory import ONE
+from measuring.models import TINY, TOY
+from measuring.peers import OURS
+from measuring.redirecting import ACTIVE, BACKEND, DIRECT, MODE, RANKS, REPLACED, SMALL
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_a_contender_that_fails_is_an_error_with_its_last_lines():
+    contender = Contender("measuring.missing", "argument")
+    with closing_all([contender]), pytest.raises(RuntimeError, match=r"(?s)measuring\.missing argument.*No module"):
+        contender.run(steps=1)
+
+
+@pytest.mark.slow
+def test_peers_that_fail_leave_the_others(monkeypatch, tmp_path):
+    """The quickest way to fail that there is: a peer whose processes do not even find its case."""
+    monkeypatch.setattr(sys, "argv", ["command", "--quick", "--output", str(tmp_path)])
+    options = parse(start_parser("", ["MLP"], "test"), "MLP")
+    orders = {name: {"case": case, "strategy": "auto"} for name, case in (("good", TOY), ("bad", "missing"))}
+    measurement, failures = measure("toys", "measuring.fitting", orders, options, may_fail=["bad"])
+    assert failures == {"bad": "KeyError: 'missing'"}
+    assert [set(round_) for round_ in measurement.rounds] == [{"good"}] * 6
+    with pytest.raises(RuntimeError, match="KeyError: 'missing'"):
+        measure("toys", "measuring.fitting", orders, options)
+
+
+@pytest.mark.slow
+def test_every_way_of_redirecting_reaches_the_ranks_that_have_data():
+    """The contender fails if the sum over these ranks is not that of these ranks."""
+    contender = Contender("measuring.redirecting", ranks=RANKS)
+    ways = [(DIRECT, False), (BACKEND, False), (REPLACED, True), (MODE, True), (BACKEND, True)]
+    options = {"ranks": len(ACTIVE), "work": SMALL, "steps": 10}
+    with closing_all([contender]):
+        for way, in_uneven_phase in ways:
+            assert contender.run(way=way, in_uneven_phase=in_uneven_phase, **options).steps == 10
+        with pytest.raises(RuntimeError, match="KeyError: 'missing'"):
+            contender.run(way="missing", in_uneven_phase=True, **options)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+def test_benchmarks_leave_tables_pictures_and_numbers(tmp_path):
+    def run(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--output", folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=True, cwd=folder)
+        assert {"tables.txt", "results.json", "ratios.png", "ratios.svg"} <= {path.name for path in folder.iterdir()}
+        assert "…" not in (folder / "tables.txt").read_text()
+        return done.stdout, json.loads((folder / "results.json").read_text())
+
+    printed, results = run("balanced_dp")
+    assert "Floor: two threads" in printed
+    assert results["steps"][TINY]["rounds counted"] == 6
+    printed, results = run("ddp_checkpoint")
+    assert "right of 12" in printed
+    assert {one["letter"] for one in results["peers"] if one["who"] == OURS} == {"P"}
+    assert results["speed"]["MLP"]["reentrant"]["rounds counted"] == 6
+    assert results["memory"][OURS][ONE]["peak"] <= 1.05
+    assert results["memory"][OURS][ONE]["held"] <= 0.05
+    printed, results = run("ddp_join")
+    assert "Ways to redirect collectives" in printed
+    assert results["even"][TINY]["rounds counted"] == results["tail"][TINY]["rounds counted"] == 6
+    assert set(results["uneven"][TINY]["failures"]) <= {ACCELERATE}
+    assert all(results["redirection"]["ratios"].values())
+
+
+@pytest.mark.slow
+def test_signals_at_random_moments_end_runs_that_resume(tmp_path):
+    output = tmp_path / "counts.json"
+    command = [sys.executable, BENCHMARKS / "preemption.py", "--signals", "10", "--output", output]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(output.read_text())
+    assert counts["signals"] == counts["clean ends"] == counts["loadable checkpoints"] == 10
+    assert counts["chains that ended as the whole run"] == counts["chains that came to their end"]

@@ -1,0 +1,180 @@
+"""Reports of the replicas of `balanced_dp`, and of ranks with different amounts of data."""
+
+import csv
+import io
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext import BalancedDataParallelStrategy, DDPJoinStrategy
+from lightning_ddp_ext.callbacks import BalanceReport, JoinReport
+from lightning_ddp_ext.callbacks.join_report import RankRecord
+from tests.parity import Classifier, dataset, quiet_trainer
+from tests.support.devices import accelerator
+from tests.support.processes import run_processes
+
+
+def fit(strategy, devices, report, **options):
+    trainer = quiet_trainer(strategy, devices, precision="64-true", max_epochs=2, callbacks=[report], **options)
+    trainer.fit(Classifier(), DataLoader(dataset(11), batch_size=8))
+
+
+def test_chunk_and_time_of_every_replica_are_recorded_and_written(tmp_path, capsys):
+    report = BalanceReport(tmp_path / "new" / "replicas.csv")
+    fit(BalancedDataParallelStrategy(gpu0_batch_size=1), 3, report)
+    assert [record.chunk for record in report.records] == [1, 4, 3, 1, 1, 1] * 2
+    assert [record.batch for record in report.records] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert all(record.seconds > 0 for record in report.records)
+    for batch in range(4):
+        of_batch = [record for record in report.records if record.batch == batch]
+        slowest = max(record.seconds for record in of_batch)
+        assert [r.idle_share for r in of_batch] == pytest.approx([1 - r.seconds / slowest for r in of_batch])
+    with report.path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["chunk"]) for row in rows] == [record.chunk for record in report.records]
+    assert "medians of the last 4 batches" in capsys.readouterr().out
+
+
+@pytest.mark.cpu_only("replicas on CPUs share their memory")
+def test_the_table_says_what_replicas_did(capsys):
+    report = BalanceReport(table=False)
+    fit(BalancedDataParallelStrategy(gpu0_batch_size=0), 2, report)
+    assert "medians" not in capsys.readouterr().out
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report.table())
+    idle, busy = (line.split() for line in console.file.getvalue().splitlines() if "cpu" in line)
+    assert idle == ["│", "0", "│", "cpu", "│", "0", "│", "0.0", "ms", "│", "100%", "│", "shared", "│"]
+    assert (busy[5], busy[10]) == ("5.5", "0%")  # batches of 8 and 3
+    assert "peak memory of the process" in console.file.getvalue()
+    fit(BalancedDataParallelStrategy(), 4, report)  # each training starts a new report
+    assert len(report.records) == 16
+    assert {record.replica for record in report.records} == {0, 1, 2, 3}
+
+
+def test_values_are_logged_with_those_of_the_step(tmp_path):
+    report = BalanceReport(table=False)
+    logger = CSVLogger(tmp_path, name=None, version="")
+    fit(BalancedDataParallelStrategy(split=[1, 3]), 2, report, logger=logger, log_every_n_steps=2)
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["replica_0/samples"]]
+    # Batches of 8 and 3 in turn; Lightning logs every second step.
+    assert [(row["step"], row["replica_0/samples"], row["replica_1/samples"]) for row in rows] == [
+        ("1", "1.0", "2.0"),
+        ("3", "1.0", "2.0"),
+    ]
+    assert all(float(row["replica_0/milliseconds"]) > 0 and row["loss_step"] for row in rows)
+
+
+class Interrupting(Callback):
+    def on_train_batch_end(self, *args):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_training_is_reported(tmp_path, capsys):
+    report = BalanceReport(tmp_path / "replicas.csv")
+    trainer = quiet_trainer(
+        BalancedDataParallelStrategy(), 2, precision="64-true", max_epochs=1, callbacks=[report, Interrupting()]
+    )
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(Classifier(), DataLoader(dataset(11), batch_size=8))
+    assert [record.chunk for record in report.records] == [4, 4]
+    assert report.path.read_text().count(accelerator()) == 2
+    assert "medians of the last 1 batches" in capsys.readouterr().out
+
+
+def test_an_error_after_training_is_none_of_its_business(capsys):
+    class Failing(Callback):
+        def on_validation_start(self, *args):
+            raise KeyError("late")
+
+    report = BalanceReport()
+    trainer = quiet_trainer(
+        BalancedDataParallelStrategy(), 2, precision="64-true", max_epochs=1, callbacks=[report, Failing()]
+    )
+    loader = DataLoader(dataset(11), batch_size=8)
+    trainer.fit(Classifier(), loader)
+    assert "medians" in capsys.readouterr().out
+    with pytest.raises(KeyError, match="late"):
+        trainer.validate(BoringModel())
+    assert "medians" not in capsys.readouterr().out
+
+
+SAMPLES = [22, 6]  # of each rank, in batches of 4
+
+
+class Uneven(Classifier):
+    """Has fewer samples on rank 1."""
+
+    def train_dataloader(self):
+        return DataLoader(dataset(SAMPLES[self.trainer.global_rank]), batch_size=4)
+
+
+def report(folder):
+    """Train for two epochs; return what was recorded, logged and said."""
+    callback = JoinReport(log=True)
+    logger = CSVLogger(folder, name=None, version="")
+    options = {"precision": "64-true", "max_epochs": 2, "callbacks": [callback], "use_distributed_sampler": False}
+    trainer = quiet_trainer(DDPJoinStrategy(), 2, logger=logger, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Uneven())
+    rows = []
+    if trainer.is_global_zero:
+        with (Path(folder) / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["rank_0/batches"]]
+    return {
+        "records": [asdict(record) for record in callback.records],
+        "idle": [record.idle_share for record in callback.records],
+        "warnings": [str(one.message) for one in caught if "had no data" in str(one.message)],
+        "rows": rows,
+    }
+
+
+def test_every_rank_knows_what_each_rank_did(tmp_path, capsys):
+    found = run_processes(report, 2, str(tmp_path), timeout=120)
+    counted = [
+        {name: record[name] for name in ("epoch", "rank", "batches", "samples", "shadow_steps")}
+        for record in found[0]["records"]
+    ]
+    assert counted == [
+        {"epoch": epoch, "rank": rank, "batches": batches, "samples": SAMPLES[rank], "shadow_steps": shadow_ranks}
+        for epoch in range(2)
+        for rank, (batches, shadow_ranks) in enumerate([(6, 0), (2, 4)])
+    ]
+    assert found[0]["records"] == found[1]["records"]
+    for record, idle in zip(found[0]["records"], found[0]["idle"], strict=True):
+        assert (record["shadow_seconds"] > 0) == (record["rank"] == 1)
+        assert record["shadow_seconds"] <= record["seconds"]
+        assert idle == pytest.approx(record["shadow_seconds"] / record["seconds"])
+    (warning,) = found[0]["warnings"]
+    assert warning.startswith("rank 1 had no data for")
+    assert found[1]["warnings"] == []
+    assert [float(row["rank_1/shadow_steps"]) for row in found[0]["rows"]] == [4, 4]
+    printed = capsys.readouterr().out
+    assert printed.count("shadow steps") == 1
+
+
+def test_the_table_has_a_row_per_epoch_and_rank():
+    report = JoinReport()
+    report.records += [RankRecord(0, 0, 9, 72, 0, 0.0, 2.0), RankRecord(0, 1, 4, 30, 5, 0.5, 2.0)]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report.table())
+    rows = [line.replace("│", " ").split() for line in console.file.getvalue().splitlines() if "%" in line]
+    assert rows == [["0", "0", "9", "72", "0", "0.00", "0%"], ["1", "4", "30", "5", "0.50", "25%"]]
+
+
+def test_nothing_is_recorded_under_other_strategies(tmp_path, capsys):
+    for report in (BalanceReport(tmp_path / "replicas.csv"), JoinReport()):
+        fit("auto", 1, report)
+        assert report.records == []
+    assert not list(tmp_path.iterdir())
+    printed = capsys.readouterr().out
+    assert "shadow" not in printed
+    assert "medians" not in printed

@@ -1,0 +1,113 @@
+"""Locations of threads, and what is concluded from heartbeats of more ranks than there could be processes here."""
+
+import json
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Heartbeats
+from lightning_ddp_ext.distributed.stall_report import describe_main_stack, find_main_thread, find_stack_location
+from lightning_ddp_ext.distributed.watchdog import find_reason
+
+INTERVAL = 0.2  # seconds
+MANY = MOST_READERS + 2
+STATE = {"host": "node1", "process": 1, "where": "all_reduce", "collective": "all_reduce", "waits": True}
+
+
+@contextmanager
+def others(store, ranks, dead=()):
+    """Write the heartbeats of some ranks; of the dead ones, there is only the first."""
+    is_over = threading.Event()
+
+    def beat():
+        number = 0
+        while not is_over.wait(INTERVAL / 4):
+            number += 1
+            for rank in ranks:
+                if number == 1 or rank not in dead:
+                    written = {"number": number, "has_ended": False, "knows": False, "state": STATE}
+                    store.set(f"beat/{rank}", json.dumps(written))
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    yield
+    is_over.set()
+    thread.join()
+
+
+def find_reason_of(world_size, ranks, dead=()):
+    """Ask rank 1 of a world why it waits in vain."""
+    store = dist.HashStore()
+    beats = Heartbeats(store, 1, world_size, INTERVAL, lambda: STATE)
+    with others(store, ranks, dead):
+        beats.start()
+        try:
+            return find_reason(beats, RuntimeError("connection reset"))
+        finally:
+            beats.stop()
+
+
+@pytest.mark.parametrize("world_size", [3, MANY])
+def test_ranks_are_said_to_be_gone_or_silent_or_to_live_among_few_and_many(world_size):
+    last = world_size - 1
+    gone = find_reason_of(world_size, [0, *range(2, world_size)], dead=[last])
+    assert gone.kind == "lost"
+    assert f"the process of rank {last} is gone" in gone.text
+    silent = find_reason_of(world_size, [0, *range(2, last)])
+    assert f"no sign of life of rank {last}." in silent.text
+    assert "All ranks live" not in silent.text
+    living = find_reason_of(world_size, [0, *range(2, world_size)])
+    assert "All ranks live: rank 0: " in living.text
+    assert f"rank {last}: in all_reduce" in living.text
+
+
+def test_the_main_thread_is_found_from_another_one():
+    found = []
+
+    def look():
+        found.extend([find_main_thread(), describe_main_stack()])
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    place, stack = found
+    assert place.collective == ""
+    assert "test_the_main_thread_is_found_from_another_one (test_stall_report.py:" in place.code
+    assert "in test_the_main_thread_is_found_from_another_one\n    thread." in stack
+
+
+def test_a_function_of_torch_distributed_is_named_with_its_caller():
+    frames = {}
+    namespace = {"__name__": "torch.distributed.distributed_c10d", "look": lambda: frames.update(f=sys._getframe(1))}
+    exec(
+        "def all_gather():\n    look()\ndef wrapper():\n    all_gather()\ndef all_gather_object():\n    wrapper()",
+        namespace,
+    )
+
+    def training_step():
+        namespace["all_gather_object"]()
+
+    training_step()
+    place = find_stack_location(frames["f"])
+    assert place.collective == "all_gather_object"
+    assert place.code.startswith("training_step (test_stall_report.py:")
+    assert str(place).startswith("all_gather_object <- training_step (")
+    assert place.waits
+
+
+def test_a_thread_waits_for_ranks_only_where_nothing_else_takes_time():
+    modules = {
+        "torch.distributed.distributed_c10d": True,
+        "lightning_ddp_ext.reducer.gradient_reducer": True,
+        "torch.distributed.checkpoint.filesystem": False,
+        "lightning_ddp_ext.join.lockstep_loader": False,
+        "theirs": False,
+    }
+    for module, waits in modules.items():
+        namespace = {"__name__": module, "sys": sys}
+        exec("def stay():\n    return sys._getframe()", namespace)
+        assert find_stack_location(namespace["stay"]()).waits == waits, module
+    assert str(find_stack_location(None)) == ""  # of a thread that has ended

@@ -1,0 +1,112 @@
+"""Collectives of a backward pass and of the reducer are issued in one order, which NCCL demands."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_ddp_ext._compat.torch_collectives import count_collectives
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from tests.support.processes import RankError, run_processes
+
+
+class _Communicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, issued):
+        ctx.issued = issued
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.issued.append("step")
+        dist.all_reduce(gradient)
+        return gradient, None
+
+
+class Net(nn.Module):
+    """Three layers; the backward pass communicates between them."""
+
+    def __init__(self, communicates):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.communicates, self.issued, self.skipped = communicates, [], None
+
+    def forward(self, values):
+        for number, layer in enumerate(self.layers):
+            values = _Communicate.apply(values, self.issued) if self.communicates else values
+            values = values if number == self.skipped else layer(values)
+        return values.sum()
+
+
+@pytest.fixture
+def orders(group, monkeypatch):
+    """Return a function that makes three steps: their collectives in order, and the end of each backward pass."""
+
+    def run(communicates):
+        net, found = Net(communicates), []
+        reducer = GradientReducer(net, bucket_cap_mb=1e-6)
+        scheduler, transport = reducer._scheduler, reducer._transport
+        # As on a device: on the CPU any order will do.
+        scheduler._count_collectives = lambda: count_collectives(torch.device("cpu"), reducer.process_group)
+        send = transport.send
+        monkeypatch.setattr(transport, "send", lambda bucket: net.issued.append("bucket") or send(bucket))
+        for _ in range(4):
+            net.issued.clear()
+            with reducer.synchronize():
+                net(torch.ones(2, 4, requires_grad=True)).backward()
+                net.issued.append("end")
+            found.append("".join(name[0] for name in net.issued))
+        reducer.close()
+        return found[1:]  # the first synchronisation makes the buckets
+
+    return run
+
+
+def test_buckets_follow_a_backward_pass_that_communicates(orders):
+    assert orders(communicates=True) == ["sss" + "e" + "b" * 6] * 3
+
+
+def test_buckets_overlap_with_a_backward_pass_that_does_not(orders):
+    assert all("b" in order.split("e")[0] for order in orders(communicates=False))
+
+
+def test_collectives_of_other_groups_are_counted(group):
+    own = dist.new_group()
+    before = count_collectives(torch.device("cpu"), own)
+    dist.all_reduce(torch.zeros(1), group=own)
+    assert count_collectives(torch.device("cpu"), own) == before
+    dist.all_reduce(torch.zeros(1))
+    assert count_collectives(torch.device("cpu"), own) > before
+    assert count_collectives(torch.device("meta"), own) == 0
+
+
+def synchronize_on_devices(is_held):
+    """Make steps in which rank 1 skips a layer, while the backward pass communicates; return the gradients."""
+    from tests import virtual_accelerator
+
+    virtual_accelerator.load()
+    rank = int(os.environ["RANK"])
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group("cpu:gloo,virtual:virtual_ccl")
+    torch.manual_seed(0)
+    net = Net(communicates=True).to(f"virtual:{rank}")
+    reducer = GradientReducer(net, bucket_cap_mb=1e-6)
+    for step in range(4):
+        if not is_held:
+            reducer._scheduler.is_held = False
+        net.skipped = 1 if rank == 1 and step == 3 else None
+        net.zero_grad()
+        with reducer.synchronize():
+            net(torch.ones(2, 4, device=f"virtual:{rank}", requires_grad=True)).backward()
+    gradients = [parameter.grad.tolist() for parameter in net.parameters()]
+    virtual_accelerator.check()
+    return gradients
+
+
+def test_a_rank_that_skips_a_layer_keeps_the_order_on_devices(virtual_devices):
+    first, second = run_processes(synchronize_on_devices, 2, True)
+    assert first == second
+    with pytest.raises(RankError, match="in different orders"):
+        run_processes(synchronize_on_devices, 2, False)

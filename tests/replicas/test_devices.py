@@ -1,0 +1,233 @@
+"""Replicas on accelerators: generators, recomputation, transfers."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from tests.parity import FEATURES, balanced, dataset, quiet_trainer
+
+virtual_accelerator = pytest.importorskip("tests.virtual_accelerator")
+
+
+class Regression(LightningModule):
+    def __init__(self, network=None):
+        super().__init__()
+        self.network = nn.Linear(FEATURES, 3) if network is None else network
+
+    def training_step(self, batch, batch_idx):
+        return self.network(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, devices, batches=4, **options):
+    """Train on devices and return the parameters, on the CPU."""
+    strategy = balanced(parallel_devices=devices, **options.pop("strategy", {}))
+    trainer = quiet_trainer(strategy, len(devices), accelerator="virtual", max_epochs=1, **options)
+    trainer.fit(module, DataLoader(dataset(8 * batches, torch.float32), batch_size=8))
+    return [parameter.detach().cpu() for parameter in module.parameters()]
+
+
+class Recomputed(Regression):
+    """Recomputes layers with dropout, and keeps the masks of each pass."""
+
+    def __init__(self, use_reentrant, draw):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.masks, self.use_reentrant, self.draw = [[]], use_reentrant, draw
+
+    def on_train_batch_start(self, *args):
+        self.masks[0].append({})
+
+    def training_step(self, batch, batch_idx):
+        masks = self.masks[0][-1]
+
+        def dropped(index, layer, hidden):
+            output = layer(hidden)
+            mask = self.draw(output)
+            masks.setdefault((len(batch[0]), index), []).append(mask.cpu())
+            return output * mask.to(output)
+
+        hidden = batch[0].requires_grad_()
+        for index, layer in enumerate(self.layers):
+            hidden = checkpoint(dropped, index, layer, hidden, use_reentrant=self.use_reentrant)
+        return self.network(hidden).square().mean()
+
+
+def draw_there(output):
+    return torch.rand_like(output) > 0.5
+
+
+def draw_on_the_host(output):
+    return torch.rand(1) > 0.5
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` draws random numbers")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("draw", "indices"), [(draw_there, [0, 0]), (draw_on_the_host, [0, 0]), (draw_on_the_host, [0, 1])]
+)
+def test_recomputation_draws_the_masks_of_the_forward_pass_and_a_seed_reproduces_the_run(
+    virtual_devices, use_reentrant, draw, indices
+):
+    def run():
+        seed_everything(5, verbose=False)
+        module = Recomputed(use_reentrant, draw)
+        parameters = fit(module, [virtual_devices[index] for index in indices], 8, strategy={"split": [3, 5]})
+        return parameters, module.masks[0]
+
+    parameters, masks_of_steps = run()
+    assert len(masks_of_steps) == 8
+    for masks in masks_of_steps:
+        assert len(masks) == 6  # three layers of two replicas
+        assert all(len(passes) == 2 and torch.equal(*passes) for passes in masks.values())
+    assert all(torch.equal(one, other) for one, other in zip(parameters, run()[0], strict=True))
+
+
+def test_blocks_that_are_profiled_in_a_recomputed_part_may_overlap(virtual_devices):
+    class Profiled(Recomputed):
+        def profile_draw(self, output):
+            with self.trainer.profiler.profile("part"):
+                time.sleep(0.01)
+                return draw_there(output)
+
+    module = Profiled(False, None)
+    module.draw = module.profile_draw
+    fit(module, virtual_devices[:2], profiler="simple")
+    durations = module.trainer.profiler.recorded_durations
+    assert [len(durations[f"[Replica {index}]part"]) for index in range(2)] == [12, 12]
+
+
+def test_transfer_hooks_run_while_the_device_of_their_chunk_is_current(virtual_devices):
+    found = []
+
+    class Watching(Regression):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            found.append((batch[0].device, torch.accelerator.current_device_index()))
+            return batch
+
+    fit(Watching(), virtual_devices[:3], batches=1)
+    assert found == [(device, device.index) for device in virtual_devices[:3]]
+
+
+def test_gradients_of_channels_last_weights_have_their_strides_if_the_first_device_has_no_samples(virtual_devices):
+    found = []
+
+    class Convolutional(Regression):
+        def training_step(self, batch, batch_idx):
+            return self.network(batch[0].reshape(-1, FEATURES, 1, 1)).square().mean()
+
+        def on_after_backward(self):
+            weight = self.network.weight
+            found.append((weight.stride(), weight.grad.stride()))
+
+    network = nn.Conv2d(FEATURES, 4, 3, padding=1).to(memory_format=torch.channels_last)
+    fit(Convolutional(network), virtual_devices[:2], batches=1, strategy={"split": [0, 1]})
+    ((weight, gradient),) = found
+    assert weight == gradient != torch.empty(4, FEATURES, 3, 3).stride()
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(FEATURES))
+
+    def forward(self, inputs):
+        return inputs * self.mask
+
+
+class Logging(Regression):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, reduce_fx="max")
+        return loss
+
+
+WITHOUT_WAITS = {
+    "buffers": lambda: Regression(nn.Sequential(*(Masked() for _ in range(4)), nn.Linear(FEATURES, 3))),
+    "batch norm": lambda: Regression(nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 3))),
+    "logging": Logging,
+    "recurrent": lambda: Regression(Recurrent()),
+}
+
+
+class Recurrent(nn.LSTM):
+    def __init__(self):
+        super().__init__(FEATURES, 3, batch_first=True)
+
+    def forward(self, inputs):
+        return super().forward(inputs.unsqueeze(1))[0]
+
+
+class WithoutWaits(Callback):
+    """Raises an error where the host waits for a device, from the sixth batch on."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.context = virtual_accelerator.forbid_host_waits() if batch_idx >= 5 else contextlib.nullcontext()
+        self.context.__enter__()
+
+    def on_train_batch_end(self, *args):
+        self.context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("name", WITHOUT_WAITS)
+@pytest.mark.parametrize("balance", ["even", "auto"])
+def test_the_host_does_not_wait_for_devices_in_a_training_step(virtual_devices, name, balance):
+    module = WITHOUT_WAITS[name]()
+    fit(module, virtual_devices[:3], batches=8, strategy={"balance": balance}, callbacks=[WithoutWaits()])
+
+
+def test_compiled_parts_are_compiled_for_every_device(virtual_devices):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    network = torch.compile(nn.Linear(FEATURES, 3), backend=backend, fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        fit(Regression(network), virtual_devices)
+    assert len(compiled) == 8  # on the caller's thread in the first batch, then on the replicas' threads
+    torch._dynamo.reset()
+
+
+def test_the_host_waits_once_in_a_step_for_all_batch_normalisation_in_compiled_code(virtual_devices):
+    waits = []
+
+    class Counting(Callback):
+        def on_train_batch_start(self, *args):
+            waits.append(-virtual_accelerator.counts().get("host waits", 0))
+
+        def on_train_batch_end(self, *args):
+            waits[-1] += virtual_accelerator.counts().get("host waits", 0)
+
+    torch._dynamo.reset()
+    network = nn.Sequential(*(nn.BatchNorm1d(FEATURES) for _ in range(4)), nn.Linear(FEATURES, 3))
+    fit(Regression(torch.compile(network, backend="eager")), virtual_devices[:2], 8, callbacks=[Counting()])
+    assert waits[5:] == [1, 1, 1]
+    torch._dynamo.reset()
+
+
+def test_the_first_replica_shares_the_parameters_of_the_module(virtual_devices):
+    pointers = {"module": set()}
+
+    class Watching(Regression):
+        def on_train_batch_start(self, batch, batch_idx):
+            pointers["module"].add(self.network.weight.data_ptr())
+
+        def training_step(self, batch, batch_idx):
+            pointers.setdefault(self.device.index, set()).add(self.network.weight.data_ptr())
+            return super().training_step(batch, batch_idx)
+
+    fit(Watching(), virtual_devices[:3])
+    assert pointers[0] == pointers["module"]
+    assert len(pointers[0] | pointers[1] | pointers[2]) == 3

@@ -1,0 +1,50 @@
+"""Devices of any kind."""
+
+import pytest
+import torch
+
+from lightning_ddp_ext import _devices as devices
+from lightning_ddp_ext._devices import find_accelerator, widest_float
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Let the computation of `widest_float` raise an error."""
+
+    def let(error):
+        def ones(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(devices.torch, "ones", ones)
+        widest_float.cache_clear()
+
+    yield let
+    widest_float.cache_clear()
+
+
+def test_the_cpu_computes_in_double_precision():
+    assert widest_float(torch.device("cpu")) == torch.float64
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."),
+        RuntimeError("Required aspect fp64 is not supported on the device"),
+    ],
+)
+def test_a_device_without_double_precision_gets_single(refuse, error):
+    refuse(error)
+    assert widest_float(torch.device("meta")) == torch.float32
+
+
+def test_missing_memory_is_no_missing_precision(refuse):
+    refuse(torch.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(torch.OutOfMemoryError):
+        widest_float(torch.device("meta"))
+
+
+def test_the_accelerator_of_a_machine_is_found(monkeypatch):
+    for found, kind in ((None, "cpu"), (torch.device("xpu"), "xpu")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, found=found: found)
+        assert find_accelerator() == kind

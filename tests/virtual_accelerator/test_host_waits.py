@@ -1,0 +1,96 @@
+"""Host waits, copies and bytes of one training step of each strategy; `pytest -rP` shows the table."""
+
+import os
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests import virtual_accelerator
+from tests.parity import quiet_trainer
+from tests.support.processes import run_processes
+
+# Most host waits, copies and bytes of a step, without and with `self.log`. The first active rank of an uneven step
+# waits to see whether the step has changed parameters, and for a value logged without `sync_dist`.
+LIMITS = {
+    "one device": [(0, 2, 224), (0, 2, 224)],
+    "balanced_dp, 2 devices": [(0, 17, 1132), (0, 18, 1136)],
+    "balanced_dp, 3 devices": [(0, 30, 1984), (0, 32, 1992)],
+    "ddp_checkpoint": [(0, 2, 224), (0, 2, 224)],
+    "ddp_join": [(0, 2, 224), (0, 2, 224)],
+    "ddp_join, uneven step": [(1, 3, 230), (2, 3, 230)],
+    "ddp_join, shadow step": [(0, 2, 224), (0, 2, 224)],
+}
+STEPS = 8
+WAYS = ["to the device", "to the host", "between devices"]
+
+
+class Network(LightningModule):
+    def __init__(self, logs):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Tanh(), nn.Linear(7, 3))
+        self.logs = logs
+        self.counts = []  # after each step
+
+    def training_step(self, batch, batch_idx):
+        features, labels = batch
+        loss = functional.cross_entropy(self.layers(features), labels)
+        if self.logs:
+            self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters())
+        optimizer.register_step_post_hook(lambda *_: self.counts.append(virtual_accelerator.counts()))
+        return optimizer
+
+
+def counts_of_a_step(strategy, devices, logs, batches=STEPS):
+    """Train one epoch; return what its last step has added to the counters."""
+    virtual_accelerator.load()
+    module = Network(logs)
+    data = TensorDataset(torch.randn(8 * batches, 5), torch.arange(8 * batches) % 3)
+    options = {"accelerator": "virtual", "max_epochs": 1, "use_distributed_sampler": False}
+    quiet_trainer(strategy, devices, **options).fit(module, DataLoader(data, batch_size=8))
+    virtual_accelerator.check()
+    assert len(module.counts) == STEPS
+    before, after = module.counts[-2:]
+    return {name: after.get(name, 0) - before.get(name, 0) for name in after}
+
+
+def rank_counts(strategy, logs, *batches):
+    return counts_of_a_step(strategy, 2, logs, batches[int(os.environ["RANK"])])
+
+
+def measure(logs):
+    """Return the counts of a step for each name in `LIMITS`."""
+    join, uneven = (run_processes(rank_counts, 2, "ddp_join", logs, STEPS, batches) for batches in (STEPS, 5))
+    return {
+        "one device": counts_of_a_step(SingleDeviceStrategy("virtual:0"), 1, logs),
+        **{f"balanced_dp, {count} devices": counts_of_a_step("balanced_dp", count, logs) for count in (2, 3)},
+        "ddp_checkpoint": run_processes(rank_counts, 2, "ddp_checkpoint", logs, STEPS, STEPS)[0],
+        "ddp_join": join[0],
+        "ddp_join, uneven step": uneven[0],
+        "ddp_join, shadow step": uneven[1],
+    }
+
+
+@pytest.mark.parametrize("logs", [False, True], ids=["without_logging", "with_logging"])
+def test_a_training_step_waits_and_copies_no_more_than_allowed(virtual_devices, logs):
+    found = measure(logs)
+    columns = ["host waits", "kernels", *(f"{what} {way}" for way in WAYS for what in ("copies", "bytes"))]
+    print(f"| one step, {'with' if logs else 'without'} `self.log` |", " | ".join(columns), "|")
+    for name, counts in found.items():
+        print(f"| {name} |", " | ".join(str(counts.get(column, 0)) for column in columns), "|")
+    assert found.keys() == LIMITS.keys()
+    assert all(counts["kernels"] > 0 for counts in found.values())
+    for name, counts in found.items():
+        totals = (
+            sum(n for key, n in counts.items() if key.startswith(what)) for what in ("host waits:", "copies", "bytes")
+        )
+        assert all(total <= limit for total, limit in zip(totals, LIMITS[name][logs], strict=True)), (name, counts)

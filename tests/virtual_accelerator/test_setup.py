@@ -1,0 +1,57 @@
+"""The build, its cache, and the devices in other processes."""
+
+import threading
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from tests import virtual_accelerator
+from tests.conftest import skip
+from tests.parity import Classifier, balanced, batches, quiet_trainer, relative_difference, seeded
+from tests.support.processes import run_processes
+from tests.virtual_accelerator import build
+
+
+def test_threads_and_processes_that_need_the_build_at_once_share_one(monkeypatch, tmp_path):
+    built = []
+
+    def compile_(source, library, options):
+        built.append(library)
+        library.touch()
+
+    monkeypatch.setattr(build, "_build", compile_)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    threads = [threading.Thread(target=build.built_library) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == [build.built_library()]
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    assert build.built_library() == built[1] != built[0]
+
+
+def loaded_rank():
+    virtual_accelerator.load()
+    (torch.ones(3, device="virtual:1", requires_grad=True) * 2).sum().backward()
+    return torch.accelerator.current_accelerator().type
+
+
+def test_a_rank_loads_the_devices_and_its_parent_stays_as_it_was():
+    try:
+        build.built_library()  # here, since it takes longer than a rank may
+    except build.NoCompilerError as error:
+        skip(str(error))
+    before = torch.accelerator.current_accelerator()
+    assert run_processes(loaded_rank, 1) == ["virtual"]
+    assert torch.accelerator.current_accelerator() == before
+
+
+def test_balanced_dp_trains_as_one_cpu(virtual_devices):
+    modules = [seeded(Classifier), seeded(Classifier)]
+    options = {"max_epochs": 2, "precision": "64-true"}
+    quiet_trainer(SingleDeviceStrategy(torch.device("cpu")), 1, accelerator="cpu", **options).fit(modules[0], batches())
+    quiet_trainer(balanced([2, 3, 3]), 3, **options).fit(modules[1], batches())
+    assert virtual_accelerator.counts()["copies between devices"] > 0
+    single, parallel = ([parameter.detach().cpu() for parameter in module.parameters()] for module in modules)
+    assert relative_difference(parallel, single) < 1e-12
