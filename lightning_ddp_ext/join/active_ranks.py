@@ -35,7 +35,7 @@ class ActiveRankCollectives:
         self._timeout = timeout
         self._device = device
         # A device keeps the present group only: each is a communicator with memory outside of torch's allocator.
-        self._most_members = _MOST_MEMBERS if device == _CPU else 0
+        self._most_members = _MOST_MEMBERS if device.type == "cpu" else 0
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def prepare(self, active: tuple[int, ...]) -> None:
@@ -43,7 +43,7 @@ class ActiveRankCollectives:
         if active in self._groups:
             self._groups[active] = self._groups.pop(active)  # now the last to be destroyed
             return
-        if self._device != _CPU:
+        if self._device.type != "cpu":
             # NCCL destroys one communicator and splits another, whose collectives have to be complete.
             torch.accelerator.synchronize(self._device)
         while self._groups and sum(map(len, [*self._groups, active])) > self._most_members:

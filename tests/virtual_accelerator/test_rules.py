@@ -37,15 +37,20 @@ def test_memory_is_read_on_another_stream_only_after_waiting_for_its_writer(virt
             written + 1
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_memory_is_overwritten_on_another_stream_only_after_waiting_for_its_readers(virtual_devices, waits):
-    device = virtual_devices[0]
+def doubled_on_another_stream(device):
+    """Return a tensor, its double and the stream that computes it."""
     side = torch.Stream(device)
-    read = torch.ones(3, device=device)
+    tensor = torch.ones(3, device=device)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
-        double = read * 2
-        event = finished(device)
+        double = tensor * 2
+    return tensor, double, side
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_is_overwritten_on_another_stream_only_after_waiting_for_its_readers(virtual_devices, waits):
+    read, double, side = doubled_on_another_stream(virtual_devices[0])
+    event = side.record_event()
     if waits:
         event.wait()
         read.zero_()
@@ -58,12 +63,7 @@ def test_memory_is_overwritten_on_another_stream_only_after_waiting_for_its_read
 
 @pytest.mark.parametrize("protection", [None, "record_stream", "wait"])
 def test_memory_stays_allocated_while_another_stream_uses_it(virtual_devices, protection):
-    device = virtual_devices[0]
-    side = torch.Stream(device)
-    used = torch.ones(3, device=device)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        double = used * 2
+    used, double, side = doubled_on_another_stream(virtual_devices[0])
     if protection == "record_stream":
         used.record_stream(side)
     elif protection == "wait":
