@@ -28,8 +28,15 @@ from measuring.faults import make_fault_table, show_fault  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from tests.distributed.hosts import Hosts, reason_to_skip  # noqa: E402
-from tests.strategies.fault_ranks import FAULTS, OF_LINKS, WHEN  # noqa: E402
-from tests.strategies.fault_runs import FaultOutcome, become_subreaper, list_faults, run_fault  # noqa: E402
+from tests.strategies.faults import (  # noqa: E402
+    FAULTS,
+    OF_LINKS,
+    WHEN,
+    FaultOutcome,
+    become_subreaper,
+    list_faults,
+    run_fault,
+)
 
 _SHORT_LIMIT = 12.0  # seconds, above what a link that was cut for 4 s takes to recover
 _WIDTH = 190  # columns of text, for what was said

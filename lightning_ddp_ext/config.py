@@ -126,10 +126,14 @@ def make_schemas() -> dict[str, type]:
         "strategy/ddp_checkpoint": make_schema("lightning_ddp_ext.DDPCheckpointStrategy", without=OBJECTS),
         "strategy/ddp_join": make_schema("lightning_ddp_ext.DDPJoinStrategy", base=_EXPLICIT_DDP, without=OBJECTS),
         "strategy/ddp": make_schema(
-            f"{builtin}.ddp_strategy", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=False
+            f"{builtin}.ConnectedDDPStrategy",
+            start_method="popen",
+            find_unused_parameters=False,
+            static_graph=False,
+            gradient_as_bucket_view=False,
         ),
         "strategy/fsdp": make_schema(
-            f"{builtin}.fsdp_strategy", sharding_strategy="FULL_SHARD", cpu_offload=False, state_dict_type="full"
+            f"{builtin}.ConnectedFSDPStrategy", base=f"{builtin}.ConnectedDDPStrategy", cpu_offload=False
         ),
         "strategy/single": make_schema(f"{builtin}.single_device_strategy"),
         "process_group/process_group": ProcessGroupConfig,

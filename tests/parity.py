@@ -1,7 +1,8 @@
-"""Training one module in several ways and comparing what reaches the optimizer."""
+"""Training one module in several ways, and comparing the gradients that reach the optimizer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -40,9 +41,9 @@ def both_ways(run: Callable[..., T], **options: Any) -> tuple[T, T]:
 class Classifier(LightningModule):
     """A small network with logging and a metric; batches are (features, labels)."""
 
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> None:
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any) -> None:
         super().__init__()
-        self.optimizer = optimizer
+        self.make_optimizer = partial(optimizer, **{"lr": 1e-2, **options})
         self.network = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, CLASSES))
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
 
@@ -56,7 +57,7 @@ class Classifier(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return self.optimizer(self.parameters(), lr=1e-2)
+        return self.make_optimizer(self.parameters())
 
 
 def normalised_network() -> nn.Sequential:
@@ -150,7 +151,7 @@ def assert_same_training(parallel: Trained, single: Trained, tolerance: float = 
         torch.testing.assert_close(parallel.trainer.callback_metrics[name], value, rtol=1e-9, atol=1e-9)
 
 
-def quiet_trainer(strategy: Any, devices: int, **options: Any) -> Trainer:
+def quiet_trainer(strategy: Any = "auto", devices: int = 1, **options: Any) -> Trainer:
     defaults: dict[str, Any] = {
         **test_devices.trainer_options(strategy, devices),
         "logger": False,
@@ -187,7 +188,7 @@ def compare(
 ) -> tuple[Trained, Trained]:
     """Train on one device and on two replicas, assert that the training is the same, and return both.
 
-    Options of `train` come from a function if both runs need objects of their own, such as callbacks.
+    Options of `train` come from a function if both runs need separate objects, such as callbacks.
     """
     make = options if callable(options) else lambda: options or {}
     single, parallel = both_ways(lambda **way: train(seeded(build), **way, **make()), **strategy_options)

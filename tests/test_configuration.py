@@ -1,4 +1,4 @@
-"""Every packaged configuration composes and can be instantiated; foreign applications can use the strategy groups."""
+"""Packaged configurations compose and can be instantiated; other applications and LightningCLI take the strategies."""
 
 import dataclasses
 import inspect
@@ -14,7 +14,7 @@ import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.cli import LightningCLI
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,7 +22,6 @@ import lightning_ddp_ext
 from lightning_ddp_ext import (
     BalancedDataParallelStrategy,
     CheckedSLURMEnvironment,
-    DDPCheckpointStrategy,
     DDPJoinStrategy,
     ExplicitDDPStrategy,
     ManualEnvironment,
@@ -31,8 +30,8 @@ from lightning_ddp_ext import (
 from lightning_ddp_ext.callbacks import ReplicaConsistency
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.demo.byte_text import count_tokens
-from lightning_ddp_ext.demo.digits import DigitsData
-from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
+from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
+from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, parse_init_method
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
 ROOT_CONF = Path(__file__).parent.parent / "conf"
@@ -57,7 +56,11 @@ def test_addresses_of_the_documentation_can_be_typed(composed):
 
 
 def test_every_option_of_every_group_composes(composed):
-    found = {}
+    node, found = composed(), {}
+    del node.callbacks
+    del node.logger  # both refer to the folder of a run
+    assert not OmegaConf.missing_keys(node)
+    OmegaConf.resolve(node)
     for path in sorted(CONF.glob("*/*.yaml")):
         assert composed(f"{path.parent.name}={path.stem}")
         found.setdefault(path.parent.name, []).append(path.stem)
@@ -66,14 +69,6 @@ def test_every_option_of_every_group_composes(composed):
         "trainer",
     ]  # fmt: skip
     assert found["strategy"] == ["balanced_dp", "ddp", "ddp_checkpoint", "ddp_join", "fsdp", "single"]
-
-
-def test_every_strategy_is_built_and_models_with_data(composed):
-    for option, expected in (
-        ("balanced_dp", BalancedDataParallelStrategy), ("ddp", DDPStrategy), ("ddp_checkpoint", DDPCheckpointStrategy),
-        ("ddp_join", DDPJoinStrategy), ("fsdp", FSDPStrategy), ("single", str),
-    ):  # fmt: skip
-        assert isinstance(instantiate(composed(f"strategy={option}").strategy), expected), option
     for model, data in (
         ("digits_cnn", "digits"), ("byte_transformer", "stdlib_text"), ("byte_transformer", "stdlib_stream"),
     ):  # fmt: skip
@@ -82,22 +77,19 @@ def test_every_strategy_is_built_and_models_with_data(composed):
         assert isinstance(instantiate(node.data), LightningDataModule)
 
 
-def test_process_group_and_network_reach_the_strategy(composed):
+def test_settings_reach_the_strategies(composed):
+    def build(option, *overrides):
+        return instantiate(composed(f"strategy={option}", *overrides).strategy)
+
     expected = Connection(
         backend="gloo", timeout=timedelta(seconds=7), init_method="tcp://node1:29501", network_interface="loopback"
     )
     for option in ("ddp", "ddp_checkpoint", "ddp_join", "fsdp"):
-        node = composed(
-            f"strategy={option}", "process_group=gloo", "process_group.timeout_seconds=7",
+        strategy = build(
+            option, "process_group=gloo", "process_group.timeout_seconds=7",
             "process_group.init_method=tcp://node1:29501", "network=loopback",
         )  # fmt: skip
-        assert instantiate(node.strategy)._connection == expected, option
-
-
-def test_settings_reach_the_strategies_with_explicit_gradients(composed):
-    def build(option, *overrides):
-        return instantiate(composed(f"strategy={option}", *overrides).strategy)
-
+        assert strategy._connection == expected, option
     for option in ("ddp_checkpoint", "ddp_join"):
         for given, limit in (
             ((), timedelta(minutes=1)),
@@ -229,8 +221,8 @@ def test_a_foreign_application_uses_the_strategy_groups(tmp_path, monkeypatch):
         for overrides, expected in (
             ((), "BalancedDataParallelStrategy"),
             (("strategy.split=[1,2]",), "BalancedDataParallelStrategy"),
-            (("strategy=ddp",), "ConnectedDDPStrategy"),
             (("strategy=ddp", "process_group=gloo", "network=auto"), "ConnectedDDPStrategy"),
+            (("strategy=fsdp",), "ConnectedFSDPStrategy"),
             (("strategy=ddp_checkpoint", "process_group=gloo", "network=auto"), "DDPCheckpointStrategy"),
             (("strategy=ddp_join", "strategy.uneven_inputs=error", "process_group=gloo"), "DDPJoinStrategy"),
         ):
@@ -258,9 +250,20 @@ def test_a_foreign_application_that_has_nothing_else_composes_before_the_package
     assert done.stdout.strip() == "['strategy'] None 1800"
 
 
-def test_the_resolved_default_has_no_missing_value(composed):
-    node = composed()
-    del node.callbacks
-    del node.logger  # both refer to the folder of a run
-    assert not OmegaConf.missing_keys(node)
-    OmegaConf.resolve(node)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:No seed found")
+def test_lightning_cli_takes_the_name_and_the_class(monkeypatch):
+    options = [
+        "logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "enable_model_summary=false",
+        "max_steps=3", "limit_val_batches=1", "accelerator=cpu", "devices=2",
+    ]  # fmt: skip
+    for given, chunks in (
+        (["strategy=balanced_dp"], [16, 16]),
+        (["strategy=lightning_ddp_ext.BalancedDataParallelStrategy", "strategy.split=[1, 3]"], [8, 24]),
+    ):
+        arguments = [f"--trainer.{option}" for option in (*options, *given)]
+        monkeypatch.setattr("sys.argv", ["train.py", "fit", *arguments])
+        trainer = LightningCLI(DigitsCNN, DigitsData, save_config_callback=None).trainer
+        assert isinstance(trainer.strategy, BalancedDataParallelStrategy)
+        assert trainer.global_step == 3
+        assert trainer.strategy.split_sizes(32) == chunks

@@ -1,4 +1,4 @@
-"""Devices of any kind."""
+"""Devices of any kind: the accelerator of a machine, and the widest floating-point type of a device."""
 
 import pytest
 import torch
@@ -22,23 +22,14 @@ def refuse(monkeypatch):
     widest_float.cache_clear()
 
 
-def test_the_cpu_computes_in_double_precision():
+def test_a_device_without_double_precision_gets_single_but_missing_memory_is_an_error(refuse):
     assert widest_float(torch.device("cpu")) == torch.float64
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
+    for error in (
         TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."),
         RuntimeError("Required aspect fp64 is not supported on the device"),
-    ],
-)
-def test_a_device_without_double_precision_gets_single(refuse, error):
-    refuse(error)
-    assert widest_float(torch.device("meta")) == torch.float32
-
-
-def test_missing_memory_is_no_missing_precision(refuse):
+    ):
+        refuse(error)
+        assert widest_float(torch.device("meta")) == torch.float32
     refuse(torch.OutOfMemoryError("CUDA out of memory."))
     with pytest.raises(torch.OutOfMemoryError):
         widest_float(torch.device("meta"))

@@ -66,27 +66,14 @@ def test_no_pickle_is_read():
 
 def test_readers_of_pickles_are_found():
     readers = [
-        "dist.all_gather_object(gathered, value)",
-        "from torch.distributed import broadcast_object_list",
-        "import pickle\nvalue = pickle.loads(data)",
-        "from pickle import load",
-        "import dill",
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
-        "numpy.load(path, allow_pickle=True)",
-        "value = eval(text)",
-        "gather = dist.gather_object",
-        "import pickle as p",
-        "from torch import load",
-        "import torch as t",
-    ]
+        "dist.all_gather_object(gathered, value)", "from torch.distributed import broadcast_object_list",
+        "import pickle\nvalue = pickle.loads(data)", "from pickle import load", "import dill", "torch.load(path)",
+        "torch.load(path, weights_only=False)", "numpy.load(path, allow_pickle=True)", "value = eval(text)",
+        "gather = dist.gather_object", "import pickle as p", "from torch import load", "import torch as t",
+    ]  # fmt: skip
     others = [
-        "from pickle import UnpicklingError",
-        "data = pickle.dumps(value)",
-        "torch.load(path, weights_only=True)",
-        "numpy.load(path, allow_pickle=False)",
-        "model.eval()",
-        "gather_objects(value, group)",
-    ]
+        "from pickle import UnpicklingError", "data = pickle.dumps(value)", "torch.load(path, weights_only=True)",
+        "numpy.load(path, allow_pickle=False)", "model.eval()", "gather_objects(value, group)",
+    ]  # fmt: skip
     assert [source for source in readers if not list(find_readers(source))] == []
     assert [source for source in others if list(find_readers(source))] == []

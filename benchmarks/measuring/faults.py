@@ -11,7 +11,7 @@ _SAID = 110  # characters
 
 
 class Outcome(Protocol):
-    """What became of a run, see `tests.strategies.fault_runs`."""
+    """What became of a run, see `tests.strategies.faults`."""
 
     fault: Any
     seconds: float | None

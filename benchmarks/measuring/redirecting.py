@@ -110,7 +110,7 @@ class Groups:
         if not in_uneven_phase:
             return (self.delegating_pair if way == BACKEND else pair), nullcontext
         ways: dict[str, tuple[Any, Redirect]] = {
-            REPLACED: (dist.group.WORLD, lambda: self.tail.redirect(ACTIVE)),
+            REPLACED: (dist.group.WORLD, lambda: self.tail.redirect()),
             MODE: (dist.group.WORLD, lambda: RedirectingMode(pair)),
             BACKEND: (everyone, lambda: everyone.redirect(pair)),
         }

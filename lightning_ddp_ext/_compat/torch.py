@@ -1,6 +1,7 @@
 """Private names of torch's tensors, modules and data loaders. Checked on torch 2.11 to 2.14, and torchdata 0.11.0."""
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
@@ -90,6 +91,28 @@ def versions_of(values: Sequence[Any]) -> list[int]:
         return [*map(_VERSION, values)]
     except (AttributeError, RuntimeError):
         return [version_of(value) if isinstance(value, Tensor) else 0 for value in values]
+
+
+class TensorVersions:
+    """The versions of values at one time, to find tensors that have been replaced or changed in place since then.
+
+    Tensors made in inference mode have no versions and are always found. Neither `.data` nor the running statistics of
+    torch's normalisation layers increase a version.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = list(values)
+        self._versions = versions_of(self._values)
+
+    def changed(self, values: Sequence[Any]) -> set[int]:
+        """Return the positions of changed values; all positions if there are more or fewer values now."""
+        if len(values) != len(self._values):
+            return {*range(max(len(values), len(self._values)))}
+        versions = versions_of(values)
+        if versions == self._versions and -1 not in versions and all(map(operator.is_, values, self._values)):
+            return set()
+        pairs = enumerate(zip(values, versions, self._values, self._versions, strict=True))
+        return {n for n, (new, version, old, before) in pairs if new is not old or version != before or version < 0}
 
 
 def never_compiled(function: _Function) -> _Function:

@@ -2,10 +2,9 @@
 
 import copy
 import operator
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -13,23 +12,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_ext._compat.torch import Normalisation, called_attribute, never_compiled, version_of
+from lightning_ddp_ext._compat.torch import Normalisation, TensorVersions, called_attribute, never_compiled
 from lightning_ddp_ext.errors import ActivationCheckpointingError
 
-_Place = tuple[nn.Module, str]  # the module that holds a buffer, and the buffer's name
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffer:
+    """A buffer of a module before a forward pass, with a clone."""
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A clone of a buffer, with the version of the buffer; -1 if torch does not count changes of the buffer."""
-
-    buffer: "weakref.ref[Tensor]"
-    version: int
+    owner: nn.Module
+    name: str
+    tensor: Tensor
     clone: Tensor
 
-    def is_current(self, buffer: Tensor | None) -> bool:
-        """Return True if the buffer is the same tensor, unchanged as far as torch counts changes."""
-        return buffer is not None and self.buffer() is buffer and self.version == version_of(buffer) >= 0
+    @property
+    def key(self) -> tuple[int, str]:
+        """The module and the name, for sets."""
+        return id(self.owner), self.name
+
+    @property
+    def current(self) -> Tensor | None:
+        """The module's buffer of this name now."""
+        return self.owner._buffers.get(self.name)
 
 
 class BufferSnapshot:
@@ -39,23 +43,26 @@ class BufferSnapshot:
     compute something else than in the first forward pass.
     """
 
-    def __init__(self, copies: Sequence[tuple[_Place, _Copy]]) -> None:
-        self.copies = copies
+    def __init__(self, buffers: Sequence[_Buffer], uncounted: Set[tuple[int, str]]) -> None:
+        self.buffers = buffers
+        self._versions = TensorVersions([buffer.tensor for buffer in buffers])
+        self._uncounted = uncounted
         self._current: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
-    def mark_changed(self, copies: Sequence[_Copy]) -> None:
-        """Restore the buffers of these copies even if their versions are the same."""
-        changed = {id(copy): replace(copy, version=-1) for copy in copies}
-        self.copies = [(place, changed.get(id(copy), copy)) for place, copy in self.copies]
+    def changed(self) -> list[_Buffer]:
+        """Return the buffers that have changed, and the buffers whose changes torch does not count."""
+        found = self._versions.changed([buffer.current for buffer in self.buffers])
+        changed = {id(one.tensor) for n, one in enumerate(self.buffers) if n in found or one.key in self._uncounted}
+        return [buffer for buffer in self.buffers if id(buffer.tensor) in changed]  # wherever it is shared
 
     def __enter__(self) -> None:
-        changed = [(place, copy) for place, copy in self.copies if not copy.is_current(_buffer(place))]
-        owners = {id(owner): owner for (owner, _), _ in changed}
+        changed = self.changed()
+        owners = {id(buffer.owner): buffer.owner for buffer in changed}
         self._current = [(owner, dict(owner._buffers)) for owner in owners.values()]
         # Clone again, since `retain_graph=True` allows several backward passes. A shared buffer gets one clone.
-        clones = {id(kept): kept.clone.clone() for _, kept in changed}
-        for (owner, name), kept in changed:
-            owner._buffers[name] = clones[id(kept)]
+        clones = {id(buffer.clone): buffer.clone.clone() for buffer in changed}
+        for buffer in changed:
+            buffer.owner._buffers[buffer.name] = clones[id(buffer.clone)]
 
     def __exit__(self, *exception: object) -> None:
         for owner, buffers in self._current:
@@ -74,48 +81,35 @@ class BufferSnapshots:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._copies: dict[int, _Copy] = {}
+        self._last = BufferSnapshot([], frozenset())
         self._uncounted: set[tuple[int, str]] = set()
         self._known_modes: set[tuple[bool, ...]] = set()
 
     def take(self) -> BufferSnapshot:
         """Take a snapshot."""
-        previous, self._copies = self._copies, {}
-        copies = []
-        for place in ((owner, name) for owner in self._module.modules() for name in owner._buffers):
-            buffer = _buffer(place)
-            if buffer is not None:
-                if id(buffer) not in self._copies:
-                    self._copies[id(buffer)] = self._copy(place, buffer, previous.get(id(buffer)))
-                copies.append((place, self._copies[id(buffer)]))
-        return BufferSnapshot(copies)
+        changed = {id(buffer.tensor) for buffer in self._last.changed()}
+        clones = {id(one.tensor): one.clone for one in self._last.buffers if id(one.tensor) not in changed}
+        buffers = []
+        for owner in self._module.modules():
+            for name, tensor in owner._buffers.items():
+                if isinstance(owner, Normalisation):
+                    self._uncounted.add((id(owner), name))
+                if tensor is not None:
+                    if id(tensor) not in clones:
+                        clones[id(tensor)] = tensor.detach().clone()
+                    buffers.append(_Buffer(owner, name, tensor, clones[id(tensor)]))
+        self._last = BufferSnapshot(buffers, self._uncounted)
+        return self._last
 
     def learn(self, snapshot: BufferSnapshot) -> bool:
         """Compare buffers with the snapshot from before a forward pass; return True if a forward pass changes any."""
         modes = tuple(part.training for part in self._module.modules())
-        current = [(place, copy) for place, copy in snapshot.copies if copy.is_current(_buffer(place))]
         if modes not in self._known_modes:
             self._known_modes.add(modes)
-            found = [(place, copy) for place, copy in current if _differ(copy.clone, _buffer(place))]
-            self._uncounted.update((id(owner), name) for (owner, name), _ in found)
-            snapshot.mark_changed([copy for _, copy in found])
-        return len(current) < len(snapshot.copies) or bool(self._uncounted)
-
-    def _copy(self, place: _Place, buffer: Tensor, previous: _Copy | None) -> _Copy:
-        owner, name = place
-        is_uncounted = isinstance(owner, Normalisation) or (id(owner), name) in self._uncounted
-        if previous is not None and not is_uncounted and previous.is_current(buffer):
-            return previous
-        return _Copy(weakref.ref(buffer), -1 if is_uncounted else version_of(buffer), buffer.detach().clone())
-
-
-def _buffer(place: _Place) -> Tensor | None:
-    owner, name = place
-    return owner._buffers.get(name)
-
-
-def _differ(before: Tensor, after: Tensor | None) -> bool:
-    return after is None or before.shape != after.shape or not torch.equal(before, after)
+            changed = snapshot.changed()
+            unchanged = [buffer for buffer in snapshot.buffers if buffer not in changed]
+            self._uncounted.update(one.key for one in unchanged if not torch.equal(one.clone, one.tensor))
+        return bool(snapshot.changed())
 
 
 class CheckpointedForward:
@@ -192,7 +186,7 @@ class CheckpointedForward:
     @never_compiled
     def _checkpoint(self, call: Callable[..., Any], values: tuple[Any, ...]) -> Any:
         snapshot = self._snapshots.take()
-        if not snapshot.copies:
+        if not snapshot.buffers:
             return checkpoint(call, *values, use_reentrant=False)
         outputs = checkpoint(call, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), snapshot))
         self._changes_buffers = self._snapshots.learn(snapshot)

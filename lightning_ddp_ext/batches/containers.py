@@ -6,7 +6,7 @@ import enum
 import itertools
 import types
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -53,13 +53,32 @@ def items(value: Any) -> Iterator[tuple[str, Any]]:
 def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to the items of a container; return any other value unchanged."""
     if isinstance(value, Mapping):
-        extras = {name: function(getattr(value, name)) for name in extra_names(value)}
-        return rebuild_mapping(value, {key: function(item) for key, item in value.items()}, extras)
+        mapped = {key: function(item) for key, item in value.items()}
+        return rebuild_mapping(value, mapped, {name: function(getattr(value, name)) for name in extra_names(value)})
     if isinstance(value, list | tuple):
         return rebuild(value, [function(item) for item in value])
     if is_object(value):
         return rebuild_object(value, {name: function(getattr(value, name)) for name in fields(value)})
     return value
+
+
+def merge_items(values: Sequence[Any], function: Callable[[str, list[Any]], Any]) -> Any:
+    """Apply a function to the path and the values of each item of containers for which `have_same_items` is True."""
+    columns = [dict(items(value)) for value in values]
+    paths = iter(columns[0])  # in the order of `map_items`
+
+    def merge(_: Any) -> Any:
+        path = next(paths)
+        return function(path, [column[path] for column in columns])
+
+    return map_items(values[0], merge)
+
+
+def have_same_items(values: Sequence[Any]) -> bool:
+    """Return True for containers of one type that have items under the same paths."""
+    first = values[0]
+    is_container = isinstance(first, Mapping | list | tuple) or is_object(first)
+    return is_container and len({(type(value), frozenset(path for path, _ in items(value))) for value in values}) == 1
 
 
 def rebuild(value: Any, items: list[Any]) -> Any:
@@ -75,13 +94,9 @@ def rebuild_mapping(value: Any, items: dict[Any, Any], extras: Mapping[str, Any]
     """Make a mapping of the type of `value` from other items and other attributes."""
     if type(value) is dict:
         return items
-    if not isinstance(value, MutableMapping):
+    if not isinstance(value, dict | UserDict):
         return type(value)(items)
     copied = copy.copy(value)  # keeps additions of a subclass, such as a default factory
-    if not isinstance(value, dict | UserDict):
-        for name, storage in getattr(copied, "__dict__", {}).items():
-            if isinstance(storage, MutableMapping | list):
-                setattr(copied, name, copy.copy(storage))  # may hold the items, and a shallow copy shares it
     for name, extra in extras.items():
         setattr(copied, name, extra)
     for key, item in items.items():

@@ -1,7 +1,6 @@
 """Cutting batches into chunks, and putting chunks and outputs together again."""
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NamedTuple
@@ -13,8 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ddp_ext.batches.containers import (
     count_rows,
-    extra_names,
-    fields,
+    have_same_items,
     hides_array,
     is_array,
     is_graph_batch,
@@ -22,9 +20,8 @@ from lightning_ddp_ext.batches.containers import (
     is_record,
     items,
     map_items,
+    merge_items,
     rebuild,
-    rebuild_mapping,
-    rebuild_object,
     take_rows,
     to_device,
 )
@@ -293,10 +290,6 @@ def join_batches(parts: Sequence[Any], batch_dim: int = 0) -> Any:
 
 def _join(values: Sequence[Any], cuts: Sequence[_Cut], path: str, top: bool = False) -> Any:
     first, dim = values[0], cuts[0].batch_dim
-
-    def join_items(get: Callable[[Any], Any], name: str) -> Any:
-        return _join([get(value) for value in values], cuts, path + name)
-
     pairs = list(zip(values, cuts, strict=True))
     if is_array(first):
         if all(_is_dense(value) and count_rows(value, dim) == cut.total for value, cut in pairs):
@@ -305,16 +298,8 @@ def _join(values: Sequence[Any], cuts: Sequence[_Cut], path: str, top: bool = Fa
                 return torch.cat([*values], dim) if isinstance(first, Tensor) else numpy.concatenate([*values], dim)
     elif all((top and cut.is_list) or cut.is_per_sample(value) for value, cut in pairs):
         return rebuild(first, [item for value in values for item in value])
-    elif len({(type(value), *(name for name, _ in items(value))) for value in values}) == 1:
-        if isinstance(first, Mapping):
-            joined = {key: join_items(operator.itemgetter(key), f"[{key!r}]") for key in first}
-            extras = {name: join_items(operator.attrgetter(name), f".{name}") for name in extra_names(first)}
-            return rebuild_mapping(first, joined, extras)
-        if isinstance(first, list | tuple):
-            return rebuild(first, [join_items(operator.itemgetter(n), f"[{n}]") for n in range(len(first))])
-        if is_object(first):
-            columns = {name: join_items(operator.attrgetter(name), f".{name}") for name in fields(first)}
-            return rebuild_object(first, columns)
+    elif have_same_items(values):
+        return merge_items(values, lambda name, column: _join(column, cuts, path + name))
     if all(_are_equal(first, value) for value in values):
         return first
     shown = dict.fromkeys(f"shape {tuple(value.shape)}" if _is_dense(value) else repr(value)[:40] for value in values)
@@ -351,27 +336,17 @@ def gather(
     Tensors with one row per sample, or with as many rows as `other_rows` has for each replica, are concatenated;
     scalars are averaged by chunk size; for other values, return a list with one entry per replica.
     """
-
-    def gather_column(values: Sequence[Any]) -> Any:
-        return gather(values, sizes, device, batch_dim, other_rows)
-
     first = outputs[0]
     if len(outputs) == 1:
         return to_device(first, device)
     if isinstance(first, Tensor):
         return _gather_tensors([to_device(output, device) for output in outputs], sizes, batch_dim, other_rows)
-    if isinstance(first, Mapping) and all(output.keys() == first.keys() for output in outputs):
-        return rebuild_mapping(first, {key: gather_column([output[key] for output in outputs]) for key in first})
-    if is_object(first):
-        columns = {name: [getattr(output, name, None) for output in outputs] for name in fields(first)}
-        return rebuild_object(first, {name: gather_column(column) for name, column in columns.items()})
-    if isinstance(first, list | tuple):
+    if isinstance(first, list | tuple) and all(type(output) is type(first) for output in outputs):
         lengths = [len(output) for output in outputs]
-        same_length = len(set(lengths)) == 1
-        if lengths == list(sizes) and not (same_length and _is_columnar(outputs, sizes)):
+        if lengths == list(sizes) and not (len(set(lengths)) == 1 and _is_columnar(outputs, sizes)):
             return rebuild(first, [to_device(item, device) for output in outputs for item in output])
-        if same_length:
-            return rebuild(first, [gather_column(column) for column in zip(*outputs, strict=True)])
+    if have_same_items(outputs):
+        return merge_items(outputs, lambda _, column: gather(column, sizes, device, batch_dim, other_rows))
     if all(output is None for output in outputs):
         return None
     return [to_device(output, device) for output in outputs]

@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import count_samples, join_batches
 from lightning_ddp_ext.batches.weights import WeightBy
-from lightning_ddp_ext.distributed.exchange import broadcast_bytes, broadcast_object, gather_objects
+from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.replicas.replicated_step import transfer
@@ -104,7 +104,8 @@ class GradientCheck(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reset()
-        self._end(_why_not(trainer, pl_module))
+        with self._ended_by_a_reason():
+            _check_run(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -121,15 +122,13 @@ class GradientCheck(Callback):
             return
         strategy: Any = trainer.strategy
         compare = _compare_chunks if isinstance(strategy, BalancedDataParallelStrategy) else _compare_ranks
-        try:
-            with step.training_unaffected():
-                record = compare(strategy, step, self._batch)
-        except _ImpossibleError as error:
-            self._end(str(error))
-            return
-        self._batch += 1
-        if record is None:
-            return
+        with self._ended_by_a_reason(), step.training_unaffected():
+            record = compare(strategy, step, self._batch)
+            self._batch += 1
+            if record is not None:
+                self._add(record)
+
+    def _add(self, record: GradientRecord) -> None:
         if record.remedy is not None and all(earlier.remedy is None for earlier in self.records):
             rank_zero_warn(
                 f"GradientCheck: in batch {record.batch}, the gradient of the parts (weights {_show(record.weights)})"
@@ -158,30 +157,48 @@ class GradientCheck(Callback):
             f" {len(self.records)} batches; relative difference up to {largest:.1e}. Dropout was off."
         )
 
-    def _end(self, reason: str | None) -> None:
-        """End the comparisons early for a reason, if there is one."""
-        self.reason, self._has_ended = reason, reason is not None
-        if reason is not None:
+    @contextmanager
+    def _ended_by_a_reason(self) -> Iterator[None]:
+        """End the comparisons if the block finds that a check is impossible."""
+        try:
+            yield
+        except _ImpossibleError as error:
+            self.reason, self._has_ended = str(error), True
             compared = f"{len(self.records)} of {self.batches} batches" if self.records else "nothing"
-            rank_zero_warn(f"GradientCheck compared {compared}: {reason}.", category=UserWarning)
+            rank_zero_warn(f"GradientCheck compared {compared}: {error}.", category=UserWarning)
 
 
 class _ImpossibleError(Exception):
-    """Reason why a batch cannot be checked."""
+    """Reason why a run or a batch cannot be checked."""
 
 
-def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
-    """Return why nothing can be compared in this run, or None."""
+@contextmanager
+def _raised_on_every_rank(group: dist.ProcessGroup) -> Iterator[None]:
+    """Raise an _ImpossibleError of any rank on all ranks, after the block."""
+    problem = None
+    try:
+        yield
+    except _ImpossibleError as error:
+        problem = str(error)
+    for rank, found in enumerate(gather_objects(problem, group)):
+        if found is not None:
+            raise _ImpossibleError(f"{found} (rank {rank})")
+
+
+def _check_run(trainer: Trainer, module: LightningModule) -> None:
     strategy = trainer.strategy
     if not isinstance(strategy, BalancedDataParallelStrategy | ExplicitDDPStrategy):
-        return f"{type(strategy).__name__} is not one of `balanced_dp`, `ddp_checkpoint` and `ddp_join`"
+        raise _ImpossibleError(
+            f"{type(strategy).__name__} is not one of `balanced_dp`, `ddp_checkpoint` and `ddp_join`"
+        )
     if isinstance(strategy, ExplicitDDPStrategy) and trainer.world_size == 1:
-        return "there is one process"
+        raise _ImpossibleError("there is one process")
     if not module.automatic_optimization:
-        return "under manual optimization the step itself decides which gradients reach an optimizer"
+        raise _ImpossibleError("under manual optimization the step itself decides which gradients reach an optimizer")
     if takes_dataloader_iter(module, "training_step"):
-        return "`training_step(self, dataloader_iter)` fetches batches itself, so that no batch can be run again"
-    return None
+        raise _ImpossibleError(
+            "`training_step(self, dataloader_iter)` fetches batches itself, so that no batch can be run again"
+        )
 
 
 class _StepCopy:
@@ -189,22 +206,29 @@ class _StepCopy:
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.module = module
-        self.problem: str | None = None  # why there is no copy
         self.draws = False  # whether a step drew random numbers
-        self.loss_dtypes: set[torch.dtype] = set()
+        self._loss_dtypes: set[torch.dtype] = set()
         self._trainer = trainer
         self._batch_idx = batch_idx
+        self._problem: Exception | None = None
         with _preserved_rng_state(module.device):
             try:
-                self.batch = copy.deepcopy(batch)
+                self._batch = copy.deepcopy(batch)
                 self._copy = self._copied(module)
             except Exception as error:
-                self.problem = f"batch or module cannot be copied: {_describe(error)}"
+                self._problem = error
+
+    @property
+    def batch(self) -> Any:
+        """The copied batch, if there are copies."""
+        if self._problem is not None:
+            raise _ImpossibleError(f"batch or module cannot be copied: {_describe(self._problem)}")
+        return self._batch
 
     @property
     def tolerance(self) -> float:
         """Largest relative difference that rounding explains."""
-        kinds = self.loss_dtypes | {p.dtype for p in self._copy.parameters() if p.requires_grad}
+        kinds = self._loss_dtypes | {p.dtype for p in self._copy.parameters() if p.requires_grad}
         return float(min(max(torch.finfo(kind).eps for kind in kinds) ** 0.5, 0.01))
 
     @contextmanager
@@ -240,7 +264,7 @@ class _StepCopy:
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:
                     raise _ImpossibleError("`training_step` returned None")
-                self.loss_dtypes.add(loss.dtype)
+                self._loss_dtypes.add(loss.dtype)
                 module.backward(loss)
                 self.draws |= states != capture_rng_state(device)
         except _ImpossibleError:
@@ -304,105 +328,83 @@ def _refuse_collective(*_: Any, **__: Any) -> Any:
 
 def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
     """Compare the chunks of `balanced_dp` on the first device; return None for fewer than two chunks."""
-    _refuse([step.problem])
     record, chunks, whole = strategy.last_batch, strategy.cut(step.batch), step.batch
-    active = [index for index, chunk in enumerate(chunks) if chunk is not None]
-    weighted = [(index, weight) for index, weight in zip(active, record.weights, strict=True) if weight]
+    weighted = {index: weight for index, weight in enumerate(record.weights) if weight}
     if len(weighted) < 2:
         return None
     if record.skipped:
-        kept = [chunks[index] for index in active if index not in record.skipped]
-        whole = _join(kept, strategy.batch_dim, step.module.device)
-    parts, weights = [index for index, _ in weighted], [weight for _, weight in weighted]
-    columns = [step.gradients(batch, transferred=False) for batch in (*(chunks[index] for index in parts), whole)]
-    comparison = GradientComparison(len(parts))
+        whole = _join([chunks[index] for index in record.active], strategy.batch_dim, step.module.device)
+    columns = [step.gradients(part, transferred=False) for part in (*(chunks[index] for index in weighted), whole)]
+    comparison = GradientComparison(len(weighted))
     for name, parameter in step.module.named_parameters():
         if any(name in column for column in columns):
-            *of_parts, of_whole = (column.get(name, _zeros(parameter)) for column in columns)
-            comparison.add(name, of_parts, of_whole)
-    return comparison.record(batch, weights, [record.sizes[index] for index in parts], strategy.weight_by, step)
+            comparison.add(name, [column.get(name, _zeros(parameter)) for column in columns])
+    sizes = [record.sizes[index] for index in weighted]
+    return comparison.record(batch, [*weighted.values()], sizes, strategy.weight_by, step)
 
 
 def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -> GradientRecord | None:
     """Compare the batches of the ranks, alike on every rank; return None if fewer than two have a weight."""
     assert strategy.reducer is not None
-    group, weight = strategy.reducer.process_group, strategy.batch_weight
-    problem, data, samples = step.problem, None, None
-    if weight and not problem:
-        packed, samples = pack(step.batch), strategy.count_samples(step.batch)
-        data = packed.data
-        problem = _find_other_dimension(step.batch, samples, strategy.batch_dim)
-        if packed.skipped:
-            problem = f"batches hold {name_skipped(packed.skipped)}, which cannot be sent to another rank"
-    problems, weights, sizes = zip(*gather_objects([problem, weight, samples], group), strict=True)
-    _refuse(problems)
-    active = [rank for rank, weight in enumerate(weights) if weight]
+    group, weight, rank = strategy.reducer.process_group, strategy.batch_weight, strategy.global_rank
+    data, samples = None, None
+    with _raised_on_every_rank(group):
+        given = step.batch
+        if weight:
+            samples = strategy.count_samples(given)
+            data = _pack(given, samples, strategy.batch_dim)
+    weights, sizes, sent = zip(*gather_objects([weight, samples, data], group), strict=True)
+    active = [index for index, weight in enumerate(weights) if weight]
     if len(active) < 2:
         return None
 
-    is_first = strategy.global_rank == active[0]  # it runs the whole batch
-    received = [broadcast_bytes(data if rank == strategy.global_rank else None, group, rank) for rank in active]
     own, whole = {}, {}
-    try:
-        if is_first:
-            batches = (unpack(sent)[0] for sent in received)
-            whole = step.gradients(_join(batches, strategy.batch_dim, step.module.device))
+    with _raised_on_every_rank(group):
+        if rank == active[0]:  # it runs the whole batch
+            parts = [unpack(sent[index])[0] for index in active]
+            whole = step.gradients(_join(parts, strategy.batch_dim, step.module.device))
         if weight:
-            own = step.gradients(step.batch)
-    except _ImpossibleError as error:
-        problem = str(error)
-    problems, draws, names = zip(*gather_objects([problem, step.draws, [*{**own, **whole}]], group), strict=True)
-    _refuse(problems)
+            own = step.gradients(given)
+    draws, names = zip(*gather_objects([step.draws, [*{**own, **whole}]], group), strict=True)
     step.draws = any(draws)
 
     comparison = GradientComparison(len(active))
     for name, parameter in step.module.named_parameters():
         if any(name in found for found in names):
-            rows = _gather(own.get(name, _zeros(parameter)), group)
-            if is_first:
-                comparison.add(name, [rows[rank] for rank in active], whole.get(name, _zeros(parameter)))
+            zeros = _zeros(parameter)
+            found = gather_objects(own.get(name), group)  # one parameter at a time, to save memory
+            if rank == active[0]:
+                parts = [zeros if found[index] is None else found[index] for index in active]
+                comparison.add(name, [*parts, whole.get(name, zeros)])
     record = None
-    if is_first:
+    if rank == active[0]:
         total = 1.0 if strategy.weight_by == "sum" else sum(weights)
-        factors, counted = [weights[rank] / total for rank in active], [sizes[rank] for rank in active]
+        factors, counted = [weights[index] / total for index in active], [sizes[index] for index in active]
         record = asdict(comparison.record(batch, factors, counted, strategy.weight_by, step))
     return GradientRecord(**broadcast_object(record, group, active[0]))
 
 
-def _refuse(problems: Sequence[str | None]) -> None:
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise _ImpossibleError(problem if len(problems) == 1 else f"{problem} (rank {rank})")
-
-
-def _find_other_dimension(batch: Any, drawn: float | None, batch_dim: int) -> str | None:
-    """Return why batches cannot be joined along `batch_dim`, if its size is not the number of drawn samples."""
-    try:
+def _pack(batch: Any, drawn: float | None, batch_dim: int) -> Tensor:
+    """Serialise a batch for the first rank, which joins the batches by samples."""
+    packed = pack(batch)
+    if packed.skipped:
+        raise _ImpossibleError(f"batches hold {name_skipped(packed.skipped)}, which cannot be sent to another rank")
+    with suppress(BatchSplitError):  # `_join` raises with the reason
         size = count_samples(batch, batch_dim)
-    except BatchSplitError:
-        return None  # `_join` raises with the reason
-    if size == drawn:
-        return None
-    return (
-        f"the loader drew {drawn:g} samples for a batch whose size along `batch_dim={batch_dim}` is {size}, so that the"
-        " batches of the ranks cannot be joined by samples. Set `batch_dim` to the dimension that counts samples, or"
-        " `batch_size=None` in the `DataLoader` if its dataset makes whole batches"
-    )
+        if size != drawn:
+            raise _ImpossibleError(
+                f"the loader drew {drawn:g} samples for a batch whose size along `batch_dim={batch_dim}` is {size}, so"
+                " that the batches of the ranks cannot be joined by samples. Set `batch_dim` to the dimension that"
+                " counts samples, or `batch_size=None` in the `DataLoader` if its dataset makes whole batches"
+            )
+    return packed.data
 
 
-def _join(batches: Iterable[Any], batch_dim: int, device: torch.device) -> Any:
+def _join(batches: Sequence[Any], batch_dim: int, device: torch.device) -> Any:
     try:
-        return to_device(join_batches([*batches], batch_dim), device)
+        return to_device(join_batches(batches, batch_dim), device)
     except Exception as error:
         raise _ImpossibleError(f"the parts cannot be joined: {_describe(error)}") from error
-
-
-def _gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Gather the vector of each rank, as bytes because not every backend supports every dtype."""
-    sent = own.contiguous().view(torch.uint8)
-    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, sent, group=group)
-    return [row.view(own.dtype) for row in rows]
 
 
 def _flat(gradient: Tensor) -> Tensor:
@@ -479,31 +481,27 @@ class GradientComparison:
         self._parts = parts
         self._elements = 0
 
-    def add(self, name: str, parts: Sequence[Tensor], whole: Tensor) -> None:
-        """Add the flat, real gradients of one parameter."""
+    def add(self, name: str, columns: Sequence[Tensor]) -> None:
+        """Add the flat, real gradients of one parameter: of the parts, then of the whole."""
         factor = torch.empty(0, self._parts + 1, dtype=torch.float64)
-        for rows in zip(*(torch.split(column, _ROWS) for column in (*parts, whole)), strict=True):
-            columns = torch.stack([row.detach().cpu().double() for row in rows], dim=1)
-            factor = _triangle([factor, columns])
+        for rows in zip(*(torch.split(column, _ROWS) for column in columns), strict=True):
+            factor = _triangle([factor, torch.stack(rows, dim=1).double()])
         self._factors[name] = factor
-        self._elements += whole.numel()
+        self._elements += columns[0].numel()
 
     def record(
         self, batch: int, weights: list[float], sizes: Sequence[float | None], weight_by: WeightBy, step: _StepCopy
     ) -> GradientRecord:
         """Return the record of parts with these weights and numbers of samples."""
         difference, tolerance = self.difference(weights), step.tolerance
+        name = max(self._factors, key=lambda name: _norm(self._factors[name], weights))
+        most = _relative(self._factors[name], weights)
         remedy = None if difference <= tolerance else _find_remedy(self, sizes, weight_by, step)
-        return GradientRecord(batch, difference, *self.most_different(weights), tolerance, weights, self.fit(), remedy)
+        return GradientRecord(batch, difference, name, most, tolerance, weights, self.fit(), remedy)
 
     def difference(self, weights: Sequence[float]) -> float:
         """Return the norm of the difference between weighted parts and whole, relative to the norm of the whole."""
         return _relative(_triangle([*self._factors.values()]), weights)
-
-    def most_different(self, weights: Sequence[float]) -> tuple[str, float]:
-        """Return the parameter with the largest part of the difference, and the relative difference of it."""
-        name = max(self._factors, key=lambda name: _norm(self._factors[name], weights))
-        return name, _relative(self._factors[name], weights)
 
     def fit(self) -> list[float] | None:
         """Return the weights with the least difference; None if they are not unique, or fit any gradient."""

@@ -1,7 +1,7 @@
 """Batches, samples and idle time of each rank of `ddp_join`."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,20 +15,20 @@ from lightning_ddp_ext.distributed.exchange import gather_objects
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _LARGE_IDLE_SHARE = 0.2
-_COUNTS = ("batches", "samples", "shadow_steps", "shadow_seconds", "seconds")
+_LOGGED = ("batches", "samples", "shadow_steps", "shadow_seconds")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankRecord:
     """The steps of one rank in one epoch."""
 
     epoch: int
     rank: int
-    batches: int
-    samples: int  # a batch whose samples cannot be counted adds 1
-    shadow_steps: int  # without data
-    shadow_seconds: float
-    seconds: float  # of all steps
+    batches: int = 0
+    samples: float = 0.0  # a batch whose samples cannot be counted adds 1
+    shadow_steps: int = 0  # without data
+    shadow_seconds: float = 0.0
+    seconds: float = 0.0  # of all steps
 
     @property
     def idle_share(self) -> float:
@@ -62,20 +62,20 @@ class JoinReport(Callback):
         self._table = table
         self._warned = False
         self._started = 0.0
-        self._epoch: int | None = None  # of the counts
-        self._counts = dict.fromkeys(_COUNTS, 0.0)
+        self._record: RankRecord | None = None  # of this rank in this epoch
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.records.clear()
         self._warned = False
-        self._epoch = None
+        self._record = None
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not at the end of an epoch, when the progress bar of rank 0 reduces metrics before other callbacks run.
         self._gather(trainer)
-        self._epoch, self._counts = trainer.current_epoch, dict.fromkeys(_COUNTS, 0.0)
+        if isinstance(trainer.strategy, DDPJoinStrategy):
+            self._record = RankRecord(trainer.current_epoch, trainer.global_rank)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -85,16 +85,17 @@ class JoinReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not isinstance(trainer.strategy, DDPJoinStrategy):
+        record, strategy = self._record, trainer.strategy
+        if record is None or not isinstance(strategy, DDPJoinStrategy):
             return
         seconds = time.perf_counter() - self._started
-        self._counts["seconds"] += seconds
-        if trainer.strategy.is_shadow:
-            self._counts["shadow_steps"] += 1
-            self._counts["shadow_seconds"] += seconds
+        record.seconds += seconds
+        if strategy.is_shadow:
+            record.shadow_steps += 1
+            record.shadow_seconds += seconds
         else:
-            self._counts["batches"] += 1
-            self._counts["samples"] += trainer.strategy.count_samples(batch) or 1
+            record.batches += 1
+            record.samples += strategy.count_samples(batch) or 1
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -103,18 +104,15 @@ class JoinReport(Callback):
             Console().print(self.table())
 
     def _gather(self, trainer: Trainer) -> None:
-        """Record the counts of all ranks in the last epoch."""
-        epoch, self._epoch = self._epoch, None
-        if epoch is None or not isinstance(trainer.strategy, DDPJoinStrategy):
+        """Keep the records of all ranks in the last epoch."""
+        if self._record is None:
             return
-        newest = [
-            RankRecord(epoch, rank, *map(int, counts[:3]), *counts[3:])
-            for rank, counts in enumerate(gather_objects(list(self._counts.values())))
-        ]
+        newest = [RankRecord(**record) for record in gather_objects(asdict(self._record))]
+        self._record = None
         self.records.extend(newest)
         self._warn(newest)
         if self._log:
-            metrics = {f"rank_{one.rank}/{name}": float(getattr(one, name)) for one in newest for name in _COUNTS[:-1]}
+            metrics = {f"rank_{one.rank}/{name}": float(getattr(one, name)) for one in newest for name in _LOGGED}
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
 
@@ -128,7 +126,7 @@ class JoinReport(Callback):
                 str(record.epoch) if record.rank == 0 else "",
                 str(record.rank),
                 str(record.batches),
-                str(record.samples),
+                f"{record.samples:.0f}",
                 str(record.shadow_steps),
                 f"{record.shadow_seconds:.2f}",
                 f"{record.idle_share:.0%}",

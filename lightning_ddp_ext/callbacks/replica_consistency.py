@@ -153,7 +153,7 @@ class ReplicaConsistency(Callback):
             remedy = "Set `every_n_steps=1` to find the step of the first difference."
         else:
             remedy = "Look for code that runs on one rank only in that step, such as under `if rank == 0`."
-        return f"replicas differ after step {step}{equal}: {difference}. {remedy}"
+        return f"replicas differ after step {step}{equal}: {difference.text}. {remedy}"
 
 
 def _why_not(trainer: Trainer, module: LightningModule) -> str | None:

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +15,10 @@ from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.batches.splitting import count_samples, gather
-from lightning_ddp_ext.distributed.exchange import broadcast_bytes, own_group
-from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.batches.splitting import join_batches
+from lightning_ddp_ext.distributed.exchange import gather_objects, own_group
+from lightning_ddp_ext.distributed.serialization import name_skipped, pack
+from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _CPU = torch.device("cpu")
@@ -37,7 +35,7 @@ class BatchRecorder(Callback):
     """
 
     def __init__(self) -> None:
-        self.batches: dict[_Place, list[Any]] = defaultdict(list)
+        self.batches: dict[_Place, list[Any]] = {}
         self.length: int | None = None  # batches per epoch of the single process, if known
         self.accumulated = 1  # batches per optimizer step of the single process
 
@@ -52,7 +50,7 @@ class BatchRecorder(Callback):
                     " without running code there, and the comparison with one process needs all batches. Set"
                     " `compare_single_process=false`."
                 )
-            self.batches[place].append(recorded)
+            self.batches.setdefault(place, []).append(recorded)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -61,14 +59,11 @@ class BatchRecorder(Callback):
         self.accumulated = trainer.accumulate_grad_batches // _window(trainer)
         if trainer.world_size == 1:
             return
-        own, group = pack(dict(self.batches)).data, own_group()
-        self.batches.clear()
-        for rank in range(trainer.world_size):
-            sent = broadcast_bytes(own if rank == trainer.global_rank else None, group, rank)
-            if trainer.is_global_zero:
-                for place, some in unpack(sent)[0].items():
-                    self.batches[place].extend(some)
+        group = own_group()
+        gathered: list[dict[_Place, list[Any]]] = gather_objects(dict(self.batches), group)
         dist.destroy_process_group(group)
+        places = sorted({place for batches in gathered for place in batches})
+        self.batches = {place: [batch for batches in gathered for batch in batches.get(place, ())] for place in places}
 
 
 def train_single_process(config: DictConfig, run: Trainer, recorder: BatchRecorder) -> tuple[dict[str, float], float]:
@@ -128,7 +123,7 @@ class _Replay:
     concatenate: Callable[[Sequence[Any]], Any]
 
     def __iter__(self) -> Iterator[Any]:
-        for (epoch, _), batches in sorted(self.recorder.batches.items(), key=operator.itemgetter(0)):
+        for (epoch, _), batches in self.recorder.batches.items():
             if epoch == self.trainer.current_epoch:
                 yield batches[0] if len(batches) == 1 else self.concatenate(batches)
 
@@ -149,11 +144,11 @@ class _StopAfter(Callback):
 
 def _concatenate(batches: Sequence[Any]) -> Any:
     try:
-        return gather(batches, [count_samples(batch) for batch in batches], _CPU)
-    except RuntimeError as error:
+        return join_batches(batches)
+    except BatchSplitError as error:
         raise UnsupportedFeatureError(
-            f"the batches of the ranks cannot be concatenated ({error}), which the comparison with one process needs."
-            " Give the data module a method `concatenate_batches(self, batches)`, or set"
+            f"the batches of the ranks cannot be concatenated ({error.problem}), which the comparison with one process"
+            " needs. Give the data module a method `concatenate_batches(self, batches)`, or set"
             " `compare_single_process=false`."
         ) from error
 

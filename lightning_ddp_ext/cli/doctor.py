@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -65,26 +65,19 @@ SIZES = tuple(1024 * 16**power for power in range(5))  # 1 KiB to 64 MiB
 _REPEATS = 9
 
 
-@dataclass(frozen=True, slots=True)
-class AllReduceTime:
-    """The time of one all-reduce of `size` bytes per rank, with the bandwidths of NCCL's tests in bytes per second.
-
-    See https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
-    """
+class AllReduceTime(NamedTuple):
+    """The time of one all-reduce of `size` bytes per rank."""
 
     size: int
     seconds: float
-    world_size: int
 
-    @property
-    def algorithm_bandwidth(self) -> float:
-        """Size over time."""
-        return self.size / self.seconds
+    def bandwidths(self, world_size: int) -> tuple[float, float]:
+        """Return algorithm and bus bandwidth in bytes per second: size over time, and the least traffic of each rank.
 
-    @property
-    def bus_bandwidth(self) -> float:
-        """Least traffic of each rank over time: 2 (n - 1) / n of the tensor among n ranks."""
-        return self.algorithm_bandwidth * 2 * (self.world_size - 1) / self.world_size
+        See https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+        """
+        algorithm = self.size / self.seconds
+        return algorithm, algorithm * 2 * (world_size - 1) / world_size
 
 
 def measure_all_reduce(
@@ -106,7 +99,7 @@ def measure_all_reduce(
         agreed = torch.tensor([statistics.median(times), time.perf_counter() - started], device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         seconds, spent = agreed.tolist()
-        measured.append(AllReduceTime(size, seconds, world_size))
+        measured.append(AllReduceTime(size, seconds))
         repeats = min(_REPEATS, int((limit - spent) * size / (seconds * next_size)) - 1)
     return measured
 
@@ -137,11 +130,6 @@ class Diagnosis:
     is_shared: bool = False
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether no step has failed."""
-        return self.failed is None
-
-    @property
     def ranks(self) -> str:
         """The numbers of ranks and nodes as text."""
         plurals = ["" if count == 1 else "s" for count in (self.world_size, self.num_nodes)]
@@ -150,17 +138,15 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         """The result in one line."""
-        if not self.is_healthy:
+        if self.failed is not None:
             return f"Not healthy: {self.error}"
         if self.progress.backend is None:
             return f"Healthy: `strategy={self.strategy}` runs in one process and needs no network."
         if not self.all_reduce:
             return f"Healthy: {self.ranks}."
         largest = self.all_reduce[-1]
-        return (
-            f"Healthy: {self.ranks} add up {size_text(largest.size)} in {time_text(largest.seconds)}"
-            f" ({speed_text(largest.bus_bandwidth)} per rank)."
-        )
+        spent, speed = time_text(largest.seconds), speed_text(largest.bandwidths(self.world_size)[1])
+        return f"Healthy: {self.ranks} add up {size_text(largest.size)} in {spent} ({speed} per rank)."
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the name and findings of each step in order; a step that was not tried has no findings."""
@@ -179,7 +165,7 @@ class Diagnosis:
             ("rendezvous", self.progress.endpoint or ""),
             ("network", "" if self.network is None else str(self.network)),
             ("versions", ", ".join(versions)),
-            ("all-reduce", _list_times(self.all_reduce)),
+            ("all-reduce", _list_times(self.all_reduce, self.world_size)),
         ]
 
 
@@ -226,11 +212,11 @@ def _describe_node(node: NodeNetwork) -> str:
     return f"{node.node} ({list_ranks(node.ranks)}{reached}): {listed}"
 
 
-def _list_times(times: Sequence[AllReduceTime]) -> str:
+def _list_times(times: Sequence[AllReduceTime], world_size: int) -> str:
     rows = [("size", "time", "algorithm", "bus")] if times else []
     for one in times:
-        speeds = speed_text(one.algorithm_bandwidth), speed_text(one.bus_bandwidth)
-        rows.append((size_text(one.size), time_text(one.seconds), *speeds))
+        algorithm, bus = map(speed_text, one.bandwidths(world_size))
+        rows.append((size_text(one.size), time_text(one.seconds), algorithm, bus))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("   ".join(map(str.rjust, row, widths)) for row in rows)
 
@@ -245,14 +231,14 @@ def doctor(arguments: Sequence[str]) -> int:
         diagnosis = diagnose(options)
         if diagnosis.rank == 0:
             _print(diagnosis, output)
-            return 0 if diagnosis.is_healthy else 1
+            return int(diagnosis.failed is not None)
         return _finish_rank(diagnosis)
 
 
 def _finish_rank(diagnosis: Diagnosis) -> int:
     """Write an error of another rank than 0 to standard error, unless rank 0 prints it; return the exit code."""
     # Launchers end all ranks when one fails, and rank 0 may not have printed the error yet.
-    if diagnosis.is_healthy or diagnosis.is_shared:
+    if diagnosis.failed is None or diagnosis.is_shared:
         return 0
     print(f"lightning-ddp-ext doctor: rank {diagnosis.rank}: {diagnosis.verdict}", file=sys.stderr, flush=True)
     return 1

@@ -5,10 +5,9 @@ import importlib.util
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
@@ -16,10 +15,9 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext.callbacks import BalanceReport
-from lightning_ddp_ext.callbacks.balance_report import ReplicaRecord
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
-_SMOOTHED_OVER = 9  # batches
+_AROUND = 4  # batches on both sides of a running median
 
 
 class LaunchSummary(Callback):
@@ -118,64 +116,50 @@ def _relative(folder: Path) -> Path:
 
 def draw_run(folder: Path, trainer: Trainer) -> None:
     """Draw loss and metrics of `metrics.csv`, and the chunk and time of each replica, into `run.png`."""
-    reports = [callback for callback in trainer.callbacks if isinstance(callback, BalanceReport)]  # type: ignore[attr-defined]
-    records = [record for report in reports for record in report.records]
-    curves = _read_curves(folder / "metrics.csv")
-    if not (curves or records):
+    panels = _read_panels(folder / "metrics.csv", trainer)
+    if not any(panels.values()):
         return
     if importlib.util.find_spec("matplotlib") is None:
         warnings.warn("no plot: matplotlib is not installed. Install `lightning-ddp-ext[demo]`.", stacklevel=2)
         return
     from matplotlib.figure import Figure
 
-    rows = 2 if records else 1
-    figure = Figure(figsize=(11, 3.4 * rows), layout="constrained")
-    axes = figure.subplots(rows, 2, squeeze=False)
-    for axis, title in zip(axes[0], ("loss", "metrics"), strict=True):
-        _draw_curves(axis, {name: curve for name, curve in curves.items() if ("loss" in name) == (title == "loss")})
-        axis.set(title=title, xlabel="optimizer step")
-    if records:
-        _draw_replicas(axes[1][0], axes[1][1], records)
-    for axis in axes.flat:
+    drawn = [title for title in panels if panels[title] or title in ("loss", "metrics")]
+    figure = Figure(figsize=(11, 1.7 * len(drawn)), layout="constrained")
+    for axis, title in zip(figure.subplots(len(drawn) // 2, 2).flat, drawn, strict=True):
+        is_of_replicas = "replica" in title
+        for name, points in sorted(panels[title].items()):
+            steps, values = zip(*points, strict=True)
+            if is_of_replicas:
+                values = tuple(median(values[max(0, i - _AROUND) : i + _AROUND + 1]) for i in range(len(values)))
+            marker = "o" if len(points) == 1 or not (is_of_replicas or "step" in name) else None
+            axis.plot(steps, values, label=name, marker=marker, markersize=3)
+        axis.set(title=title, xlabel="batch" if is_of_replicas else "optimizer step")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
+        if panels[title]:
+            axis.legend(fontsize="small", frameon=False)
     figure.savefig(folder / "run.png", dpi=120)
 
 
-def _read_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
-    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
+def _read_panels(path: Path, trainer: Trainer) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return the points of each curve, by the title of its panel and its name."""
+    loss, metrics, samples, times = (defaultdict[str, list[tuple[int, float]]](list) for _ in range(4))
     if path.is_file():
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 for name, value in row.items():
                     if value and name not in ("step", "epoch") and not name.startswith("replica_"):
-                        curves[name].append((int(row["step"]), float(value)))
-    return curves
-
-
-def _draw_curves(axis: Any, curves: Mapping[str, list[tuple[int, float]]]) -> None:
-    for name, points in sorted(curves.items()):
-        marker = "o" if len(points) == 1 or "step" not in name else None
-        axis.plot(*zip(*points, strict=True), label=name, marker=marker, markersize=3)
-    if curves:
-        axis.legend(fontsize="small", frameon=False)
-
-
-def _draw_replicas(chunks: Any, times: Any, records: Sequence[ReplicaRecord]) -> None:
-    """Draw the samples of each replica, stacked, and the running median of its times."""
-    by_replica: dict[str, list[ReplicaRecord]] = defaultdict(list)
-    for record in records:
-        by_replica[f"replica {record.replica} ({record.device})"].append(record)
-    batches = [record.batch for record in next(iter(by_replica.values()))]
-    sizes = [[record.chunk for record in found] for found in by_replica.values()]
-    chunks.stackplot(batches, sizes, labels=[*by_replica], step="mid", alpha=0.8)
-    chunks.set(title="replicas: samples per batch, stacked", xlabel="batch")
-    chunks.legend(fontsize="small", loc="lower left", framealpha=0.9)
-    half = _SMOOTHED_OVER // 2
-    for label, found in by_replica.items():
-        seconds = [record.seconds for record in found]
-        smoothed = [1000 * median(seconds[max(0, i - half) : i + half + 1]) for i in range(len(seconds))]
-        times.plot(batches, smoothed, label=label)
-    times.set(title=f"replicas: ms per batch, median of {_SMOOTHED_OVER}", xlabel="batch")
-    times.set_ylim(bottom=0)
-    times.legend(fontsize="small", frameon=False)
+                        (loss if "loss" in name else metrics)[name].append((int(row["step"]), float(value)))
+    reports = [callback for callback in trainer.callbacks if isinstance(callback, BalanceReport)]  # type: ignore[attr-defined]
+    for record in (record for report in reports for record in report.records):
+        name = f"replica {record.replica} ({record.device})"
+        samples[name].append((record.batch, record.chunk))
+        times[name].append((record.batch, 1000 * record.seconds))
+    smoothed = f"median of {2 * _AROUND + 1} batches"
+    return {
+        "loss": loss,
+        "metrics": metrics,
+        f"samples of each replica, {smoothed}": samples,
+        f"ms of each replica, {smoothed}": times,
+    }

@@ -1,6 +1,5 @@
 """Process-group arguments of the strategies: how they are checked, and how they open the process group."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,14 +16,14 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ddp_ext._compat.lightning import in_interactive_session, repeats_the_command
-from lightning_ddp_ext._validation import as_timeout, check_choice, check_integer, check_text
-from lightning_ddp_ext.clusters.slurm import check_tasks, rendezvous_ports, step_name
+from lightning_ddp_ext._validation import check_choice, check_integer, check_text
+from lightning_ddp_ext.clusters.slurm import check_tasks, rendezvous_port
 from lightning_ddp_ext.distributed.backends import check_backend, check_mpirun
-from lightning_ddp_ext.distributed.init_method import parse_init_method
 from lightning_ddp_ext.distributed.interfaces import check_interface
 from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
+from lightning_ddp_ext.distributed.stores import parse_init_method
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -51,7 +50,6 @@ class Connection:
 
     def check_arguments(self) -> None:
         """Reject arguments that cannot work on this node; for the constructor of a strategy."""
-        as_timeout("timeout", self.timeout)
         check_text("process_group_backend", self.backend)
         check_text("init_method", self.init_method)
         check_text("network_interface", self.network_interface)
@@ -74,16 +72,13 @@ class Connection:
         """Create the process group of a strategy that knows its ranks; rank 0 logs the interface of each node."""
         environment = strategy.cluster_environment
         assert environment is not None  # the Trainer gives every strategy one
-        # The same order on every rank: MPI finds address and port by collective operations.
-        main_port, *other_ports = rendezvous_ports(environment)
         network = init_process_group(
             backend=self.backend or dist.get_default_backend_for_device(strategy.root_device),
             rank=environment.global_rank(),
             world_size=environment.world_size(),
+            # The same order on every rank: MPI finds address and port by collective operations.
             main_address=environment.main_address,
-            main_port=main_port,
-            other_ports=other_ports,
-            run=step_name(os.environ) if other_ports else "",
+            main_port=rendezvous_port(environment),
             timeout=self.timeout,
             init_method=self.init_method,
             network_interface=self.network_interface,

@@ -1,4 +1,4 @@
-"""SLURM jobs: their tasks are compared with the processes of a run, and their numbers give the rendezvous ports."""
+"""SLURM jobs: their tasks are compared with the processes of a run, and their numbers give the rendezvous port."""
 
 import os
 import re
@@ -28,9 +28,8 @@ _SUMMARIZED = ("SLURM_JOB_NAME", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_P
 
 # Lightning's range of ports, below the range that systems take ports for outgoing connections from.
 _FIRST, _COUNT = 15000, 10000
-_TRIED = 4
-# Jobs with neighbouring numbers, which share nodes, and their first steps and restarts do not get the same ports.
-_PER_STEP, _PER_RESTART, _NEXT = 37, 307, 2503
+# Jobs with neighbouring numbers, which share nodes, and their first steps and restarts do not get the same port.
+_PER_STEP, _PER_RESTART = 37, 307
 
 
 def find_problems(environ: Mapping[str, str], num_nodes: int, devices: int) -> list[str]:
@@ -133,25 +132,10 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return int(value) if value.isdecimal() else None
 
 
-def candidate_ports(environ: Mapping[str, str]) -> list[int]:
-    """List the ports that rank 0 of a SLURM step tries one after the other, and at which the others look for it.
-
-    Several are needed because two jobs on one node, two steps of a job, or the rest of a killed job may want one port.
-    All ranks of a step have the same ports. The first one of a job's first step is Lightning's.
-
-    Example:
-        >>> candidate_ports({"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0"})
-        [16234, 18737, 21240, 23743]
-    """
+def step_port(environ: Mapping[str, str]) -> int:
+    """Return the port at which all ranks of a SLURM step meet; for the first step of a job it is Lightning's."""
     step, restarts = (int(environ.get(name, 0)) for name in ("SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
-    start = int(environ[_JOB]) + step * _PER_STEP + restarts * _PER_RESTART
-    return [_FIRST + (start + number * _NEXT) % _COUNT for number in range(_TRIED)]
-
-
-def step_name(environ: Mapping[str, str]) -> str:
-    """Return a name that is the same on all ranks of a step, and different after a requeue."""
-    parts = ("SLURM_CLUSTER_NAME", _JOB, "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return ".".join(environ.get(part, "0") for part in parts)
+    return _FIRST + (int(environ[_JOB]) + step * _PER_STEP + restarts * _PER_RESTART) % _COUNT
 
 
 class CheckedSLURMEnvironment(SLURMEnvironment):
@@ -161,8 +145,6 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
     or in several runs of one process each; here they are errors at the start. `--ntasks` without `--ntasks-per-node`,
     which Lightning rejects, is accepted. Pass it to the Trainer,
     `Trainer(plugins=[CheckedSLURMEnvironment()], num_nodes=2)`.
-
-    If the first port is in use, strategies of this package meet at the next of `candidate_ports`.
 
     Args:
         num_nodes: Number of nodes, to be compared with the Trainer's; None for any.
@@ -212,7 +194,7 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
     @override
     def main_port(self) -> int:
         chosen = os.environ.get(_PORT)
-        return candidate_ports(os.environ)[0] if chosen is None else int(chosen)
+        return step_port(os.environ) if chosen is None else int(chosen)
 
     @override
     def world_size(self) -> int:
@@ -248,15 +230,13 @@ def check_tasks(environment: ClusterEnvironment | None, *, num_nodes: int, devic
         _raise_problems(num_nodes, devices)
 
 
-def rendezvous_ports(environment: ClusterEnvironment) -> list[int]:
-    """Return the ports that rank 0 tries: several in a SLURM job for which the user has not set `MASTER_PORT`."""
+def rendezvous_port(environment: ClusterEnvironment) -> int:
+    """Return the port at which ranks meet; in a SLURM job without `MASTER_PORT` of the user, `step_port`."""
     port = environment.main_port
-    if isinstance(environment, SLURMEnvironment) and _JOB in os.environ:
-        candidates = candidate_ports(os.environ)
-        # Lightning puts its port into the environment by itself.
-        if port in (candidates[0], _FIRST + int(os.environ[_JOB]) % _COUNT):
-            return candidates
-    return [port]
+    is_job = isinstance(environment, SLURMEnvironment) and _JOB in os.environ
+    # Lightning puts its port into the environment by itself.
+    is_lightnings = is_job and port == _FIRST + int(os.environ[_JOB]) % _COUNT
+    return step_port(os.environ) if is_lightnings else port
 
 
 def _is_silent_mistake(num_nodes: int, devices: int) -> bool:

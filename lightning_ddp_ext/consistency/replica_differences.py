@@ -1,6 +1,5 @@
 """Compare the tensors of all ranks bit by bit, and describe the first difference."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,40 +21,11 @@ _MISSING = "missing"
 
 
 @dataclass(frozen=True, slots=True)
-class Deviation:
-    """Difference between two tensors of the same shape and dtype."""
-
-    elements: int  # that differ in any bit
-    index: tuple[int, ...]  # of the first of them
-    values: tuple[str, str]  # of the first of them, and the expected value
-    absolute: float  # largest difference between two elements, computed in float64
-    relative: float  # `absolute` divided by the largest magnitude among the elements that differ
-
-
-@dataclass(frozen=True, slots=True)
 class ReplicaDifference:
-    """The first tensor that is not the same on every rank, with the numbers of tensors that differ and in all."""
+    """The first tensor that is not the same on every rank, and a sentence without a full stop that describes it."""
 
     name: str
-    ranks: tuple[int, ...]  # that differ from the majority; of equal majorities, the one with the lowest rank is taken
-    majority: tuple[int, ...]
-    kinds: Mapping[int, str]  # dtype and shape on each rank of the group, or "missing"
-    deviations: Mapping[int, Deviation]  # of `ranks`; empty if shapes or dtypes differ, or a tensor is missing
-    differing: int
-    compared: int
-
-    def __str__(self) -> str:
-        """Describe the difference in a sentence without a full stop."""
-        differing, rest = list_ranks(self.ranks), list_ranks(self.majority)
-        counted = f"({self.differing} of {self.compared} tensors differ)"
-        expected = self.kinds[self.majority[0]]
-        if any(self.kinds[rank] != expected for rank in self.ranks):
-            kinds = ", ".join(f"{self.kinds[rank]} on rank {rank}" for rank in self.ranks)
-            return f"{self.name} is {kinds}, but {expected} on {rest} {counted}"
-        text = f"{self.name}, {expected}, of {differing} differs from {rest}"
-        if self.deviations:
-            text += f": {_describe_deviations(self.deviations)}"
-        return f"{text} {counted}"
+    text: str
 
 
 def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> ReplicaDifference | None:
@@ -71,25 +41,22 @@ def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | No
     differing = [name for name in names if len({record.get(name) for record in records}) > 1]
     if not differing:  # the same tensors in another order
         return None
-    entries = [record.get(differing[0], (_MISSING, 0)) for record in records]
-    kinds = [kind for kind, _ in entries]
-    majority, others = split_by_majority(entries)
-    # All ranks make the same decision, since all have the same records.
-    same_kind = len(set(kinds)) == 1
-    deviations = _measure(tensors[differing[0]], majority[0], others, group) if same_kind else {}
+    name = differing[0]
+    entries = [record.get(name, (_MISSING, 0)) for record in records]
+    majority, others = _split_by_majority(entries)
     ranks = dist.get_process_group_ranks(group)
-    return ReplicaDifference(
-        name=differing[0],
-        ranks=tuple(ranks[i] for i in others),
-        majority=tuple(ranks[i] for i in majority),
-        kinds={ranks[i]: kind for i, kind in enumerate(kinds)},
-        deviations={ranks[i]: deviation for i, deviation in deviations.items()},
-        differing=len(differing),
-        compared=len(names),
-    )
+    rest = list_ranks([ranks[i] for i in majority])
+    expected = entries[majority[0]][0]
+    if any(kind != expected for kind, _ in entries):  # on every rank, since all have the same records
+        kinds = ", ".join(f"{entries[i][0]} on rank {ranks[i]}" for i in others)
+        text = f"{name} is {kinds}, but {expected} on {rest}"
+    else:
+        deviation = _measure(tensors[name], majority[0], others[0], group)
+        text = f"{name}, {expected}, of {list_ranks([ranks[i] for i in others])} differs from {rest}{deviation}"
+    return ReplicaDifference(name, f"{text} ({len(differing)} of {len(names)} tensors differ)")
 
 
-def split_by_majority(values: Sequence[object]) -> tuple[list[int], list[int]]:
+def _split_by_majority(values: Sequence[object]) -> tuple[list[int], list[int]]:
     """Return the positions of the most frequent value, the first of several, and all other positions."""
     common, _ = Counter(values).most_common(1)[0]
     positions = range(len(values))
@@ -97,44 +64,38 @@ def split_by_majority(values: Sequence[object]) -> tuple[list[int], list[int]]:
 
 
 @torch.no_grad()
-def _measure(
-    tensor: Tensor, source: int, others: Sequence[int], group: dist.ProcessGroup | None
-) -> dict[int, Deviation]:
-    """Broadcast the tensor of one rank, and measure the deviation of the tensors of some other ranks."""
+def _measure(tensor: Tensor, source: int, other: int, group: dist.ProcessGroup | None) -> str:
+    """Describe how the tensor of one rank differs from the tensor of another rank."""
     if tensor.is_nested or tensor.is_meta or is_lazy(tensor):
-        return {}
+        return ""
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     own = dense.resolve_conj().resolve_neg().to(exchange_device(group)).contiguous().view(-1)
     reference = own.clone()
     dist.broadcast(reference.view(torch.uint8), group=group, group_src=source)  # bytes: gloo lacks some dtypes
-    measured = None
-    if dist.get_rank(group) in others:
-        measured = _compare(own.cpu(), reference.cpu(), dense.shape)  # not every device has float64
-    gathered = gather_objects(measured, group)
-    return {position: deviation for position, deviation in enumerate(gathered) if deviation is not None}
+    is_other = dist.get_rank(group) == other
+    text = _compare(own.cpu(), reference.cpu(), dense.shape) if is_other else ""  # not every device has float64
+    return str(gather_objects(text, group)[other])
 
 
-def _compare(own: Tensor, reference: Tensor, shape: torch.Size) -> Deviation | None:
+def _compare(own: Tensor, reference: Tensor, shape: torch.Size) -> str:
     size = own.element_size()
     bits, bits_of_reference = own.view(torch.uint8).view(-1, size), reference.view(torch.uint8).view(-1, size)
     positions = (bits != bits_of_reference).any(1).nonzero().view(-1)
-    if not positions.numel():  # sparse tensors with the same dense values
-        return None
+    number = positions.numel()
+    if not number:  # sparse tensors with the same dense values
+        return ""
     first = int(positions[0])
-    index = tuple(int(i) for i in torch.unravel_index(positions[0], shape)) if shape else ()
+    place = f" at {[int(i) for i in torch.unravel_index(positions[0], shape)]}" if shape else ""
     precise = torch.complex128 if own.is_complex() else torch.float64
     values, expected = own[positions].to(precise), reference[positions].to(precise)
     absolute = float((values - expected).abs().max())
-    magnitude = float(torch.maximum(values.abs(), expected.abs()).max())
+    relative = absolute / float(torch.maximum(values.abs(), expected.abs()).max()) if absolute else 0.0
     texts = _to_text(own[first]), _to_text(reference[first])
     if texts[0] == texts[1]:
         texts = f"{texts[0]} ({_to_hex(bits[first])})", f"{texts[1]} ({_to_hex(bits_of_reference[first])})"
-    return Deviation(
-        elements=positions.numel(),
-        index=index,
-        values=texts,
-        absolute=absolute,
-        relative=absolute / magnitude if absolute else 0.0,
+    return (
+        f": {number} element{'s differ' if number > 1 else ' differs'}, first{place} {texts[0]} instead of {texts[1]},"
+        f" by up to {absolute:.3g} (relative {relative:.3g})"
     )
 
 
@@ -147,19 +108,6 @@ def _to_text(element: Tensor) -> str:
 
 def _to_hex(element: Tensor) -> str:
     return "0x" + bytes(reversed(element.tolist())).hex()
-
-
-def _describe_deviations(deviations: Mapping[int, Deviation]) -> str:
-    first = next(iter(deviations.values()))
-    elements = max(deviation.elements for deviation in deviations.values())
-    # NaN is the largest: every comparison with it is False.
-    largest = max(deviations.values(), key=lambda one: (math.isnan(one.absolute), one.absolute))
-    place = f" at {list(first.index)}" if first.index else ""
-    return (
-        f"{elements} element{'s' if elements > 1 else ''} differ{'s' if elements == 1 else ''}, first{place}"
-        f" {first.values[0]} instead of {first.values[1]}, by up to {largest.absolute:.3g} (relative"
-        f" {largest.relative:.3g})"
-    )
 
 
 def name_training_state(

@@ -53,10 +53,13 @@ def check_backend(backend: str | None, device_type: str | None = None) -> None:
         )
 
 
-def backend_of(backend: str, device_type: str) -> str | None:
-    """Return the one backend for a kind of device, or None."""
+def runs_on_streams(backend: str, device_type: str) -> bool:
+    """Return True if the backend of a kind of device issues collectives in order on a stream, as NCCL does.
+
+    gloo instead runs them in several threads of the host, in any order, on devices too; the CPU has no streams.
+    """
     by_device = _by_device(backend)
-    return by_device.get(device_type, by_device.get(""))
+    return device_type != "cpu" and by_device.get(device_type, by_device.get("")) != "gloo"
 
 
 def _by_device(backend: str) -> dict[str, str]:

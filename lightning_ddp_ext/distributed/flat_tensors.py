@@ -35,21 +35,19 @@ def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: i
         flat = flatten(members)
         # As bytes: no backend supports every dtype.
         dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
-        overwrite(members, flat, [True] * len(members))
+        overwrite(members, flat)
 
 
 @torch.no_grad()
-def overwrite(targets: Sequence[Tensor], flat: Tensor, wanted: Sequence[bool]) -> None:
-    """Write flat values into the wanted ones of several non-empty tensors, in few kernel launches.
+def overwrite(targets: Sequence[Tensor], flat: Tensor) -> None:
+    """Write flat values into several non-empty tensors, in few kernel launches.
 
     Elements that share memory, as after `expand`, are written once.
     """
     are_rows = all(target.dim() == 1 for target in targets)
     parts = torch.split(flat, list(map(torch.numel, targets))) if are_rows else views_of(flat, targets)
-    pairs = [pair[:2] for pair in zip(targets, parts, wanted, strict=True) if pair[2]]
-    pairs = [_distinct(*pair) if 0 in pair[0].stride() else pair for pair in pairs]
-    if pairs:
-        copy_all_(*zip(*pairs, strict=True))
+    pairs = [_distinct(*pair) if 0 in pair[0].stride() else pair for pair in zip(targets, parts, strict=True)]
+    copy_all_(*zip(*pairs, strict=True))
 
 
 def _distinct(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,8 +102,8 @@ def choose_for_one_node(requested: str | None, *, gloo: bool) -> Interface:
     return chosen or find_interface(LOOPBACK)
 
 
-def interface_towards(addresses: Iterable[str]) -> Interface:
-    """Return the interface that leads to the first reachable address that another node has chosen."""
+def interface_towards(addresses: Iterable[str], rank: int) -> Interface:
+    """Return the interface of the route to the first address of other nodes to which this node has one."""
     reasons = []
     for address in addresses:
         try:
@@ -112,11 +112,12 @@ def interface_towards(addresses: Iterable[str]) -> Interface:
             reasons.append(f"{address}: {error.strerror}")
             continue
         interface = interface_with(own)
-        if interface is not None and not interface.is_loopback:
+        # Several nodes may have the same address, such as for a bridge to containers.
+        if interface is not None and not interface.is_loopback and own != address:
             return interface
     raise NetworkInterfaceError(
-        f"node {socket.gethostname()}, rank 0, has no route to the other nodes ({'; '.join(reasons) or 'none given'})."
-        " Set `network.interface` to the interface that connects the nodes."
+        f"node {socket.gethostname()}, rank {rank}, has no route to the other nodes"
+        f" ({'; '.join(reasons) or 'none given'}). Set `network.interface` to the interface that connects the nodes."
     )
 
 

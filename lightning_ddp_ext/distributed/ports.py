@@ -71,21 +71,8 @@ def _who_listens(port: int) -> str | None:
         return f"process {number}"
 
 
-def first_connection(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> str | None:
-    """Return the address of this node from which the first of several targets was reached, or None."""
-    return next(iter(_connect(targets, limit, until_first=True)[0].values()), None)
-
-
 def explain_failures(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> dict[Target, str]:
     """Connect to several targets at once, and return the reason for each that is not reached within the limit."""
-    return _connect(targets, limit)[1]
-
-
-def _connect(
-    targets: Iterable[Target], limit: float, until_first: bool = False
-) -> tuple[dict[Target, str], dict[Target, str]]:
-    """Return the own address for each target that was reached, and the reason for the others."""
-    reached: dict[Target, str] = {}
     failed: dict[Target, str] = {}
     deadline = time.monotonic() + limit
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
@@ -106,12 +93,7 @@ def _connect(
             for key, _ in selector.select(left):
                 connecting = key.fileobj  # type: ignore[assignment]
                 selector.unregister(connecting)
-                code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if code:
+                if code := connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     failed[key.data] = os.strerror(code)
-                else:
-                    reached[key.data] = str(connecting.getsockname()[0])
-                    if until_first:
-                        return reached, failed
         failed |= {key.data: f"no answer within {limit:g} s" for key in selector.get_map().values()}
-    return reached, failed
+    return failed

@@ -1,15 +1,13 @@
 """Creating the process group of a run."""
 
 import atexit
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed.backends import backend_of, check_backend
+from lightning_ddp_ext.distributed.backends import check_backend, runs_on_streams
 from lightning_ddp_ext.distributed.connections import break_rest, tracked_connections
-from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
 from lightning_ddp_ext.distributed.interfaces import (
     AUTO,
     check_gloo_variable,
@@ -19,7 +17,7 @@ from lightning_ddp_ext.distributed.interfaces import (
 )
 from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
 from lightning_ddp_ext.distributed.rendezvous import RendezvousInfo, RendezvousProgress, rendezvous
-from lightning_ddp_ext.distributed.stores import open_store
+from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, parse_init_method
 from lightning_ddp_ext.errors import BackendError, DDPExtError, NetworkInterfaceError, RendezvousError
 
 _REPORT_LIMIT = timedelta(seconds=30)  # for the other ranks to hear that this rank cannot take part
@@ -32,8 +30,6 @@ def init_process_group(
     world_size: int,
     main_address: str,
     main_port: int,
-    other_ports: Sequence[int] = (),
-    run: str = "",
     timeout: timedelta,
     init_method: str | None = None,
     network_interface: str | None = None,
@@ -54,8 +50,6 @@ def init_process_group(
         world_size: Number of ranks.
         main_address: Name or address of rank 0's node.
         main_port: A free port there.
-        other_ports: Ports that rank 0 tries in this order if the main port is in use, the same on every rank.
-        run: A name of the run, the same on every rank and different from other runs on these nodes; for `other_ports`.
         timeout: Time limit of the rendezvous, and afterwards of one collective.
         init_method: Another rendezvous endpoint than the main address: `"tcp://host:port"` or `"file:///path"`.
         network_interface: Name of an interface that every node has; `"loopback"`, for one node; `"auto"` for the
@@ -97,9 +91,7 @@ def init_process_group(
         check_backend(backend, device_type)
         dist.init_process_group(backend, timeout=timeout)
         return None
-    endpoint = parse_init_method(init_method)
-    if endpoint.path is None and endpoint.host is None:
-        endpoint = RendezvousEndpoint(main_address, main_port, other_ports=tuple(other_ports), run=run)
+    endpoint = parse_init_method(init_method) or RendezvousEndpoint(main_address, main_port)
     unpin_interface()  # the choice of an earlier run is not the user's
     error: DDPExtError | None = None
     try:
@@ -119,12 +111,12 @@ def init_process_group(
         error=error,
     )
     progress.endpoint = str(endpoint)
-    network, store = _meet(info, progress)
+    network, store = rendezvous(info, progress)
     chosen = network.node_of(rank).interface
     if network_interface is not None and chosen is not None:
         pin_interface(chosen, keep=network_interface == AUTO)
     # In groups of some ranks, torch splits the backend of a bound device for the other ranks, which gloo cannot.
-    is_bound = device_type not in (None, "cpu") and backend_of(backend, str(device_type)) != "gloo"
+    is_bound = device_id is not None and runs_on_streams(backend, device_id.type)
     with tracked_connections(lasting=True):
         dist.init_process_group(
             backend,
@@ -137,24 +129,6 @@ def init_process_group(
     # NCCL warns about a group that is left behind; a thread of gloo's may abort the interpreter while it ends.
     atexit.register(_destroy)
     return network
-
-
-def _meet(info: RendezvousInfo, progress: RendezvousProgress) -> tuple[ChosenNetwork, dist.Store]:
-    try:
-        opened = open_store(
-            info.endpoint, rank=info.rank, world_size=info.world_size, num_nodes=info.num_nodes, timeout=info.timeout
-        )
-        return rendezvous(info, opened, progress)
-    except (DDPExtError, dist.DistError) as failure:
-        if info.error is not None and str(info.error) not in str(failure):
-            raise info.error from None
-        if isinstance(failure, DDPExtError):
-            raise
-        reason = (str(failure).splitlines() or [type(failure).__name__])[0]
-        raise RendezvousError(
-            f"rank {info.rank} lost the store at {info.endpoint} during the rendezvous ({reason}). Look for the errors"
-            " of the other ranks, rank 0's first."
-        ) from failure
 
 
 def _destroy() -> None:

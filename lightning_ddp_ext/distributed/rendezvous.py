@@ -18,9 +18,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint
 from lightning_ddp_ext.distributed.interfaces import (
-    AUTO,
     Interface,
     external_addresses,
     interface_addresses,
@@ -36,8 +34,15 @@ from lightning_ddp_ext.distributed.network_choice import (
     interface_towards,
     machine_id,
 )
-from lightning_ddp_ext.distributed.ports import CONNECT_LIMIT, Target, explain_failures, first_connection, listen
-from lightning_ddp_ext.distributed.stores import OpenStore, connect_store, poll, run_key, serve_store
+from lightning_ddp_ext.distributed.ports import CONNECT_LIMIT, Target, explain_failures, listen
+from lightning_ddp_ext.distributed.stores import (
+    OpenStore,
+    RendezvousEndpoint,
+    connect_store,
+    open_store,
+    poll,
+    serve_store,
+)
 from lightning_ddp_ext.errors import BackendError, DDPExtError, NetworkInterfaceError, RendezvousError
 
 _REQUEST = "request"
@@ -46,7 +51,6 @@ _SEEN = "seen"
 _FAREWELL = 2.0  # seconds that rank 0 waits for others to read an error
 _GRACE = 5.0  # seconds that rank 0 waits for other ranks after one has sent an error
 _PATIENCE = 30.0  # seconds after which rank 0 warns that it waits for ranks
-_SEARCH_LIMIT = 4.0  # seconds for rank 0's addresses; a missing neighbour is noticed after 3
 _PHASE_LIMIT = CONNECT_LIMIT + 20.0  # seconds; ranks on busy nodes are late
 
 _ERRORS: dict[str, type[DDPExtError]] = {
@@ -89,12 +93,24 @@ class RendezvousProgress:
     is_answered: bool = False
 
 
-def rendezvous(
-    info: RendezvousInfo, opened: OpenStore, progress: RendezvousProgress
-) -> tuple[ChosenNetwork, dist.Store]:
-    """Agree with the other ranks on the network, and return it with the store for the process group."""
-    with contextlib.ExitStack() as stack:
-        return _Rendezvous(info, opened, progress, stack).meet()
+def rendezvous(info: RendezvousInfo, progress: RendezvousProgress) -> tuple[ChosenNetwork, dist.Store]:
+    """Meet the other ranks, and return the network that they agree on, with the store for the process group."""
+    try:
+        opened = open_store(
+            info.endpoint, rank=info.rank, world_size=info.world_size, num_nodes=info.num_nodes, timeout=info.timeout
+        )
+        with contextlib.ExitStack() as stack:
+            return _Rendezvous(info, opened, progress, stack).meet()
+    except (DDPExtError, dist.DistError) as failure:
+        if info.error is not None and str(info.error) not in str(failure):
+            raise info.error from None
+        if isinstance(failure, DDPExtError):
+            raise
+        reason = (str(failure).splitlines() or [type(failure).__name__])[0]
+        raise RendezvousError(
+            f"rank {info.rank} lost the store at {info.endpoint} during the rendezvous ({reason}). Look for the errors"
+            " of the other ranks, rank 0's first."
+        ) from failure
 
 
 @dataclass(slots=True)
@@ -134,7 +150,7 @@ class _Rendezvous:
         if moved_to is not None:
             # The store of rank 0 listens on all addresses: leave it for one that listens on the chosen address only.
             address, port = moved_to
-            self.opened = moved or connect_store(address, [port], rank=self.info.rank, timeout=self.info.timeout)
+            self.opened = moved or connect_store(address, port, rank=self.info.rank, timeout=self.info.timeout)
             self._enter(self.name)
             # In the new store, because rank 0 closes the old one as soon as all have moved.
             self._agree(_MOVE, {}, lambda responses: {"moved": True})
@@ -146,14 +162,11 @@ class _Rendezvous:
 
     def _open(self) -> Message:
         """Request the other ranks to join, and publish the network that follows from their responses; for rank 0."""
-        searched: list[Target] = []
         opened = self.opened
-        if opened.local_address is None and not opened.everywhere and self.info.requested == AUTO:
-            # A file does not say where rank 0 is, so the others try all of its addresses.
-            port = self.stack.enter_context(listen(None, 0)).getsockname()[1]
-            searched = [(address, port) for address in external_addresses()]
         self._enter(uuid.uuid4().hex)
-        request = {"name": self.name, "machine": machine_id(), "searched": searched}
+        # A file does not say where rank 0 is, so that nodes choose their interface by its addresses.
+        addresses = external_addresses() if opened.local_address is None and not opened.everywhere else []
+        request = {"name": self.name, "machine": machine_id(), "addresses": addresses}
         opened.store.set(_REQUEST, json.dumps(request))
 
         def decide(responses: dict[int, Message]) -> Message:
@@ -245,8 +258,6 @@ class _Rendezvous:
     def _publish(self, phase: str, result: Message) -> None:
         # Without the request, no rank of a later rendezvous in the same store joins this one.
         self.opened.store.set(_REQUEST, "")
-        if self.info.endpoint.run:
-            self.opened.store.delete_key(run_key(self.info.endpoint.run))
         self.store.set(f"{phase}/result", json.dumps(result))
 
     def _send(self, phase: str, response: Message) -> None:
@@ -275,15 +286,7 @@ class _Rendezvous:
             if info.error is not None:
                 raise info.error
             if response["machine"] != request["machine"]:  # rank 0 chooses for its own node
-                interface = self._choose_interface()
-                if interface is None:  # with a file: take the interface over which one of rank 0's addresses answers
-                    found = first_connection([(address, port) for address, port in request["searched"]], _SEARCH_LIMIT)
-                    interface = None if found is None else interface_with(found)
-                if interface is None:
-                    raise NetworkInterfaceError(
-                        f"no interface of node {socket.gethostname()}, rank {info.rank}, was found to reach rank 0."
-                        " Set `network.interface` to the interface that connects the nodes."
-                    )
+                interface = self._choose_interface() or interface_towards(request["addresses"], info.rank)
                 response |= {"interface": interface.name, "targets": self._listen_on(interface.addresses)}
         except DDPExtError as error:
             response["error"] = [type(error).__name__, str(error)]
@@ -312,9 +315,8 @@ class _Rendezvous:
         if len(nodes) == 1:
             own = choose_for_one_node(self.info.requested, gloo="gloo" in self.info.backend)
         else:
-            own = self._choose_interface() or interface_towards(
-                address for node in nodes[1:] for address in node.addresses
-            )
+            others = [address for node in nodes[1:] for address in node.addresses]
+            own = self._choose_interface() or interface_towards(others, rank=0)
         nodes[0] = dataclasses.replace(nodes[0], interface=own.name, targets=tuple(self._listen_on(own.addresses)))
         self.progress.nodes = tuple(nodes)
         if len(nodes) > 1:

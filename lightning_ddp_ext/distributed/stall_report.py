@@ -1,9 +1,10 @@
-"""The stall report: the location of every rank, the time since its last heartbeat, and a remedy."""
+"""Faults that heartbeats show, in words with a remedy, and the stall report with the location of every rank."""
 
 import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_ddp_ext.distributed.exchange import list_ranks
-from lightning_ddp_ext.distributed.heartbeats import Failure, Heartbeats, Peer
+from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Failure, Heartbeats, Peer
 
 _OURS = "lightning_ddp_ext"
 # Modules that do nothing but exchange tensors and messages with other ranks.
@@ -122,10 +123,6 @@ def _describe(line: _Line) -> str:
     return f"{_function(line)} ({Path(line[0].f_code.co_filename).name}:{line[1]})"
 
 
-_COLUMNS = ("rank", "host", "process", "step", "phase", "where", "last sign of life")
-_REMEDY = "Restart the run from its last checkpoint."
-
-
 def describe_own_state(position: Callable[[], Mapping[str, Any]], received: int | None = None) -> dict[str, Any]:
     """Return the state of this rank for a heartbeat, with the number of bytes received from other ranks if known."""
     location = find_main_thread()
@@ -151,7 +148,7 @@ def format_position(state: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "before its first step"
 
 
-def describe_silent(beats: Heartbeats, ranks: Sequence[int]) -> str:
+def _describe_silent(beats: Heartbeats, ranks: Sequence[int]) -> str:
     """Describe the silence and the last location of ranks."""
     seconds = min(beats.peers[rank].silence for rank in ranks)
     last = "; ".join(
@@ -161,9 +158,110 @@ def describe_silent(beats: Heartbeats, ranks: Sequence[int]) -> str:
     return f"no sign of life of {list_ranks(list(ranks))} for {seconds:.0f} s. {last}."
 
 
-def describe_all(beats: Heartbeats) -> str:
+def _describe_all(beats: Heartbeats) -> str:
     """Describe the positions of all known ranks."""
     return "; ".join(f"rank {rank}: {_position_of(beats, rank)}" for rank in sorted(beats.peers))
+
+
+_MISSED = 2  # heartbeats that a rank misses before it is considered gone, after a connection is gone
+_LOOK = 0.1  # seconds
+_STOPPED = "Its process has been stopped, or its host or the link to it is gone."
+
+
+def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
+    """Find the reason for a lost connection or a timeout; takes a few heartbeats if no rank has reported."""
+    missed = _MISSED * beats.interval
+    deadline = time.monotonic() + missed + 2 * beats.interval + 1
+    exchanges = beats.exchanges
+    beats.read_all()
+    beats.read_now()
+    while time.monotonic() < deadline and beats.lost_store is None and not beats.silent(missed):
+        if beats.world_size <= MOST_READERS:  # more readers would overload the store
+            beats.read_now()
+        time.sleep(_LOOK)
+        if beats.failure is not None:
+            return beats.failure
+    seen = str(error).partition("\n")[0]
+    waited = f"rank {beats.rank} waited in vain for another one ({seen})"
+    if silent := beats.silent(missed):
+        return Failure("lost", f"the process of {list_ranks(silent)} is gone: {_describe_silent(beats, silent)}")
+    if beats.lost_store is not None:
+        return describe_lost_store(beats)
+    if beats.exchanges <= exchanges + 1:  # one exchange may have been under way
+        return Failure("lost", f"the store of {_owner()} does not answer rank {beats.rank} ({seen}). {_STOPPED}")
+    if ended := [rank for rank, peer in beats.peers.items() if peer.has_ended]:
+        return _describe_ended(beats, ended)
+    if unheard := [rank for rank in range(beats.world_size) if rank not in beats.peers]:
+        return Failure(
+            "lost",
+            f"{waited}, and there has been no sign of life of {list_ranks(unheard)}. Look for the last lines of output"
+            " there, and whether the process has been started.",
+        )
+    return Failure(
+        "lost",
+        f"{waited}. All ranks live: {_describe_all(beats)}. Look at the rank that is elsewhere than the others; if it"
+        " is only slow, raise `timeout`.",
+    )
+
+
+def find_stall(beats: Heartbeats, unanswered: float, limit: float) -> Failure | None:
+    """Return a stall if the store, a rank, or every rank in a collective has been still for `limit` seconds."""
+    if unanswered >= limit:
+        return Failure(
+            "stalled",
+            f"{_owner()} has stalled: its store has not answered rank {beats.rank} for {unanswered:.0f} s. {_STOPPED}",
+        )
+    if silent := beats.silent(limit):
+        return Failure(
+            "stalled",
+            f"{list_ranks(silent)} stalled: {_describe_silent(beats, silent)} A process has been stopped, or a host or"
+            " the link to it is gone.",
+        )
+    peers = beats.peers.values()
+    # A rank that receives bytes is not still: a large or slow transfer is no deadlock.
+    is_deadlock = len(peers) == beats.world_size and all(
+        peer.state.get("waits")
+        and peer.state.get("received") is not None
+        and peer.stillness >= limit
+        and not peer.has_ended
+        for peer in peers
+    )
+    if not is_deadlock:
+        return None
+    return Failure(
+        "stalled",
+        f"every rank waits for another one, and nothing has come for {min(peer.stillness for peer in peers):.0f} s."
+        f" {_describe_all(beats)}. Call the same collectives in the same order on every rank.",
+    )
+
+
+def describe_lost_store(beats: Heartbeats) -> Failure:
+    """Return the failure of rank 0, or of torchrun's agent, with whose process the store is gone."""
+    rank_0 = beats.peers.get(0)
+    if rank_0 is not None and rank_0.has_ended:
+        return _describe_ended(beats, [0])
+    return Failure(
+        "lost",
+        f"the process of {_owner()} is gone, and its store with it ({beats.lost_store}). Look for its last lines of"
+        " output, and whether its host ran out of memory.",
+    )
+
+
+def _describe_ended(beats: Heartbeats, ranks: list[int]) -> Failure:
+    return Failure(
+        "lost",
+        f"{list_ranks(ranks)} ended the run while rank {beats.rank} still waited. Run equally many steps on every"
+        " rank.",
+    )
+
+
+def _owner() -> str:
+    """Return the owner of the process with the store."""
+    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else "rank 0"
+
+
+_COLUMNS = ("rank", "host", "process", "step", "phase", "where", "last sign of life")
+_REMEDY = "Restart the run from its last checkpoint."
 
 
 def make_report(beats: Heartbeats, failure: Failure, own_state: Mapping[str, Any]) -> str:

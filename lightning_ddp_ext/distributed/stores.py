@@ -1,6 +1,5 @@
-"""Stores in which the ranks of a run find each other: a TCP store of rank 0, torchrun's store, or a file."""
+"""Stores in which the ranks of a run meet, a TCP store of rank 0, torchrun's store, or a file; and their endpoints."""
 
-import errno
 import logging
 import math
 import os
@@ -8,34 +7,73 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from lightning_ddp_ext._validation import check_host
 from lightning_ddp_ext.distributed.connections import spare_port
-from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint
 from lightning_ddp_ext.distributed.interfaces import is_local, is_loopback, loopback_address, resolve
 from lightning_ddp_ext.distributed.ports import listen, port_error
 from lightning_ddp_ext.errors import RendezvousError
 
+_FORMS = "`env://`, `tcp://host:port` or `file:///path`"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1  # seconds between attempts
 _NOBODY = 65534  # the owner that a file server shows for files of root
 
 # A node that is starting may be unknown or unroutable for a while, but not for as long as a rank waits in a queue.
 _UNREACHABLE_LIMIT = 20.0  # seconds
 _ATTEMPT_LIMIT = 5.0  # seconds for one connection
-_ANSWER_LIMIT, _SHORT_ANSWER_LIMIT = 10.0, 5.0  # seconds for an answer of a store; short if there are other ports
-# Seconds until another program, or a store without this run, is tried again: rank 0 may not have named the run yet.
-_OTHER_PAUSE = 2.0
+_ANSWER_LIMIT = 10.0  # seconds for an answer of a store
 _PATIENCE = 30.0  # seconds after which a rank warns that it waits for rank 0
 
 _logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousEndpoint:
+    """Where ranks meet: a host and a port of rank 0's node, or a file."""
+
+    host: str = ""
+    port: int = 0
+    path: Path | None = None
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return str(self.path)
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_init_method(init_method: str | None) -> RendezvousEndpoint | None:
+    """Parse an `init_method`; return None for None and `"env://"`, which leave the endpoint to the cluster."""
+    if init_method is None:
+        return None
+    try:
+        parts = urlsplit(init_method)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"`init_method={init_method}`: {error}. Use {_FORMS}.") from error
+    if parts.query:
+        raise ValueError(f"`init_method={init_method}`: leave out `?{parts.query}`; rank and world size are known.")
+    if parts.scheme == "env" and not parts.netloc and not parts.path:
+        return None
+    if parts.scheme == "tcp":
+        if not parts.hostname or not port or parts.path not in ("", "/"):
+            raise ValueError(f"`init_method={init_method}` needs a host and a port. Use `tcp://host:port`.")
+        check_host("init_method", parts.hostname, "Use `tcp://host:port`.")
+        return RendezvousEndpoint(host=parts.hostname, port=port)
+    if parts.scheme == "file":
+        if parts.netloc or len(parts.path) < 2:
+            raise ValueError(f"`init_method={init_method}` needs an absolute path. Use `file:///path`.")
+        return RendezvousEndpoint(path=Path(parts.path))
+    raise ValueError(f"`init_method={init_method}` is of no known form. Use {_FORMS}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +103,10 @@ def open_store(
     """
     if endpoint.path is not None:
         return OpenStore(_open_file(endpoint.path, rank, world_size))
-    assert endpoint.host is not None  # `env://` has been filled in
     if rank == 0 and not _is_agent_store(endpoint):
-        return _serve_first_free(endpoint, world_size, num_nodes, timeout)
+        return serve_store(_listening_address(endpoint.host, num_nodes), endpoint.port, world_size, timeout)
     host = loopback_address() if num_nodes == 1 and _is_this_node(endpoint.host) else endpoint.host
-    return connect_store(host, endpoint.ports, rank=rank, timeout=timeout, run=endpoint.run)
-
-
-def _serve_first_free(endpoint: RendezvousEndpoint, world_size: int, num_nodes: int, timeout: timedelta) -> OpenStore:
-    assert endpoint.host is not None
-    address = _listening_address(endpoint.host, num_nodes)
-    for port in endpoint.ports:
-        try:
-            opened = serve_store(address, port, world_size, timeout)
-        except RendezvousError as error:
-            is_taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-            if is_taken and endpoint.other_ports:
-                continue
-            raise
-        if port != endpoint.port:
-            _logger.warning(
-                "port %d of node %s is in use: the ranks meet at port %d.", endpoint.port, socket.gethostname(), port
-            )
-        if endpoint.run:
-            opened.store.set(run_key(endpoint.run), "")
-        return opened
-    raise RendezvousError(
-        f"ports {', '.join(map(str, endpoint.ports))} of node {socket.gethostname()}, rank 0, are all in use."
-        " Set `MASTER_PORT` to a free one."
-    )
-
-
-def run_key(run: str) -> str:
-    """Return the key by which ranks recognise the store of their run while ranks are missing there."""
-    return f"run/{run}"
+    return connect_store(host, endpoint.port, rank=rank, timeout=timeout)
 
 
 def serve_store(address: str | None, port: int, world_size: int, timeout: timedelta) -> OpenStore:
@@ -116,78 +124,47 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
     return OpenStore(store, address, everywhere=address is None)
 
 
-def connect_store(host: str, ports: Sequence[int], *, rank: int, timeout: timedelta, run: str = "") -> OpenStore:
-    """Connect to the store of rank 0 at one of several ports; a store without a named run is another run's.
+def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> OpenStore:
+    """Wait for the store of rank 0 and connect to it; an unknown or unreachable host is an error much sooner.
 
     torch's own client doubles its time limit with every attempt, so that a minute becomes several; here, a plain
-    connection waits for the store first. An unknown or unreachable host is an error much sooner than the timeout.
+    connection waits for the store first.
     """
-    opened = poll(_StoreSearch(host, ports, rank, timeout, run).attempt, math.inf)
-    assert opened is not None  # the search raises an error in the end
-    return opened
+    place, own = RendezvousEndpoint(host, port), f"rank {rank} on node {socket.gethostname()}"
+    limit = timeout.total_seconds()
+    started = reachable = time.monotonic()
+    has_warned = False
 
-
-class _StoreSearch:
-    def __init__(self, host: str, ports: Sequence[int], rank: int, timeout: timedelta, run: str) -> None:
-        self._host, self._ports = host, ports
-        self._place = f"{RendezvousEndpoint(host, ports[0])}{''.join(f' or {port}' for port in ports[1:])}"
-        self._rank = f"rank {rank} on node {socket.gethostname()}"
-        self._timeout, self._run = timeout, run
-        self._started = self._reachable = time.monotonic()
-        self._has_warned = False
-        self._failure: OSError | None = None
-        self._quiet_until = dict.fromkeys(ports, 0.0)
-
-    def attempt(self) -> OpenStore | None:
-        """Try each port once; raise a RendezvousError if the time is over."""
-        self._failure = None
-        for port in self._ports:
-            if time.monotonic() >= self._quiet_until[port] and (opened := self._try(port)):
-                return opened
-            if self._failure is not None and not _is_refusal(self._failure):
-                break  # the host is not reachable at any port
-        self._check_time()
-        return None
-
-    def _try(self, port: int) -> OpenStore | None:
-        limit = self._timeout.total_seconds()
+    def connect() -> tuple[str, str] | None:
+        """Return the addresses of rank 0 and of this node, or None before the time is over."""
+        nonlocal reachable, has_warned
         try:
-            with socket.create_connection((self._host, port), timeout=min(_ATTEMPT_LIMIT, limit)) as connection:
-                peer, local = str(connection.getpeername()[0]), str(connection.getsockname()[0])
-        except OSError as error:
-            self._failure = error
-            return None
-        is_only_port = len(self._ports) == 1
-        try:
-            store = _open_client(peer, port, min(limit, _ANSWER_LIMIT if is_only_port else _SHORT_ANSWER_LIMIT))
-            has_run = not self._run or store.check([run_key(self._run)])
-        except (RuntimeError, TimeoutError) as error:
-            if is_only_port:
+            with socket.create_connection((host, port), timeout=min(_ATTEMPT_LIMIT, limit)) as connection:
+                return str(connection.getpeername()[0]), str(connection.getsockname()[0])
+        except OSError as failure:
+            now, reason = time.monotonic(), failure.strerror or failure
+            reachable = now if _is_refusal(failure) else reachable
+            if now - started >= limit or now - reachable >= _UNREACHABLE_LIMIT:
                 raise RendezvousError(
-                    f"{self._rank}: the program that listens at {self._place} is not the store of rank 0"
-                    f" ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
-                ) from error
-            has_run = False
-        if has_run:
-            store.set_timeout(self._timeout)
-            return OpenStore(store, local)
-        self._quiet_until[port] = time.monotonic() + _OTHER_PAUSE
+                    f"{own} could not connect to rank 0 at {place} within {now - started:.0f} s: {reason}."
+                    f" {_connection_remedy(host, failure)}"
+                ) from failure
+            if now - started >= _PATIENCE and not has_warned:
+                has_warned = True
+                _logger.warning("%s is still waiting for rank 0 at %s: %s", own, place, reason)
         return None
 
-    def _check_time(self) -> None:
-        now = time.monotonic()
-        if self._failure is None or _is_refusal(self._failure):
-            self._reachable = now
-        reason = "no store of this run" if self._failure is None else self._failure.strerror or self._failure
-        waited = now - self._started
-        if waited >= _PATIENCE and not self._has_warned:
-            self._has_warned = True
-            _logger.warning("%s is still waiting for rank 0 at %s: %s", self._rank, self._place, reason)
-        if waited >= self._timeout.total_seconds() or now - self._reachable >= _UNREACHABLE_LIMIT:
-            raise RendezvousError(
-                f"{self._rank} could not connect to rank 0 at {self._place} within {waited:.0f} s: {reason}."
-                f" {_connection_remedy(self._host, self._failure)}"
-            ) from self._failure
+    addresses = poll(connect, math.inf)
+    assert addresses is not None  # `connect` raises an error in the end
+    try:
+        store = _open_client(addresses[0], port, min(limit, _ANSWER_LIMIT))
+    except (RuntimeError, TimeoutError) as error:
+        raise RendezvousError(
+            f"{own}: the program that listens at {place} is not the store of rank 0"
+            f" ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
+        ) from error
+    store.set_timeout(timeout)
+    return OpenStore(store, addresses[1])
 
 
 def _is_refusal(error: OSError) -> bool:
@@ -216,10 +193,10 @@ def _open_client(peer: str, port: int, limit: float) -> dist.Store:
     return opened[0]
 
 
-def _connection_remedy(host: str, error: OSError | None) -> str:
+def _connection_remedy(host: str, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return f"Set the main address to a name or address of rank 0's node that this node knows, instead of `{host}`."
-    if error is None or _is_refusal(error):
+    if _is_refusal(error):
         several = ", and with several nodes that the main address is not a loopback address"
         return f"Check that rank 0 has been started there{several if any(map(is_loopback, resolve(host))) else ''}."
     return "Set the main address to an address of rank 0's node that this node has a route to."

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from lightning_ddp_ext._compat.torch_collectives import abort_groups, keeps_store_in_file, port_of_store
 from lightning_ddp_ext.distributed.connections import break_connections, count_received
-from lightning_ddp_ext.distributed.exchange import list_ranks
-from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Failure, Heartbeats
+from lightning_ddp_ext.distributed.heartbeats import Failure, Heartbeats
 from lightning_ddp_ext.distributed.stall_report import (
-    describe_all,
+    describe_lost_store,
     describe_own_state,
-    describe_silent,
     find_error,
     find_main_call,
+    find_reason,
+    find_stall,
     format_position,
     make_report,
 )
@@ -30,13 +30,10 @@ STALL_EXIT_CODE = 74
 
 _INTERVAL, _INTERVAL_IN_FILE = 1.0, 2.0  # seconds between heartbeats; each one makes a file longer
 _BEATS = 6  # heartbeats within the limit, at least
-_MISSED = 2  # heartbeats that a rank misses before it is considered gone, after a connection is gone
-_LOOK = 0.1  # seconds
 _LOOKS = 4  # at a main thread in the same call, two in each heartbeat, before its device is asked
 _PATIENCE = 2.0  # seconds for a rank to notice by itself that another one has failed
 _GRACE = 4.0  # seconds for the main thread to end the run after it was interrupted
 _FINISH = 60.0  # seconds to end the run after an error, if there is no limit
-_STOPPED = "Its process has been stopped, or its host or the link to it is gone."
 
 
 class Interruption(BaseException):
@@ -47,7 +44,7 @@ class DeviceProbe:
     """Finds out whether the device completes its work while the main thread is stuck in one call.
 
     `silent` is the number of the probe that the device has not answered since the last look, or None. A probe waits for
-    the device in a thread of its own. No other time is suitable: a CUDA graph that is being captured would break.
+    the device in a separate thread. No other time is suitable: a CUDA graph that is being captured would break.
     """
 
     def __init__(self, synchronize: Callable[[], object]) -> None:
@@ -184,7 +181,7 @@ class RunWatch:
         is_stuck = bool(state["collective"] or "probe" in state) and state["where"] == self._location
         self._stuck = self._stuck + passed if is_stuck else 0.0
         self._location = state["where"]
-        return _describe_lost_store(beats) if self._stuck >= limit else None
+        return describe_lost_store(beats) if self._stuck >= limit else None
 
     def _end(self, failure: Failure) -> None:
         """Make the main thread end the run, or end the process."""
@@ -237,94 +234,3 @@ def _run_briefly(function: Callable[[], object], limit: float = 1.0) -> None:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(limit)
-
-
-def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
-    """Find the reason for a lost connection or a timeout; takes a few heartbeats if no rank has reported."""
-    missed = _MISSED * beats.interval
-    deadline = time.monotonic() + missed + 2 * beats.interval + 1
-    exchanges = beats.exchanges
-    beats.read_all()
-    beats.read_now()
-    while time.monotonic() < deadline and beats.lost_store is None and not beats.silent(missed):
-        if beats.world_size <= MOST_READERS:  # more readers would overload the store
-            beats.read_now()
-        time.sleep(_LOOK)
-        if beats.failure is not None:
-            return beats.failure
-    seen = str(error).partition("\n")[0]
-    waited = f"rank {beats.rank} waited in vain for another one ({seen})"
-    if silent := beats.silent(missed):
-        return Failure("lost", f"the process of {list_ranks(silent)} is gone: {describe_silent(beats, silent)}")
-    if beats.lost_store is not None:
-        return _describe_lost_store(beats)
-    if beats.exchanges <= exchanges + 1:  # one exchange may have been under way
-        return Failure("lost", f"the store of {_owner()} does not answer rank {beats.rank} ({seen}). {_STOPPED}")
-    if ended := [rank for rank, peer in beats.peers.items() if peer.has_ended]:
-        return _describe_ended(beats, ended)
-    if unheard := [rank for rank in range(beats.world_size) if rank not in beats.peers]:
-        return Failure(
-            "lost",
-            f"{waited}, and there has been no sign of life of {list_ranks(unheard)}. Look for the last lines of output"
-            " there, and whether the process has been started.",
-        )
-    return Failure(
-        "lost",
-        f"{waited}. All ranks live: {describe_all(beats)}. Look at the rank that is elsewhere than the others; if it is"
-        " only slow, raise `timeout`.",
-    )
-
-
-def find_stall(beats: Heartbeats, unanswered: float, limit: float) -> Failure | None:
-    """Return a stall if the store, a rank, or every rank in a collective has been still for `limit` seconds."""
-    if unanswered >= limit:
-        return Failure(
-            "stalled",
-            f"{_owner()} has stalled: its store has not answered rank {beats.rank} for {unanswered:.0f} s. {_STOPPED}",
-        )
-    if silent := beats.silent(limit):
-        return Failure(
-            "stalled",
-            f"{list_ranks(silent)} stalled: {describe_silent(beats, silent)} A process has been stopped, or a host or"
-            " the link to it is gone.",
-        )
-    peers = beats.peers.values()
-    # A rank that receives bytes is not still: a large or slow transfer is no deadlock.
-    is_deadlock = len(peers) == beats.world_size and all(
-        peer.state.get("waits")
-        and peer.state.get("received") is not None
-        and peer.stillness >= limit
-        and not peer.has_ended
-        for peer in peers
-    )
-    if not is_deadlock:
-        return None
-    return Failure(
-        "stalled",
-        f"every rank waits for another one, and nothing has come for {min(peer.stillness for peer in peers):.0f} s."
-        f" {describe_all(beats)}. Call the same collectives in the same order on every rank.",
-    )
-
-
-def _describe_lost_store(beats: Heartbeats) -> Failure:
-    rank_0 = beats.peers.get(0)
-    if rank_0 is not None and rank_0.has_ended:
-        return _describe_ended(beats, [0])
-    return Failure(
-        "lost",
-        f"the process of {_owner()} is gone, and its store with it ({beats.lost_store}). Look for its last lines of"
-        " output, and whether its host ran out of memory.",
-    )
-
-
-def _describe_ended(beats: Heartbeats, ranks: list[int]) -> Failure:
-    return Failure(
-        "lost",
-        f"{list_ranks(ranks)} ended the run while rank {beats.rank} still waited. Run equally many steps on every"
-        " rank.",
-    )
-
-
-def _owner() -> str:
-    """Return the owner of the process with the store."""
-    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else "rank 0"

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext._compat.torch import copy_all_
 from lightning_ddp_ext._compat.torch_collectives import replaced_collectives
 from lightning_ddp_ext.distributed.connections import tracked_connections
 from lightning_ddp_ext.distributed.exchange import list_ranks
@@ -18,7 +17,6 @@ from lightning_ddp_ext.errors import RankJoinedError
 
 _Handler = Callable[..., Any]
 _CPU = torch.device("cpu")
-_MOST_MEMBERS = 256  # of all groups kept for later; each member is a connection
 
 
 class ActiveRankCollectives:
@@ -34,42 +32,37 @@ class ActiveRankCollectives:
         self._own = own
         self._timeout = timeout
         self._device = device
-        # A device keeps the present group only: each is a communicator with memory outside of torch's allocator.
-        self._most_members = _MOST_MEMBERS if device.type == "cpu" else 0
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._active: tuple[int, ...] = ()
+        self._group: dist.ProcessGroup | None = None
 
     def prepare(self, active: tuple[int, ...]) -> None:
         """Make the group of the active ranks, in ascending order. Call on every rank at the same point."""
-        if active in self._groups:
-            self._groups[active] = self._groups.pop(active)  # now the last to be destroyed
+        if active == self._active:
             return
         if self._device.type != "cpu":
             # NCCL destroys one communicator and splits another, whose collectives have to be complete.
             torch.accelerator.synchronize(self._device)
-        while self._groups and sum(map(len, [*self._groups, active])) > self._most_members:
-            self._destroy(next(iter(self._groups)))
+        self.close()  # each group costs connections, and a communicator with memory on a device
         with tracked_connections():
-            group: dist.ProcessGroup = dist.new_group(list(active), timeout=self._timeout)
-        self._groups[active] = group
+            self._group = dist.new_group(list(active), timeout=self._timeout)
+        self._active = active
 
-    def group(self, active: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the group made by `prepare`. Call on an active rank."""
-        return self._groups[active]
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group made by `prepare`, on an active rank."""
+        assert self._group is not None
+        return self._group
 
     def close(self) -> None:
-        """Destroy the groups."""
-        for active in list(self._groups):
-            self._destroy(active)
-
-    def _destroy(self, active: tuple[int, ...]) -> None:
-        group = self._groups.pop(active)
-        if dist.is_initialized() and dist.get_rank() in active:
-            dist.destroy_process_group(group)
+        """Destroy the group."""
+        if dist.is_initialized() and dist.get_rank() in self._active:
+            dist.destroy_process_group(self._group)
+        self._active, self._group = (), None
 
     @contextmanager
-    def redirect(self, active: tuple[int, ...]) -> Iterator[None]:
+    def redirect(self) -> Iterator[None]:
         """Redirect the collectives of this block, in every thread. Call on an active rank."""
-        redirect = ProcessGroupRedirect(active, self._groups[active], self._own)
+        redirect = ProcessGroupRedirect(self._active, self.group, self._own)
         with replaced_collectives(redirect.find, redirect.resolve, redirect.refuse_new_groups):
             yield
 
@@ -213,11 +206,7 @@ class ProcessGroupRedirect:
         self, original: _Handler, group: dist.ProcessGroup, output: Tensor, given: Tensor, *rest: Any
     ) -> Any:
         parts = self._active_parts(group, output.view(-1).chunk(group.size()))
-        gathered = output.new_empty(len(parts) * given.numel())
-        work = original(self._group, gathered, given.reshape(-1), *rest)
-        work.wait()
-        copy_all_(parts, gathered.chunk(len(parts)))
-        return work
+        return self._group.allgather([parts], [given.reshape(-1)], *rest)
 
     def _reduce_scatter_single(
         self, original: _Handler, group: dist.ProcessGroup, output: Tensor, given: Tensor, *rest: Any

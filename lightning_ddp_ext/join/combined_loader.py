@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
-from typing import Any
+from itertools import islice, repeat
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
@@ -15,14 +15,14 @@ from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
+    LockstepBatch,
     LockstepLoader,
-    LockstepStep,
-    StepParticipation,
     UnevenInputs,
     number_of_steps,
 )
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader
+from lightning_ddp_ext.ranks.steps import StepParticipation
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, state_with_position
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
@@ -71,11 +71,21 @@ class RankedLoader:
         setattr(self.loader, name, value)
 
 
+_DEALT = "dealt"
+_BEFORE = "before"
+_TAKEN = "taken"
+_SEED = "seed"
+
+
 class LockstepCombinedLoader(CountedCombinedLoader):
-    """A `CombinedLoader` that makes the same number of steps on every rank.
+    """A `CombinedLoader` that makes the same number of steps on every rank, and resumes in the middle of an epoch.
 
     A rank runs out of data when its own `CombinedLoader` would end. In mode "sequential" all ranks use the same loader
     at any time. `participations` has an entry for each batch that the loop has fetched and not begun yet.
+
+    Its state is the number of steps, which is the same on every rank. On as many ranks as before, each rank skips the
+    batches it has used. On another number of ranks, the unused samples are dealt out again, which requires a single
+    loader with an `UnpaddedDistributedSampler`. Evaluation, which has no `rng`, does not resume.
     """
 
     def __init__(
@@ -85,6 +95,8 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         group: dist.ProcessGroup,
         uneven_inputs: UnevenInputs,
         has_next_batch: HasNextBatch,
+        rng: ResumableRng | None,
+        reload_after_epoch: Callable[[Callable[[], None]], None],
     ) -> None:
         super().__init__(iterables, mode)
         self.participations: deque[StepParticipation] = deque()
@@ -92,19 +104,32 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._uneven_inputs = uneven_inputs
         self._has_next_batch = has_next_batch
+        self._rng = rng
+        self._reload_after_epoch = reload_after_epoch  # calls a function between this epoch and a longer one
         self._has_reported = False
-        self._steps: Iterator[tuple[LockstepStep, int, int]] = iter(())
+        self._steps: Iterator[tuple[LockstepBatch, int, int]] = iter(())
+        self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
+        self._before = 0  # steps in these parts
+        self._skip = self._position = 0
+        self._has_ended = True
 
     @override
     def __iter__(self) -> "LockstepCombinedLoader":
         self.participations.clear()
         self.samples.clear()
-        self._steps = self._make_steps(self._steps_to_skip())
+        skip, self._skip = self._skip, 0
+        self._position, self._has_ended = self._before + skip, False
+        self._steps = self._make_steps(skip)
         return self
 
     @override
     def __next__(self) -> tuple[Any, int, int]:
-        step, batch_idx, dataloader_idx = next(self._steps)
+        try:
+            step, batch_idx, dataloader_idx = next(self._steps)
+        except StopIteration:
+            self._has_ended = True
+            raise
+        self._position += 1
         self.participations.append(step.participation)
         self.samples.append(step.samples)
         return step.batch, batch_idx, dataloader_idx
@@ -114,7 +139,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         steps = sum(number_of_steps(lengths, self._uneven_inputs) for lengths in self._lengths_of_ranks())
         if steps == _UNLIMITED:
             raise TypeError("the number of batches is not known on every rank")
-        return int(steps)
+        return self._before + int(steps)
 
     @override
     def reset(self) -> None:
@@ -127,26 +152,19 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         self.reset()
         del self._group, self._has_next_batch
 
-    def _steps_to_skip(self) -> int:
-        return 0
-
-    def _make_steps(self, skip: int) -> Iterator[tuple[LockstepStep, int, int]]:
+    def _make_steps(self, skip: int) -> Iterator[tuple[LockstepBatch, int, int]]:
         """Yield steps with the indices of batch and loader, after as many steps as an interrupted run has made."""
         ranked = self._ranked
-        loaders = [loader.loader for loader in ranked]
-        if self._mode == "sequential":
-            parts = [([loader], limit) for loader, limit in zip(ranked, self._limits_of_loaders, strict=True)]
-            combinations = [CountedCombinedLoader([loader], self._mode) for loader in loaders]
-        else:
-            parts = [(ranked, _combine(self._mode, self._limits_of_loaders))]
-            combinations = [CountedCombinedLoader(self.iterables, self._mode)]
-            combinations[0].flattened = loaders
-        for dataloader_idx, (part, limit) in enumerate(parts):
-            combined, lengths = combinations[dataloader_idx], None
-            if all(loader.lengths is not None for loader in part):
-                lengths = [int(length) for length in self._lengths_of_ranks()[dataloader_idx]]
+        parts = [[loader] for loader in ranked] if self._mode == "sequential" else [ranked]
+        for dataloader_idx, (part, numbers) in enumerate(zip(parts, self._lengths_of_ranks(), strict=True)):
+            combined = CountedCombinedLoader(part if self._mode == "sequential" else self.iterables, self._mode)
+            combined.flattened = [loader.loader for loader in part]
+            lengths = None if any(loader.lengths is None for loader in part) else [int(number) for number in numbers]
+            limit = None if numbers[self._rank] == _UNLIMITED else int(numbers[self._rank])
+            # A rank skips no more batches than it has.
+            own_skip = skip if lengths is None else min(skip, lengths[self._rank])
             lockstep = LockstepLoader(
-                self._fetch(combined, lengths, None if limit == _UNLIMITED else int(limit), skip),
+                self._fetch(combined, own_skip, limit, looks_ahead=lengths is None),
                 lengths,
                 self._group,
                 self._uneven_inputs,
@@ -159,31 +177,25 @@ class LockstepCombinedLoader(CountedCombinedLoader):
             self._report_dropped(lockstep)
 
     def _fetch(
-        self, combined: CountedCombinedLoader, lengths: Sequence[int] | None, limit: int | None, skip: int
+        self, combined: CountedCombinedLoader, skip: int, limit: int | None, looks_ahead: bool
     ) -> Iterator[tuple[Any, float | None]]:
         """Yield the batches of this rank with their numbers of samples."""
-        # A rank skips no more batches than it has.
-        own_skip = skip if lengths is None else min(skip, lengths[self._rank])
-        for batch, _, _ in islice(self._iterate(combined, own_skip, looks_ahead=lengths is None), limit):
+        fetched: Iterable[tuple[Any, int, int]] = combined
+        if self._rng is not None:
+            fetched = self._rng.iterate(combined, self.flattened, skip, looks_ahead)
+        for batch, _, _ in islice(fetched, limit):
             yield batch, combined.samples.pop()
-
-    def _iterate(self, combined: CountedCombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:
-        return combined
 
     @property
     def _ranked(self) -> list[RankedLoader]:
         # A single rank keeps the user's loaders, so that `trainer.train_dataloader` returns them.
         return [one if type(one) is RankedLoader else RankedLoader(one) for one in self.flattened]
 
-    @property
-    def _limits_of_loaders(self) -> list[float]:
-        return self.limits or [_UNLIMITED] * len(self.flattened)
-
     def _lengths_of_ranks(self) -> list[list[float]]:
         """Return the number of batches of each rank: for each loader in mode "sequential", else for all together."""
         lengths = [
             [min(length, limit) for length in loader.lengths or [_UNLIMITED] * self._world_size]
-            for loader, limit in zip(self._ranked, self._limits_of_loaders, strict=True)
+            for loader, limit in zip(self._ranked, self.limits or repeat(_UNLIMITED), strict=False)
         ]
         if self._mode == "sequential":
             return lengths
@@ -215,72 +227,11 @@ class LockstepCombinedLoader(CountedCombinedLoader):
             f" {self._world_size - 1}{counted}{always}."
         )
 
-
-def _combine(mode: str, lengths: Sequence[float]) -> float:
-    """Return the number of batches of a `CombinedLoader`, given the numbers of its loaders."""
-    if mode == "max_size_cycle" and not min(lengths):
-        return 0  # nothing to begin the cycle again with
-    return min(lengths) if mode == "min_size" else max(lengths)
-
-
-_DEALT = "dealt"
-_BEFORE = "before"
-_TAKEN = "taken"
-_SEED = "seed"
-
-
-class ResumableLockstepLoader(LockstepCombinedLoader):
-    """A `LockstepCombinedLoader` for training that resumes in the middle of an epoch.
-
-    Its state is the number of steps, which is the same on every rank. On as many ranks as before, each rank skips the
-    batches it has used. On another number of ranks, the unused samples are dealt out again, which requires a single
-    loader with an `UnpaddedDistributedSampler`.
-    """
-
-    def __init__(
-        self,
-        iterables: Any,
-        mode: Any,
-        group: dist.ProcessGroup,
-        uneven_inputs: UnevenInputs,
-        has_next_batch: HasNextBatch,
-        rng: ResumableRng,
-        reload_after_epoch: Callable[[Callable[[], None]], None],
-    ) -> None:
-        super().__init__(iterables, mode, group, uneven_inputs, has_next_batch)
-        self._rng = rng
-        self._reload_after_epoch = reload_after_epoch  # calls a function between this epoch and a longer one
-        self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
-        self._before = 0  # steps in these parts
-        self._skip = self._position = 0
-        self._has_ended = True
-
-    @override
-    def _steps_to_skip(self) -> int:
-        skip, self._skip = self._skip, 0
-        self._position, self._has_ended = self._before + skip, False
-        return skip
-
-    @override
-    def __next__(self) -> tuple[Any, int, int]:
-        try:
-            fetched = super().__next__()
-        except StopIteration:
-            self._has_ended = True
-            raise
-        self._position += 1
-        return fetched
-
-    @override
-    def __len__(self) -> int:
-        return self._before + super().__len__()
-
     @property
     def used(self) -> int | None:
         """Number of batches of this epoch that this rank has used since it resumed; None between epochs."""
         steps = self._steps_made
-        has_fetched = self._position > self._before
-        return steps - self._before if steps is not None and has_fetched else None
+        return None if steps is None or self._position == self._before else steps - self._before
 
     @property
     def _steps_made(self) -> int | None:
@@ -288,10 +239,6 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         has_ended = self._has_ended and not self.participations
         length = sized_len(self)
         return None if has_ended or (length is not None and steps >= length) else steps
-
-    @override
-    def _iterate(self, combined: CountedCombinedLoader, skip: int, looks_ahead: bool) -> Iterable[tuple[Any, int, int]]:
-        return self._rng.iterate(combined, self.flattened, skip, looks_ahead)
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         steps = self._steps_made
@@ -324,8 +271,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         sampler = getattr(loader, "sampler", None)
         if len(self.flattened) > 1 or not isinstance(sampler, UnpaddedDistributedSampler) or loader.lengths is None:
             self._refuse(ranks)
-        assert isinstance(sampler, UnpaddedDistributedSampler)
-        limit = self._limits_of_loaders[0]
+        limit = self.limits[0] if self.limits else _UNLIMITED
         limit = _UNLIMITED if limit >= len(loader) else limit - before
         sampler.seed = sampler.seed if seed is None else seed  # the interrupted run has dealt with this seed
         sampler.skip_dealt(dealt)
@@ -334,7 +280,7 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
         self._dealt, self._before = dealt, before
         self._reload_after_epoch(partial(sampler.skip_dealt, ()))
 
-    def _refuse(self, ranks: int) -> None:
+    def _refuse(self, ranks: int) -> NoReturn:
         raise UnsupportedFeatureError(
             f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and"
             f" {self._world_size} resume it. The rest of the epoch can be dealt out again only for a single"
@@ -342,3 +288,10 @@ class ResumableLockstepLoader(LockstepCombinedLoader):
             " your own samplers and batch samplers, and checkpoints of other strategies need the same number of"
             f" ranks. Resume on {ranks} ranks, or from a checkpoint of the end of an epoch."
         )
+
+
+def _combine(mode: str, lengths: Sequence[float]) -> float:
+    """Return the number of batches of a `CombinedLoader`, given the numbers of its loaders."""
+    if mode == "max_size_cycle" and not min(lengths):
+        return 0  # nothing to begin the cycle again with
+    return min(lengths) if mode == "min_size" else max(lengths)

@@ -5,7 +5,6 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,21 +13,13 @@ import torch.distributed as dist
 from lightning_ddp_ext.distributed.exchange import broadcast_bytes, gather_integer, list_ranks
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
+from lightning_ddp_ext.ranks.steps import StepParticipation
 from lightning_ddp_ext.reducer.control import StepControl
 
 UnevenInputs = Literal["join", "stop", "error"]
 UNEVEN_INPUTS = ("join", "stop", "error")
 
 _UNKNOWN = -1
-
-
-@dataclass(frozen=True, slots=True)
-class StepParticipation:
-    """The ranks that have a batch in a step."""
-
-    active: tuple[int, ...]  # in ascending order
-    is_shadow: bool  # this rank has no batch
-    is_uneven: bool  # some rank has no batch
 
 
 def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> float:
@@ -84,8 +75,8 @@ class HasNextBatch:
         return flags, dist.all_reduce(flags, group=self._group, async_op=True)
 
 
-class LockstepStep(NamedTuple):
-    """A step of all ranks: the batch of this rank, or a stand-in for it on a shadow step."""
+class LockstepBatch(NamedTuple):
+    """The batch of this rank in a step of all ranks, or a stand-in for it on a shadow step."""
 
     batch: Any
     samples: float | None  # None if they cannot be counted
@@ -129,13 +120,13 @@ class LockstepLoader:
             steps = self.steps = int(number_of_steps(lengths, uneven_inputs))
             self.dropped = [max(0, length - steps) for length in lengths]
 
-    def __iter__(self) -> Iterator[LockstepStep]:
+    def __iter__(self) -> Iterator[LockstepBatch]:
         own_skip = self._skip if self._lengths is None else min(self._skip, self._lengths[self._rank])
         for batch, _ in deque(itertools.islice(self._batches, own_skip), maxlen=1):
             self._keep(batch)
         return self._iterate_unsized() if self._lengths is None else self._iterate_sized(self._lengths)
 
-    def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[LockstepStep]:
+    def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[LockstepBatch]:
         assert self.steps is not None
         own = lengths[self._rank]
         for step in range(self._skip, self.steps):
@@ -144,7 +135,7 @@ class LockstepLoader:
                 self._keep(batch)
             yield self._make_step([length > step for length in lengths], batch, samples)
 
-    def _iterate_unsized(self) -> Iterator[LockstepStep]:
+    def _iterate_unsized(self) -> Iterator[LockstepBatch]:
         following = next(self._batches, None)
         self._has_next_batch.send(following is not None)
         for step in itertools.count(self._skip):
@@ -162,7 +153,7 @@ class LockstepLoader:
             self._has_next_batch.send(following is not None)
             yield self._make_step(present, batch, samples)
 
-    def _make_step(self, present: Sequence[bool], batch: Any, samples: float | None) -> LockstepStep:
+    def _make_step(self, present: Sequence[bool], batch: Any, samples: float | None) -> LockstepBatch:
         if self._participation is None or present != self._present:
             self._present = present
             active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
@@ -171,7 +162,7 @@ class LockstepLoader:
                 self._share_stand_in(active[0], batch)
         if self._participation.is_shadow:
             batch = copy.deepcopy(self._stand_in[0])  # a copy for each step, since hooks may change it
-        return LockstepStep(batch, samples, self._participation)
+        return LockstepBatch(batch, samples, self._participation)
 
     def _share_stand_in(self, source: int, batch: Any) -> None:
         """Give joined ranks that have no stand-in the batch of another rank."""

@@ -21,8 +21,8 @@ from lightning_ddp_ext._compat.lightning_logging import (
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.join.lockstep_loader import StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import sums_and_means
+from lightning_ddp_ext.ranks.steps import StepParticipation
 
 _REDUCING = -1  # sent in place of a hash when a value is reduced outside of a step, by Lightning or by the user
 
@@ -35,11 +35,13 @@ class LoggedValues:
     shadow step, a rank receives the keys from an active rank, and values that hooks and callbacks log have no weight.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup, all_ranks: StepParticipation
+    ) -> None:
         self._trainer = trainer
         self._module = module
         self._group = group
-        self._participation: StepParticipation | None = None
+        self._participation = all_ranks
         self._in_step = False
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # records of this step by key
@@ -48,14 +50,10 @@ class LoggedValues:
         self._begins_evaluation = True  # ranks compare keys after the first batch, then only when there are keys
 
     def begin(self, participation: StepParticipation) -> None:
-        """Begin a step."""
+        """Begin a step, or the time between two steps, in which all ranks take part."""
         self._participation = participation
         self._logged.clear()
         self._pending.clear()
-
-    def end(self) -> None:
-        """End a step; values that are logged from now on belong to no batch."""
-        self._participation = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -75,10 +73,9 @@ class LoggedValues:
         """Reduce a value over ranks with Lightning's own `reduce`, or defer that to `synchronize`."""
         if self._is_logging and self._in_step:
             return tensor
-        is_uneven = self._participation is not None and self._participation.is_uneven
-        if self._is_logging and is_uneven and self._trainer.training:
+        if self._is_logging and self._participation.is_uneven and self._trainer.training:
             return self._reduce_all([tensor], [operation], 1.0)[0]
-        if not self._in_step and not is_uneven:
+        if not self._in_step and not self._participation.is_uneven:
             self._compare(gather_integer(_REDUCING, self._group))
         return reduce(tensor)
 
@@ -92,13 +89,12 @@ class LoggedValues:
             keys_hashes = gather_integer(self.keys_hash, self._group)
         self._begins_evaluation = self._trainer.training
         if keys_hashes is not None:
-            active = range(len(keys_hashes)) if self._participation is None else self._participation.active
-            self._compare([keys_hashes[rank] for rank in active])
+            self._compare([keys_hashes[rank] for rank in self._participation.active])
         if not self._pending:
             return
         metrics = list(self._pending.values())
         operations = [metric.meta.sync.op for metric in metrics]
-        values = [torch.zeros_like(one.value) if self._is_shadow else latest(one) for one in metrics]
+        values = [torch.zeros_like(one.value) if self._participation.is_shadow else latest(one) for one in metrics]
         reduced = self._reduce_all(values, operations, weight)
         for metric, value in zip(metrics, reduced, strict=True):
             set_latest(metric, value)
@@ -126,13 +122,9 @@ class LoggedValues:
             adopt_logged(results, logged, self._module, self._trainer.strategy.reduce)
         self._pending = {key: results[key] for key in message["pending"]}
 
-    @property
-    def _is_shadow(self) -> bool:
-        return self._participation is not None and self._participation.is_shadow
-
     def update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
         """Log a value as `proceed` does, and note its key if it is to be synchronised."""
-        if self._is_shadow and metric.is_tensor:
+        if self._participation.is_shadow and metric.is_tensor:
             if is_synchronised(metric, on_step=True):  # other ranks wait for the value of this hook
                 value = torch.zeros_like(metric.value)
                 set_latest(metric, self._reduce_all([value], [metric.meta.sync.op], 1.0)[0])
@@ -153,11 +145,11 @@ class LoggedValues:
         device = self._module.device
         own = [value.detach().to(device, widest_float(device), non_blocking=True) for value in values]
         stacked = torch.stack(own)
-        sums, means = sums_and_means(stacked, None if self._is_shadow else weight, self._add_up)
+        sums, means = sums_and_means(stacked, None if self._participation.is_shadow else weight, self._add_up)
         largest = torch.stack(
             [-one if operation == "min" else one for one, operation in zip(own, operations, strict=True)]
         )
-        if self._is_shadow:
+        if self._participation.is_shadow:
             largest.fill_(-torch.inf)
         if not {"max", "min"}.isdisjoint(operations):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)

@@ -93,7 +93,12 @@ class StepMirror:
             "buffers": self._changed_buffers(),
             "attributes": self._changed_attributes(int(samples)),
             "parameters": self._changed_parameters(),
-            **self._changed_optimization(),
+            "optimizers": self._changed_optimizers(),
+            "schedulers": {
+                number: _without_code(scheduler.state_dict())
+                for number, scheduler in enumerate(self._schedulers())
+                if any(_differences(self._schedules[number], vars(scheduler)))
+            },
         }
         state = {name: value for name, value in found.items() if value}
         if not self._module.automatic_optimization:
@@ -119,13 +124,10 @@ class StepMirror:
             self._set_buffer(name, value)
         for place, before, after in state.get("attributes", ()):
             self._set_attribute(place, before, after)
-        optimizers, schedulers = self._trainer.optimizers, self._schedulers()
-        for number, groups in state.get("settings", {}).items():
-            self._set_settings(optimizers[number], groups)
-        for number, values in state.get("optimizers", {}).items():
-            self._load(optimizers[number], values)
+        for number, (groups, values) in state.get("optimizers", {}).items():
+            self._set_optimizer(self._trainer.optimizers[number], groups, values)
         for number, values in state.get("schedulers", {}).items():
-            schedulers[number].load_state_dict(values)
+            self._schedulers()[number].load_state_dict(values)
         if "progress" in state:
             self._trainer.precision_plugin.load_state_dict(state["precision"])
             manual_step_progress(self._trainer).load_state_dict(state["progress"])
@@ -134,8 +136,7 @@ class StepMirror:
 
     def _find_structure(self) -> list[Any]:
         """Return the modules and parameters, which rarely become other objects."""
-        parts = self._parts.values()
-        return [*chain.from_iterable((*part._modules.values(), *part._parameters.values()) for part in parts)]
+        return [one for part in self._parts.values() for one in (*part._modules.values(), *part._parameters.values())]
 
     def _buffers(self) -> dict[str, Tensor | None]:
         named = (
@@ -213,21 +214,20 @@ class StepMirror:
             stacklevel=2,
         )
 
-    def _changed_optimization(self) -> dict[str, Any]:
-        settings, states = {}, {}
-        for number, (optimizer, before) in enumerate(zip(self._trainer.optimizers, self._optimizers, strict=True)):
-            # A manual step may change state in any depth, such as in a list, which has no version.
-            if not self._module.automatic_optimization or _have_changed(before[1], _state(optimizer)):
-                state = optimizer.state_dict()
-                states[number] = {**state, "param_groups": [*map(_without_code, state["param_groups"])]}
-            elif _have_changed(before[0], _settings(optimizer)):
-                settings[number] = [_without_code(group, "params") for group in optimizer.param_groups]
-        schedulers = {
-            number: _without_code(scheduler.state_dict())
-            for number, scheduler in enumerate(self._schedulers())
-            if any(_differences(self._schedules[number], vars(scheduler)))
-        }
-        return {"settings": settings, "optimizers": states, "schedulers": schedulers}
+    def _changed_optimizers(self) -> dict[int, tuple[list[dict[str, Any]], dict[str, Any]]]:
+        """Return the settings of each changed optimizer, and its state, which is empty if only settings have changed.
+
+        A manual step may change state in any depth, such as in a list, which has no version: it is always returned.
+        """
+        found = {}
+        for number, (optimizer, (settings, state)) in enumerate(
+            zip(self._trainer.optimizers, self._optimizers, strict=True)
+        ):
+            has_state = not self._module.automatic_optimization or _have_changed(state, _state(optimizer))
+            if has_state or _have_changed(settings, _settings(optimizer)):
+                values = _without_code(optimizer.state_dict(), "param_groups") if has_state else {}
+                found[number] = [_without_code(group, "params") for group in optimizer.param_groups], values
+        return found
 
     def _state_after_manual_step(self) -> dict[str, Any]:
         parameters = list(self._parameters.values())
@@ -247,7 +247,7 @@ class StepMirror:
                 " in `__init__`, `configure_model` or `setup` of the module."
             )
         if parameter.numel():
-            overwrite([parameter], value.to(parameter.device, parameter.dtype).view(-1), [True])
+            overwrite([parameter], value.to(parameter.device, parameter.dtype).view(-1))
         parameter.requires_grad_(requires_grad)
 
     def _set_buffer(self, name: str, value: Tensor | None) -> None:
@@ -273,7 +273,8 @@ class StepMirror:
         else:
             del entries[name]
 
-    def _check_groups(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    def _set_optimizer(self, optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[str, Any]) -> None:
+        """Set the settings of an optimizer and its state, except for parameters that each rank has for itself."""
         if len(groups) != len(optimizer.param_groups):
             raise UnsupportedFeatureError(
                 f"rank {self._trainer.global_rank}: `training_step` on a rank with data has made {len(groups)}"
@@ -281,22 +282,16 @@ class StepMirror:
                 f" {len(optimizer.param_groups)}. Call `add_param_group` in a hook that all ranks run, such as"
                 " `on_train_batch_start`."
             )
-
-    def _set_settings(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        self._check_groups(optimizer, groups)
         for own, values in zip(optimizer.param_groups, groups, strict=True):
             for name, value in values.items():
                 is_tensor = isinstance(value, Tensor) and isinstance(own.get(name), Tensor)
                 own[name] = value.to(own[name].device) if is_tensor else value
-
-    def _load(self, optimizer: Optimizer, values: dict[str, Any]) -> None:
-        """Load the state of an optimizer, except for parameters that each rank has for itself."""
-        self._check_groups(optimizer, values["param_groups"])
-        own = set(self._module.parameters()).difference(self._parameters.values())
-        kept: dict[Tensor, Any] = {one: optimizer.state.pop(one) for one in own if one in optimizer.state}
-        groups = zip(optimizer.param_groups, values["param_groups"], strict=True)
-        optimizer.load_state_dict({**values, "param_groups": [{**group, **sent} for group, sent in groups]})
-        for parameter in own:
+        if not state:
+            return
+        excluded = set(self._module.parameters()).difference(self._parameters.values())
+        kept: dict[Tensor, Any] = {one: optimizer.state.pop(one) for one in excluded if one in optimizer.state}
+        optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+        for parameter in excluded:
             optimizer.state.pop(parameter, None)
         optimizer.state.update(kept)
 

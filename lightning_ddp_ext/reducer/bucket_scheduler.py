@@ -1,8 +1,9 @@
 """Collection of gradients during backward passes and launch of their all-reduce."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from threading import RLock
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_ext._compat.torch import post_accumulate_hooks
+from lightning_ddp_ext._compat.torch_collectives import count_collectives
 from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout, is_packed_alone
 from lightning_ddp_ext.reducer.comm_hooks import BucketTransport
 
@@ -52,14 +54,14 @@ class BackwardPredictor:
             bucket.missing = number
         return True
 
-    def learn(self, buckets: Sequence[GradientBucket], layout_has_changed: bool) -> None:
-        """Remember this backward pass for the next one of its kind; forget earlier ones if the buckets changed."""
-        if layout_has_changed:
+    def learn(self, buckets: Sequence[GradientBucket], has_new: bool) -> None:
+        """Remember this backward pass for the next one of its kind; forget earlier ones if there are new buckets."""
+        if has_new:
             self._remembered.clear()
         if self.kind is None:
             return
         known = self._remembered.get(self.kind)
-        if known is not None and known[0] == self.counts and len(known[1]) == len(buckets):
+        if known is not None and known[0] == self.counts:
             return
         if known is None and len(self._remembered) == _KINDS:
             del self._remembered[next(iter(self._remembered))]
@@ -84,9 +86,9 @@ class BucketScheduler:
 
     NCCL may deadlock unless every rank issues the collectives of all process groups in one order. If a rank does not
     use a parameter, its bucket waits for the end of the backward pass, and comes after a collective of the backward
-    pass itself, such as of `nn.SyncBatchNorm`, that other ranks issue later than the bucket. So once a backward pass
-    has communicated on a device, `is_held` is True, and buckets follow all collectives of the backward pass.
-    `count_collectives` returns the number of collectives of other code, or None if it is unknown.
+    pass itself that other ranks issue later than the bucket. So `is_held` is True on a device whose collectives cannot
+    be counted, if the module `communicates` in its backward pass, as `nn.SyncBatchNorm` does, or once any backward pass
+    has done so; buckets then follow all collectives of the backward pass. gloo copes with any order on the CPU.
     """
 
     def __init__(
@@ -94,10 +96,13 @@ class BucketScheduler:
         parameters: Sequence[nn.Parameter],
         layout: GradientLayout,
         transport: BucketTransport,
-        count_collectives: Callable[[], int | None],
+        group: dist.ProcessGroup,
+        communicates: bool,
     ) -> None:
-        self._count_collectives = count_collectives
-        self.is_held = count_collectives() is None
+        device = next((parameter.device for parameter in parameters if parameter.device.type != "cpu"), None)
+        # The number of collectives that other code has issued on the device; None if it is unknown.
+        self._count_collectives = (lambda: 0) if device is None else partial(count_collectives, device, group)
+        self.is_held = device is not None and (communicates or self._count_collectives() is None)
         self._counted: int | None = None  # when the first gradient came
         self.has_begun = False
         self.is_active = False
@@ -218,12 +223,20 @@ class BucketScheduler:
         for bucket in self._layout.buckets:
             bucket.release()
         self._aside = []
-        self.control_bucket = None  # it may have been evicted
         self.has_begun = False
 
     def mark_synchronized(self) -> None:
         """Record that every gradient is synchronised."""
         self._unsynchronized.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank has learned from backward passes, as numbers and lists."""
+        return {"backward_passes": self.predictor.state(), "is_held": self.is_held}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore the `state` of a scheduler for the same buckets."""
+        self.predictor.load(state["backward_passes"])
+        self.is_held |= state["is_held"]
 
     def close(self) -> None:
         """Remove the hooks from the parameters and restore deferred ones."""

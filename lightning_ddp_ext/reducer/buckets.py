@@ -1,7 +1,6 @@
 """Flat gradient buckets and the assignment of parameters to buckets."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -130,10 +129,6 @@ class GradientBucket:
             if used[member]:
                 parameter.grad = view
 
-    def renumber(self, index: int, last: bool) -> None:
-        """Set the position of the bucket in the order of sending."""
-        self._index, self.last = index, last
-
     def release(self) -> None:
         """Drop the buffer and forget which gradients were packed."""
         self._buffer_with_payload = self._flat = None
@@ -152,15 +147,13 @@ def _take(parameter: nn.Parameter) -> Tensor:
 
 
 _FIRST_BYTES = 2**20  # the first bucket is small, so that communication starts early; as in torch
-_REVIEW = 100  # synchronisations between two evictions of unused buckets
 
 
 class GradientLayout:
     """The gradient buckets in the order of sending, the same on every rank at any time.
 
     The layout starts empty. Parameters used for the first time on any rank (in the first step, after a layer was
-    thawed, with a new head) get new buckets at the end. Buckets that are mostly unused for a while are evicted; their
-    parameters return to `unassigned`. `excluded` parameters never get a bucket.
+    thawed, with a new head) get new buckets at the end. `excluded` parameters never get a bucket.
     """
 
     def __init__(
@@ -177,8 +170,6 @@ class GradientLayout:
         self.cap = int(bucket_cap_mb * 2**20)
         self._parameters = parameters
         self._group = group
-        self._recently_used = [0.0] * len(parameters)
-        self._synchronizations = 0
 
     def grow(self, used: Sequence[float], order: Sequence[int], source: int) -> list[GradientBucket]:
         """Make and return buckets for parameters used for the first time, in the order of gradients on rank `source`.
@@ -191,55 +182,23 @@ class GradientLayout:
         begin = len(self.buckets)
         ordered = self._agree_on_order(new, order, source)
         first_cap = None if self.buckets else min(self.cap, _FIRST_BYTES)
-        self._append(divide_into_buckets(self._parameters, ordered, self.cap, first_cap))
+        self.append(divide_into_buckets(self._parameters, ordered, self.cap, first_cap))
         return self.buckets[begin:]
 
-    def evict_unused_buckets(self, used: Sequence[float]) -> None:
-        """Count a synchronisation, and now and then dissolve the buckets of which less than half was used."""
-        self._synchronizations += 1
-        self._recently_used = list(map(max, self._recently_used, used))
-        if self._synchronizations % _REVIEW:
-            return
-        kept = []
-        for bucket in self.buckets:
-            sizes = {member: self._parameters[member].nbytes for member in bucket.members}
-            if 2 * sum(sizes[member] for member in sizes if self._recently_used[member]) >= sum(sizes.values()):
-                kept.append(bucket)
-                continue
-            self.unassigned.update(bucket.members)
-            for member in bucket.members:
-                self.bucket_of[member] = None
-        self.buckets = kept
-        self._recently_used = [0.0] * len(self._recently_used)
-        self._renumber()
+    def state(self) -> list[list[int]]:
+        """Return the members of each bucket, equal on every rank."""
+        return [bucket.members for bucket in self.buckets]
 
-    def state(self) -> dict[str, Any]:
-        """Return the assignment and its recent use as numbers and lists, equal on every rank."""
-        return {
-            "buckets": [bucket.members for bucket in self.buckets],
-            "recently_used": [member for member, used in enumerate(self._recently_used) if used],
-            "synchronizations": self._synchronizations,
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the `state` of a layout with the same parameters; this one must be empty."""
-        self._append(state["buckets"])
-        for member in state["recently_used"]:
-            self._recently_used[member] = 1.0
-        self._synchronizations = state["synchronizations"]
-
-    def _append(self, divided: Iterable[Sequence[int]]) -> None:
+    def append(self, divided: Iterable[Sequence[int]]) -> None:
+        """Append a bucket for each sequence of parameters, such as in the `state` of another layout."""
         for members in divided:
             bucket = GradientBucket(len(self.buckets), [self._parameters[member] for member in members], members)
             self.buckets.append(bucket)
             for member in members:
                 self.bucket_of[member] = bucket
             self.unassigned.difference_update(members)
-        self._renumber()
-
-    def _renumber(self) -> None:
-        for index, bucket in enumerate(self.buckets):
-            bucket.renumber(index, last=bucket is self.buckets[-1])
+        for bucket in self.buckets:
+            bucket.last = bucket is self.buckets[-1]
 
     def _agree_on_order(self, new: list[int], order: Sequence[int], source: int) -> list[int]:
         # A parameter is complete when its last gradient has come; one that the source did not use goes last.

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.distributed.backends import backend_of
+from lightning_ddp_ext.distributed.backends import runs_on_streams
 from lightning_ddp_ext.reducer.buckets import GradientBucket
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
@@ -38,7 +38,7 @@ class BucketTransport:
         if self._comm_hook is None:
             work: Any = dist.all_reduce(bucket.buffer_with_payload(), group=self._group, async_op=True)
         else:
-            if backend_of(dist.get_backend_config(self._group), bucket.buffer().device.type) != "nccl":
+            if not runs_on_streams(dist.get_backend_config(self._group), bucket.buffer().device.type):
                 self.wait_for_gradients()  # threads of gloo run hooks' callbacks in any order: one bucket at a time
             work = self._comm_hook(self._comm_state, bucket)
         self._in_flight.append((bucket, work))

@@ -1,10 +1,9 @@
 """Synchronisation of gradients after any backward pass."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import steps_in_backward
-from lightning_ddp_ext._compat.torch_collectives import count_collectives
 from lightning_ddp_ext._validation import check_bucket_cap
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_module, fixed_parameters, shared_parameters
-from lightning_ddp_ext.distributed.exchange import digest, gather_integer, group_with_cpu, own_group
+from lightning_ddp_ext.distributed.exchange import digest, group_with_cpu, own_group
 from lightning_ddp_ext.distributed.flat_tensors import broadcast_all
 from lightning_ddp_ext.errors import RanksOutOfStepError, UnsupportedFeatureError
 from lightning_ddp_ext.reducer.bucket_scheduler import BucketScheduler
@@ -23,57 +21,7 @@ from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout
 from lightning_ddp_ext.reducer.buffer_synchronizer import BufferSynchronizer
 from lightning_ddp_ext.reducer.comm_hooks import BucketTransport, CommHook
 from lightning_ddp_ext.reducer.control import ControlMessage, ExchangedControl, RankFindings, StepControl
-
-
-class SparseGradients:
-    """Adds up the gradients of sparse embeddings by gathering their rows, which every backend can do."""
-
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        weights = {
-            part.weight for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-        }
-        self.members = frozenset(member for member, parameter in enumerate(parameters) if parameter in weights)
-        self._parameters = parameters
-        self._group = group
-
-    def reduce(self, used: Sequence[float], factor: float) -> None:
-        """Set the gradients that any rank has used to the sum of the ranks; the factor is for this rank's gradients."""
-        for member in sorted(self.members):
-            if used[member]:
-                self._reduce(self._parameters[member], factor)
-
-    def _reduce(self, parameter: nn.Parameter, factor: float) -> None:
-        gradient = parameter.grad
-        if gradient is None or not factor:
-            gradient = torch.sparse_coo_tensor(
-                torch.zeros(1, 0, dtype=torch.long, device=parameter.device),
-                parameter.detach()[:0],
-                parameter.shape,
-                is_coalesced=True,
-                check_invariants=False,
-            )
-        dense = gradient.layout == torch.strided
-        gradient = gradient.detach() * factor if dense else gradient.detach().coalesce() * factor
-        sizes = gather_integer(-1 if dense else gradient._nnz(), self._group)  # a message on the CPU
-        if min(sizes) < 0:
-            # A dense gradient somewhere, of a layer tied to the embedding: the sum is dense.
-            parameter.grad = gradient.to_dense()
-            dist.all_reduce(parameter.grad, group=self._group)
-            return
-        rows = self._gather_rows(gradient.indices().t(), sizes)
-        values = self._gather_rows(gradient.values(), sizes)
-        parameter.grad = torch.sparse_coo_tensor(rows.t(), values, parameter.shape, check_invariants=False).coalesce()
-
-    def _gather_rows(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        padded = part.new_zeros(max(sizes), *part.shape[1:])
-        padded[: len(part)] = part
-        gathered = torch.split(self._gather(padded), max(sizes)) if max(sizes) else [padded]
-        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=False)])
-
-    def _gather(self, part: Tensor) -> Tensor:
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(parts, part.contiguous(), group=self._group)
-        return torch.cat(parts)
+from lightning_ddp_ext.reducer.sparse_gradients import SparseGradients
 
 
 class GradientReducer:
@@ -96,7 +44,7 @@ class GradientReducer:
     `DistributedDataParallel` would ignore are ignored.
 
     Args:
-        module: The same module on every rank, on its devices. Parameters and buffers become those of the first rank.
+        module: The same module on every rank, on its devices. Parameters and buffers are copied from the first rank.
         process_group: The ranks; by default all, in a separate group, so that collectives issued by the model cannot
             mix with collectives of the reducer.
         bucket_cap_mb: Largest size of a bucket in MiB.
@@ -104,6 +52,8 @@ class GradientReducer:
             for torch's `DistributedDataParallel.register_comm_hook`.
         comm_state: First argument of `comm_hook`.
         timeout: Time limit of a collective in the separate group; None for torch's default.
+        hook_context: Function that maps the position of a synchronisation to the context in which hooks on parameters
+            run after it, such as one that seeds random numbers.
 
     Attributes:
         control: Values beside the weight that this rank sends and all ranks receive in a synchronisation, such as a
@@ -139,6 +89,7 @@ class GradientReducer:
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         timeout: timedelta | None = None,
+        hook_context: Callable[[int], AbstractContextManager[None]] = lambda position: nullcontext(),
     ) -> None:
         check_bucket_cap(bucket_cap_mb)
         self._parameters = shared_parameters(module)
@@ -164,19 +115,9 @@ class GradientReducer:
         self._begun = 0
         broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.tensors()], self._group)
         self._buffers.remember()
-        devices = (parameter.device for parameter in self._parameters if parameter.device.type != "cpu")
-        device = next(devices, None)  # gloo, on the CPU, copes with any order of process groups
-        self._scheduler = BucketScheduler(
-            self._parameters,
-            self._layout,
-            self._transport,
-            (lambda: 0) if device is None else partial(count_collectives, device, self._group),
-        )
-        self._scheduler.is_held |= device is not None and any(
-            isinstance(part, nn.SyncBatchNorm) for part in module.modules()
-        )
-        # Makes the context in which hooks on parameters run after a synchronisation, from its position.
-        self.hook_context: Callable[[int], AbstractContextManager[None]] = lambda position: nullcontext()
+        communicates = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+        self._scheduler = BucketScheduler(self._parameters, self._layout, self._transport, self._group, communicates)
+        self._hook_context = hook_context
         self.defer_hooks()
 
     @property
@@ -266,7 +207,6 @@ class GradientReducer:
         if self._transport.is_hook:
             # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
             self._transport.wait_for_gradients()
-        self._buffers.start(self._weight)
         self.control.exchanged = exchanged = self._exchange()
         self._scheduler.mark_synchronized()
         self._transport.wait_for_gradients()
@@ -274,10 +214,10 @@ class GradientReducer:
             self._complete(exchanged)
         else:
             self._scheduler.restore(self._group)
-        self._buffers.finish(exchanged, self._weight)
+        self._buffers.synchronize(exchanged, self._weight)
         self._scheduler.finish()
         if exchanged.total_weight:
-            self._scheduler.run_hooks(exchanged.used, self.hook_context(self.control.position))
+            self._scheduler.run_hooks(exchanged.used, self._hook_context(self.control.position))
 
     def _prepare_control_bucket(self) -> GradientBucket | None:
         """Return the bucket that carries the control message, the last one if it is on the CPU; the same on all ranks.
@@ -301,14 +241,10 @@ class GradientReducer:
         has to know before the optimizer steps which gradients there are and their divisor. In a bucket of the device
         the values could only be read at the end of the backward pass.
         """
-        found = RankFindings(
-            self._weight,
-            self._begun,
-            self._buffers.structure,
-            self._scheduler.late_buckets(),
-            self._scheduler.used() if self._weight else bytearray(len(self._parameters)),
-            self._buffers.changes(),
-        )
+        changed = self._buffers.find_changes()
+        used = self._scheduler.used() if self._weight else bytearray(len(self._parameters))
+        late = self._scheduler.late_buckets()
+        found = RankFindings(self._weight, self._begun, self._buffers.structure, late, used, changed)
         control_bucket = self._scheduler.control_bucket
         if control_bucket is not None:
             message = self._message.write(found, self.control, control_bucket.buffer().dtype)
@@ -328,12 +264,7 @@ class GradientReducer:
             "setup": self._setup(),
             "layout": self._layout.state(),
             "expected_total": self._expected_total,
-            "buffers": self._buffers.state(),
-            "of_rank": {
-                "backward_passes": self._scheduler.predictor.state(),
-                "is_held": self._scheduler.is_held,
-                "silent_buffers": sorted(self._buffers.silent),
-            },
+            "of_rank": self._scheduler.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -352,11 +283,9 @@ class GradientReducer:
         compare_setups({"state of the reducer": digest(agreed)}, self._group)
         if not fits:
             return
-        self._layout.load(state["layout"])
+        self._layout.append(state["layout"])
         self._expected_total = state["expected_total"]
-        self._scheduler.predictor.load(state["of_rank"]["backward_passes"])
-        self._scheduler.is_held |= state["of_rank"]["is_held"]
-        self._buffers.load(state["buffers"], state["of_rank"]["silent_buffers"])
+        self._scheduler.load(state["of_rank"])
 
     def _setup(self) -> str:
         """Return a digest of everything that must be equal for a layout to fit."""
@@ -407,11 +336,7 @@ class GradientReducer:
         if not self._transport.keeps_state:  # which is in the units of the first synchronisation
             self._expected_total = _nearest_power(total)
         self._sparse.reduce(used, self._scale / total if self._weight else 0.0)
-        before = self._layout.buckets
-        if not self._transport.is_hook:  # a hook may keep state for each bucket
-            self._layout.evict_unused_buckets(used)
-        has_changed = bool(new) or self._layout.buckets != before
-        self._scheduler.predictor.learn(self._layout.buckets, has_changed)
+        self._scheduler.predictor.learn(self._layout.buckets, has_new=bool(new))
 
     def _add_late(self, bucket: GradientBucket) -> None:
         """Reduce the gradients that came after a bucket had been sent; other ranks may have others, or none."""

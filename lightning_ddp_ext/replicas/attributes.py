@@ -9,7 +9,7 @@ import torch
 from lightning_utilities.core.rank_zero import WarningCache
 
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
-from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, version_of
+from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.replicas.replica import DICTIONARIES, Place, Replica, Replicas, entries_of
 
@@ -38,29 +38,13 @@ _FIRST = "; only the first replica's is seen on the module itself"
 _NOT_MIRRORED = STRUCTURE | REPLICA_ATTRIBUTES | {"forward"}
 
 
-class _Dictionary:
-    """A dictionary of the master, and the copy of each replica."""
-
-    def __init__(self, source: dict[Any, Any], copies: list[dict[Any, Any]]) -> None:
-        self.source = source
-        self.copies = copies
-        self.remember()
-
-    def remember(self) -> None:
-        self._entries = {id(one): [*entries_of(one)] for one in (self.source, *self.copies)}
-
-    def has_changed(self, one: dict[Any, Any]) -> bool:
-        """Return True if the master's dictionary, or a copy, has changed since `remember`."""
-        return not _same(self._entries[id(one)], [*entries_of(one)])
-
-
 class AttributeMirror:
     """Pushes the master's attributes to the replicas before a step, and merges the step's changes into the master.
 
     Entries appended to lists are merged in the order of the replicas, counters of samples are added up, and a scalar
     that every replica has set to the same value is kept. Any other value stays with its replica until the master's
-    value changes; the master shows the first replica's value. Entries of dictionaries stay with their replica. A
-    warning names each such attribute once.
+    value changes; the master shows the first replica's value. Changes of dictionaries end with the step. A warning
+    names each attribute whose changes are lost once.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -69,79 +53,75 @@ class AttributeMirror:
         self._prefixes = replicas.prefixes
         self._sample_counters = SampleCounters()
         self._warnings = WarningCache()
-        self._dictionaries: dict[Place, _Dictionary] = {}
         self._look()
 
     def _look(self) -> None:
         """Remember the master's attributes, after some have changed."""
         self._seen = [dict(module.__dict__) for module in self._modules]
-        places = [
-            (position, name, value)
+        places = {
+            (position, name): value
             for position, module in enumerate(self._modules)
             for name, value in module.__dict__.items()
             if name not in _NOT_MIRRORED
-        ]
-        # Lists that lead to parts of the module are rewritten before every step, because copies do not follow them.
+        }
         first = [own.__dict__ for _, own in self._replicas[0].modules]
-        lists = {(position, name): value for position, name, value in places if type(value) is list}
-        self._rewritten = {place for place, value in lists.items() if first[place[0]][place[1]] is not value}
-        self._lists = [place for place in lists if self._is_users(*place) or place in self._rewritten]
+        not_shared = {place for place, value in places.items() if first[place[0]].get(place[1]) is not value}
+        # Lists that lead to parts of the module are rewritten before every step, because copies do not follow them.
+        self._rewritten = {place for place in not_shared if type(places[place]) is list}
+        self._lists = [
+            place
+            for place, value in places.items()
+            if type(value) is list and (_is_users(place) or place in self._rewritten)
+        ]
+        self._dictionaries = [
+            place for place in not_shared if type(places[place]) in DICTIONARIES and place[1] not in HOOKS
+        ]
         self._hooks = [module.__dict__[name] for module in self._modules for name in HOOKS]
         self._hook_ids = [*chain.from_iterable(self._hooks)]
-        known, self._dictionaries = self._dictionaries, {}
-        for position, name, value in places:
-            if type(value) in DICTIONARIES and name not in HOOKS:
-                copies = [replica.modules[position][1].__dict__[name] for replica in self._replicas]
-                mirrored = known.get((position, name))
-                if mirrored is not None and mirrored.source is value and mirrored.copies[0] is copies[0]:
-                    self._dictionaries[position, name] = mirrored
-                elif copies[0] is not value:
-                    self._dictionaries[position, name] = _Dictionary(value, copies)
         # Replicas on other devices have copies of plain tensors, which do not follow changes in place.
         on_one_device = len({replica.device for replica in self._replicas}) == 1
-        self._versions = {
-            (position, name): version_of(value)
-            for position, name, value in places
-            if isinstance(value, torch.Tensor) and not on_one_device
-        }
+        tensors = [place for place, value in places.items() if isinstance(value, torch.Tensor)]
+        self._tensors = [] if on_one_device else tensors
+        self._tensor_versions = TensorVersions(self._values_at(self._tensors))
 
-    def _is_users(self, position: int, name: str) -> bool:
-        """Return False for names that libraries keep to themselves in submodules."""
-        return position == 0 or not name.startswith("_")
+    def _values_at(self, places: Iterable[Place]) -> list[Any]:
+        return [self._modules[position].__dict__.get(name) for position, name in places]
 
     def push(self) -> None:
         """Bring the master's attributes to every replica, and give each a copy of the master's lists."""
         changed = self._changed_places()
         hooks_have_changed = self._hook_ids != [*chain.from_iterable(self._hooks)]
-        for position, name in changed:
-            before = self._seen[position].get(name)
-            for replica in self._replicas:
+        for replica in self._replicas:
+            for position, name in changed:
                 module, own = replica.modules[position]
-                if type(before) in DICTIONARIES:
-                    replica.references.forget(before)
+                replica.references.forget_dictionary(self._seen[position].get(name))
                 if name in module.__dict__:
                     replica.set_attribute(own, name, module.__dict__[name])
                 else:
                     own.__dict__.pop(name, None)
-        if hooks_have_changed:
-            for replica in self._replicas:
-                for module, own in replica.modules:
-                    for name in HOOKS:
-                        replica.set_attribute(own, name, module.__dict__[name])
+            for module, own in replica.modules if hooks_have_changed else ():
+                for name in HOOKS:
+                    replica.set_attribute(own, name, module.__dict__[name])
         if changed or hooks_have_changed:
             self._look()
-        for dictionary in self._dictionaries.values():
-            if dictionary.has_changed(dictionary.source):
-                for replica, copied in zip(self._replicas, dictionary.copies, strict=True):
-                    replica.references.fill_dictionary(copied, dictionary.source)
-                dictionary.remember()
         # The list that each replica's list was copied from, whose entries are the replica's counterparts.
-        self._origins = [{place: self._share_list(own, place) for place in self._lists} for own in self._replicas]
-        for replica, origins in zip(self._replicas, self._origins, strict=True):
+        self._origins: list[dict[Place, list[Any]]] = []
+        self._pushed: list[list[dict[str, Any]]] = []
+        for replica in self._replicas:
+            for source in self._values_at(self._dictionaries):
+                replica.references.fill_dictionary(source)
+            origins = {place: self._share_list(replica, place) for place in self._lists}
             for (position, name), origin in origins.items():
                 if len(origin) <= _LONGEST_LIST:
                     replica.modules[position][1].__dict__[name] = list(origin)
-        self._pushed = [[own.__dict__.copy() for _, own in replica.modules] for replica in self._replicas]
+            self._origins.append(origins)
+            self._pushed.append([own.__dict__.copy() for _, own in replica.modules])
+        self._entries = self._read_dictionaries()
+
+    def _read_dictionaries(self) -> list[list[list[Any]]]:
+        """Return the entries of each dictionary on each replica."""
+        sources = self._values_at(self._dictionaries)
+        return [[[*entries_of(replica.references.find(one))] for one in sources] for replica in self._replicas]
 
     def _share_list(self, replica: Replica, place: Place) -> list[Any]:
         position, name = place
@@ -151,28 +131,25 @@ class AttributeMirror:
         return value
 
     def _changed_places(self) -> set[Place]:
-        changed = {place for place, version in self._versions.items() if self._version(place) != version}
+        changed = {self._tensors[n] for n in self._tensor_versions.changed(self._values_at(self._tensors))}
         if not _same_values([module.__dict__ for module in self._modules], self._seen):
             for position, (before, module) in enumerate(zip(self._seen, self._modules, strict=True)):
                 changed.update((position, name) for name in _changed(before, module.__dict__) - _NOT_MIRRORED)
         return changed
-
-    def _version(self, place: Place) -> int:
-        value = self._modules[place[0]].__dict__.get(place[1])
-        return version_of(value) if isinstance(value, torch.Tensor) else -1
 
     def pull(self, active: Sequence[int], sizes: Sequence[int]) -> None:
         """Merge the attributes that the active replicas' steps changed into the master; `sizes` are chunk sizes."""
         set_values = self._find_set_values(active)
         for place in self._lists:
             self._pull_list(active, place)
+        now = self._read_dictionaries()
+        for n, place in enumerate(self._dictionaries):
+            if _is_users(place) and not all(_same(self._entries[index][n], now[index][n]) for index in active):
+                self._warn(place, "was changed inside a step, where each replica has a copy; the copies are not merged")
         for place, values in set_values.items():
             self._pull_value(place, values, sizes)
-        for place, dictionary in self._dictionaries.items():
-            if self._is_users(*place) and any(dictionary.has_changed(dictionary.copies[i]) for i in active):
-                self._warn(place, "was changed inside a step, where each replica has a copy; the copies are not merged")
-        self._versions = {place: self._version(place) for place in self._versions}  # a step's changes stay there
-        self._pushed, self._origins = [], []
+        self._tensor_versions = TensorVersions(self._values_at(self._tensors))  # a step's changes stay there
+        self._pushed, self._origins, self._entries = [], [], []
 
     def _find_set_values(self, active: Sequence[int]) -> dict[Place, list[Any]]:
         """Find the attributes other than lists that steps have set, each with the values of the replicas that did."""
@@ -184,7 +161,7 @@ class AttributeMirror:
                 continue
             for position, (before, after) in enumerate(zip(pushed, now, strict=True)):
                 for name in _changed(before, after) - _NOT_MIRRORED:
-                    if (position, name) not in self._origins[index] and self._is_users(position, name):
+                    if (position, name) not in self._origins[index] and _is_users((position, name)):
                         found.setdefault((position, name), []).append(after.get(name, _MISSING))
         return found
 
@@ -196,7 +173,7 @@ class AttributeMirror:
             own = self._replicas[index].modules[position][1].__dict__.get(name)
             origin = self._origins[index][place]
             if own is not self._pushed[index][position][name]:
-                if self._is_users(*place):  # torch's LSTM sets its private list of weights
+                if _is_users(place):  # torch's LSTM sets its private list of weights
                     self._warn(place, f"was set inside a step, to another list on each replica{_FIRST}")
             elif own is not origin:
                 if _same(own[:length], origin[:length]):
@@ -244,6 +221,12 @@ class AttributeMirror:
             f"`self.{self._prefixes[place[0]]}{place[1]}` {what}."
             " Set it in a hook such as `on_train_batch_end`, append to a list, or use a metric."
         )
+
+
+def _is_users(place: Place) -> bool:
+    """Return False for names that libraries keep to themselves in submodules."""
+    position, name = place
+    return position == 0 or not name.startswith("_")
 
 
 def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:

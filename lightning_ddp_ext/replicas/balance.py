@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ddp_ext._devices import reports_memory, restart_peak
 from lightning_ddp_ext._validation import check_integer
@@ -22,7 +22,6 @@ from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 
 _NAME = '`balance="auto"`'
 _CHECKPOINT_KEY = "lightning_ddp_ext.balanced_dp"
-_GIB = 2**30
 _USABLE = 0.9  # of the available memory: allocators fragment, and batches differ
 
 
@@ -51,7 +50,7 @@ class BatchDivision:
         self._unread: deque[BatchRecord] = deque()  # whose times are not known, because the devices are behind the host
         self._batches = 0
         self._ran_in_order = False
-        self._shown: set[str] = set()
+        self._has_shown_order = False
 
     def check(self, devices: Sequence[torch.device]) -> None:
         """Check that there are as many proportions as devices."""
@@ -97,7 +96,8 @@ class BatchDivision:
         ran_in_order, self._ran_in_order = self._ran_in_order, record.in_order
         if record.in_order:  # moving samples would gain nothing
             # The first batch always runs in order, which shows whether the step draws random numbers.
-            if ran_in_order and self._is_first("order"):
+            if ran_in_order and not self._has_shown_order:
+                self._has_shown_order = True
                 rank_zero_info(f"{_NAME} keeps the chunks as they are: the replicas run one after another.")
             return
         # Replicas of one device share its memory; on the CPU they share the memory of the process.
@@ -122,9 +122,6 @@ class BatchDivision:
             largest = map(max, zip(*self._measured, strict=True))
             memories = [DeviceMemory.read(*pair) for pair in zip(devices, largest, strict=True)]
             controller.limits = [memory.most_samples for memory in memories]
-            text = advice(memories)
-            if text is not None and self._is_first("memory"):
-                rank_zero_warn(f"{_NAME}: {text}", category=UserWarning)
         for device in devices:
             restart_peak(device)
         self._measured = []
@@ -132,11 +129,6 @@ class BatchDivision:
     def forget_peaks(self) -> None:
         """Ignore the peaks of memory so far, because the devices have computed other batches than training batches."""
         self._measured = None
-
-    def _is_first(self, message: str) -> bool:
-        is_first = message not in self._shown
-        self._shown.add(message)
-        return is_first
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries to add to a checkpoint: none, unless balance is automatic."""
@@ -161,7 +153,6 @@ def _check_proportions(split: object) -> None:
 class DeviceMemory:
     """Bytes of an accelerator between two batches, and the largest chunk that it has computed."""
 
-    device: str
     available: int  # held by this process, or free
     held: int  # in use between batches: parameters, gradients, optimizer state
     peak: int
@@ -174,7 +165,7 @@ class DeviceMemory:
         free, _ = memory.get_memory_info(device)
         available = free + memory.memory_reserved(device)
         held, peak = memory.memory_allocated(device), memory.max_memory_allocated(device)
-        return cls(str(device), available, held, peak, largest_chunk)
+        return cls(available, held, peak, largest_chunk)
 
     @property
     def most_samples(self) -> int | None:
@@ -183,19 +174,3 @@ class DeviceMemory:
             return None
         per_sample = (self.peak - self.held) / self.largest_chunk
         return max(0, int((_USABLE * self.available - self.held) / per_sample))
-
-
-def advice(memories: Sequence[DeviceMemory]) -> str | None:
-    """Name a remedy if one device is short of memory and holds more without samples than the others ever need."""
-    fullest = max(memories, key=lambda memory: memory.held)
-    others = [memory for memory in memories if memory is not fullest]
-    is_short = fullest.peak > _USABLE * fullest.available
-    if not others or not is_short or fullest.held <= max(memory.peak for memory in others):
-        return None
-    highest = max(others, key=lambda memory: memory.peak)
-    remedy = "`gpu0_batch_size=0`" if fullest is memories[0] else "a smaller share in `split`"
-    return (
-        f"{fullest.device} holds {fullest.held / _GIB:.2f} GiB before it has a sample, more than the"
-        f" {highest.peak / _GIB:.2f} GiB that {highest.device} needs at most: samples alone cannot balance memory."
-        f" Use {remedy} if {fullest.device} runs out of it."
-    )

@@ -22,7 +22,7 @@ from lightning_ddp_ext._compat.torchmetrics import (
     take_dtype,
     write_state,
 )
-from lightning_ddp_ext.batches.containers import items, map_items, to_device
+from lightning_ddp_ext.batches.containers import have_same_items, items, map_items, merge_items, to_device
 from lightning_ddp_ext.replicas.replica import Replicas
 
 
@@ -43,10 +43,8 @@ def _join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int],
         return _join_scalars(to_device(list(values), device), weights, sizes)
     if isinstance(first, Tensor):
         return torch.cat([value.detach().to(device) for value in values])
-    if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
-        return {key: _join([value[key] for value in values], weights, sizes, device) for key in first}
-    if isinstance(first, tuple) and len(set(map(len, values))) == 1:
-        return tuple(_join(items, weights, sizes, device) for items in zip(*values, strict=True))
+    if isinstance(first, dict | tuple) and have_same_items(values):
+        return merge_items(values, lambda _, column: _join(column, weights, sizes, device))
     # A list of tensors may hold columns or samples.
     if isinstance(first, list) and not any(isinstance(item, Tensor) for value in values for item in value):
         return [to_device(item, device) for value in values for item in value]

@@ -18,6 +18,7 @@ from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device
 from lightning_ddp_ext._compat.torch import (
     HOOKS,
     STRUCTURE,
+    TensorVersions,
     add_all_,
     copy_all_,
     has_gradient_hooks,
@@ -83,8 +84,12 @@ class References:
         if len([*islice(entries_of(value), _MAX_ENTRIES + 1)]) <= _MAX_ENTRIES:
             self.add(value, copy.copy(value))  # a copy keeps the factory of a defaultdict
 
-    def fill_dictionary(self, own: dict[Any, Any], source: dict[Any, Any], depth: int = _MAX_DEPTH) -> dict[Any, Any]:
-        """Give the replica's copy of a dictionary the entries of the master's; nested containers are copied too."""
+    def fill_dictionary(self, source: Any) -> None:
+        """Give the replica's copy of a dictionary, if it has one, the master's entries; nested ones are copied too."""
+        if type(source) in DICTIONARIES and (own := self.find(source)) is not None:
+            self._fill(own, source, _MAX_DEPTH)
+
+    def _fill(self, own: dict[Any, Any], source: dict[Any, Any], depth: int) -> dict[Any, Any]:
         own.clear()
         for key, value in source.items():
             own[key] = self._copy_item(value, depth - 1)
@@ -92,14 +97,15 @@ class References:
 
     def _copy_item(self, value: Any, depth: int) -> Any:
         if depth and type(value) in DICTIONARIES:
-            return self.fill_dictionary(copy.copy(value), value, depth)
+            return self._fill(copy.copy(value), value, depth)
         if depth and type(value) in (list, set):
             return type(value)(self._copy_item(item, depth - 1) for item in value)
         return self.rewrite(value)
 
-    def forget(self, original: object) -> None:
-        """Remove an entry."""
-        self._counterparts.pop(id(original), None)
+    def forget_dictionary(self, value: Any) -> None:
+        """Forget the replica's copy of a dictionary that the master no longer holds."""
+        if type(value) in DICTIONARIES:
+            self._counterparts.pop(id(value), None)
 
     def rewrite(self, value: Any, depth: int = 0) -> Any:
         """Return `value` itself, or a copy with every part of the master in it replaced.
@@ -191,8 +197,7 @@ class Replica:
         """Give one of the replica's modules an attribute of the master's."""
         self.references.add_dictionary(name, value)
         own.__dict__[name] = self.references.rewrite(value)
-        if type(value) in DICTIONARIES and (copied := self.references.find(value)) is not None:
-            self.references.fill_dictionary(copied, value)
+        self.references.fill_dictionary(value)
 
     def _add_module(self, original: nn.Module) -> None:
         if isinstance(original, Metric | MetricCollection):
@@ -232,11 +237,6 @@ class Replica:
     def leaves(self) -> list[nn.Parameter]:
         """The replica's own parameters."""
         return [leaf for _, leaf in self.parameters]
-
-    @property
-    def buffers(self) -> list[Tensor | None]:
-        """The replica's own buffers, in the order of `buffer_names`."""
-        return [*chain.from_iterable(own._buffers.values() for _, own in self.modules)]
 
     @property
     def buffer_names(self) -> list[Place]:
@@ -281,23 +281,6 @@ class Replica:
             copy_all_(targets, sources)
 
 
-class _Snapshot:
-    """Tensors and their versions at one time."""
-
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        self.tensors = tensors
-        self.versions = versions_of(tensors)
-
-    def changed(self, tensors: Sequence[Tensor | None]) -> set[int]:
-        """Return the positions of tensors that have been replaced, or changed in place other than through `.data`."""
-        now = _Snapshot(tensors)
-        same = now.versions == self.versions and all(map(operator.is_, now.tensors, self.tensors))
-        if same and -1 not in now.versions:  # tensors of inference mode have no versions
-            return set()
-        pairs = enumerate(zip(tensors, now.versions, self.tensors, self.versions, strict=True))
-        return {n for n, (new, version, old, before) in pairs if new is not old or version != before or version < 0}
-
-
 def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
@@ -331,7 +314,8 @@ class Replicas(Sequence[Replica]):
         self._replicas: list[Replica] = []
         self._modules: list[nn.Module] = []
         self._parts: list[object] = []
-        self._sent_parameters = _Snapshot([])
+        self._sent_parameters = TensorVersions([])
+        self._buffer_versions = TensorVersions([])
         self._pointers: list[int] = []
 
     def __len__(self) -> int:
@@ -347,7 +331,7 @@ class Replicas(Sequence[Replica]):
         return [names[id(module)] for module, _ in self._replicas[0].modules]
 
     def refresh(self, step: str = "training_step") -> bool:
-        """Bring every replica up to the master before a step; return True if the replicas were built anew."""
+        """Bring every replica up to the master before a step; return True if the replicas were rebuilt."""
         parts = _parts(self._modules)
         if not parts or len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             self._build()
@@ -373,28 +357,27 @@ class Replicas(Sequence[Replica]):
         pointers = [*map(Tensor.data_ptr, originals)]
         if only_changed and pointers == self._pointers and not self._sent_parameters.changed(originals):
             return
-        self._sent_parameters, self._pointers = _Snapshot(originals), pointers
+        self._sent_parameters, self._pointers = TensorVersions(originals), pointers
         self._send([parameter.detach() for parameter in originals], Replica.receive_parameters)
 
     def _send_buffers(self, only_changed: bool) -> None:
-        buffers = [*chain.from_iterable(module._buffers.values() for module, _ in self._replicas[0].modules)]
-        stale = self._sent_buffers.changed(buffers)
-        for replica, received in zip(self._replicas, self._received, strict=True):
-            stale |= received.changed(replica.buffers)
+        number, buffers = len(self._places), self._all_buffers()
+        stale = {position % number for position in self._buffer_versions.changed(buffers)}
         if self.is_learning:
-            own = self._replicas[0].buffers
-            same = {*range(len(buffers))} - stale
-            self.changing |= {self._places[n] for n in same if not _are_equal(own[n], buffers[n])}
+            same = {*range(number)} - stale
+            self.changing |= {self._places[n] for n in same if not _are_equal(buffers[number + n], buffers[n])}
         if self.changing and not only_changed:
             stale |= {n for n, place in enumerate(self._places) if place in self.changing}
         if stale:
-            positions = sorted(stale)
-            places = [self._places[position] for position in positions]
-            self._send(
-                [buffers[position] for position in positions],
-                lambda replica, values: replica.receive_buffers(places, values),
-            )
-            self._remember_buffers()
+            places = [self._places[n] for n in stale]
+            self._send([buffers[n] for n in stale], lambda replica, values: replica.receive_buffers(places, values))
+            self._buffer_versions = TensorVersions(self._all_buffers())
+
+    def _all_buffers(self) -> list[Tensor | None]:
+        """Return the buffers of the master and then of each replica, each in the order of `_places`."""
+        trees = [[module for module, _ in self._replicas[0].modules]]
+        trees += [[own for _, own in replica.modules] for replica in self._replicas]
+        return [buffer for tree in trees for module in tree for buffer in module._buffers.values()]
 
     def _send(self, tensors: Sequence[Tensor | None], receive: Callable[[Replica, Sequence[Any]], None]) -> None:
         """Concatenate tensors of the master once, and give them to every replica."""
@@ -406,11 +389,6 @@ class Replicas(Sequence[Replica]):
                     remaining = iter(values)
                     receive(replica, [None if tensor is None else next(remaining) for tensor in tensors])
 
-    def _remember_buffers(self) -> None:
-        originals = chain.from_iterable(module._buffers.values() for module, _ in self._replicas[0].modules)
-        self._sent_buffers = _Snapshot([*originals])
-        self._received = [_Snapshot(replica.buffers) for replica in self._replicas]
-
     def changed_buffers(self, active: Sequence[int]) -> list[Place]:
         """Return the places of buffers that the step may have changed on active replicas."""
         names = [self._replicas[index].buffer_names for index in active]
@@ -419,9 +397,9 @@ class Replicas(Sequence[Replica]):
             return [*dict.fromkeys(chain.from_iterable(names))]
         if self.is_learning:
             return self._places
-        changed: set[int] = set()
-        for index in active:
-            changed |= self._received[index].changed(self._replicas[index].buffers)
+        number = len(self._places)
+        positions = self._buffer_versions.changed(self._all_buffers())
+        changed = {position % number for position in positions if position // number - 1 in active}
         expected = self.changing if self._last_step == "training_step" else ()
         return [place for n, place in enumerate(self._places) if n in changed or place in expected]
 
@@ -447,7 +425,7 @@ class Replicas(Sequence[Replica]):
         self._parts = _parts(self._modules)
         self._places = self._replicas[0].buffer_names
         self.changing: set[Place] = set()  # buffers that may change without a new version
-        self._remember_buffers()
+        self._buffer_versions = TensorVersions(self._all_buffers())
 
     @contextmanager
     def refuse_changed_parameters(self, active: Sequence[int], step: str) -> Iterator[None]:
@@ -499,7 +477,7 @@ class Replicas(Sequence[Replica]):
             elif parameter.grad is not None:
                 parameter.grad.add_(gradient)
             elif gradient.layout == torch.strided and gradient.stride() != parameter.stride():
-                # Transfers lose strides such as those of `channels_last`, which fused optimizers demand.
+                # Transfers lose strides such as `channels_last`, which fused optimizers demand.
                 parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
             else:
                 parameter.grad = gradient

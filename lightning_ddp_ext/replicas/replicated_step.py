@@ -13,45 +13,33 @@ from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import data_hook_owner
 from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
-from lightning_ddp_ext._compat.torch import versions_of
-from lightning_ddp_ext._devices import current_device, set_rng_state
+from lightning_ddp_ext._compat.torch import TensorVersions
+from lightning_ddp_ext._devices import current_device
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
 from lightning_ddp_ext.batches.containers import items
-from lightning_ddp_ext.batches.splitting import batch_size_of, rows_of_graphs, split_batch
-from lightning_ddp_ext.batches.weights import WeightBy, combination_weights
+from lightning_ddp_ext.batches.splitting import batch_size_of, gather, rows_of_graphs, split_batch
+from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
 from lightning_ddp_ext.replicas.log_replay import LogReplay
 from lightning_ddp_ext.replicas.metrics import MetricMerger
 from lightning_ddp_ext.replicas.replica import Replicas
-from lightning_ddp_ext.replicas.shared_state import (
-    SharedGenerators,
-    SharedParametrizationCache,
-    refuse_changed_settings,
-)
+from lightning_ddp_ext.replicas.shared_state import SharedState, refuse_changed_settings
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers, Timer, current_replica
 
 
-class _Parts:
-    """The parts of chunks, to see whether a step has changed them."""
-
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        self._chunks = chunks
-        self._before = self._list()
-
-    def have_changed(self) -> bool:
-        """Return True if a container holds another part, or a tensor was changed in place."""
-        now = self._list()
-        pairs = zip(self._before, now, strict=False)
-        return len(now) != len(self._before) or any(one is not two or v != w for (one, v), (two, w) in pairs)
-
-    def _list(self) -> list[tuple[Any, int]]:
-        parts = list(self._chunks)
-        for part in parts:
-            parts.extend(item for _, item in items(part))  # which this loop visits too
-        leaves = [part for part in parts if not isinstance(part, Mapping | list | tuple)]
-        return list(zip(leaves, versions_of(leaves), strict=True))
+def _leaves(chunks: Sequence[Any]) -> list[Any]:
+    """Return the parts of chunks by which a change of a chunk is noticed."""
+    parts = list(chunks)
+    for part in parts:
+        parts.extend(item for _, item in items(part))  # which this loop visits too
+    # Changes of tensors made in inference mode cannot be noticed.
+    return [
+        part
+        for part in parts
+        if not isinstance(part, Mapping | list | tuple) and not (isinstance(part, Tensor) and part.is_inference())
+    ]
 
 
 @contextmanager
@@ -79,17 +67,31 @@ def _actions_named_by_replica(profiler: Profiler) -> Iterator[None]:
 
 @dataclass(slots=True)
 class BatchRecord:
-    """The sizes, weights and times of a batch, kept after its chunks.
+    """A step on one batch.
 
-    `sizes` and `timers` have an entry for each replica, `weights` one for each replica with samples; `skipped` holds
-    the replicas whose `training_step` returned None.
+    `sizes`, `timers`, `weights` and `graph_rows` have an entry for each replica. `active` are the replicas with
+    samples, except the replicas in `skipped`, whose `training_step` returned None.
     """
 
     sizes: list[int]
     timers: list[list[Timer]]
-    in_order: bool = False
     weights: list[float] = field(default_factory=list)
+    graph_rows: list[list[int]] = field(default_factory=list)  # numbers of nodes and edges, if the chunk has graphs
+    active: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    in_order: bool = False
+    losses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # until the backward pass; see `combine_losses`
+    is_trained: bool = False
+
+    @property
+    def active_sizes(self) -> list[int]:
+        """Number of samples of each active replica."""
+        return [self.sizes[index] for index in self.active]
+
+    @property
+    def active_weights(self) -> list[float]:
+        """Weight of each active replica."""
+        return [self.weights[index] for index in self.active]
 
     def is_done(self) -> bool:
         """Return True if the devices have finished the batch, so that reading the times does not wait."""
@@ -100,28 +102,27 @@ class BatchRecord:
         """Time that each replica has spent so far; waits for the devices."""
         return [float(sum(timer.seconds for timer in timers)) for timers in self.timers]
 
+    def skip(self, skipped: list[int], rule: WeightRule) -> None:
+        """Give some active replicas no weight in the step."""
+        self.skipped = skipped
+        self.active = [index for index in self.active if index not in skipped]
+        self.weights = rule.normalize([w if index in self.active else 0.0 for index, w in enumerate(self.weights)])
 
-@dataclass(slots=True)
-class ScatteredBatch:
-    """A batch and its chunks.
+    def gather(self, outputs: Sequence[Any], device: torch.device, batch_dim: int) -> Any:
+        """Combine outputs of the active replicas into the output that one device would return."""
+        other_rows = list(zip(*(self.graph_rows[index] for index in self.active), strict=False))
+        return gather(outputs, self.active_sizes, device, batch_dim, other_rows)
 
-    `chunks` and `sizes` have an entry for each replica, None and 0 for a replica without samples; `weights` has one for
-    each replica in `active`, which are the replicas with samples. `other_rows` are numbers of rows, other than the
-    sizes, that outputs of the active replicas may have.
-    """
+
+@dataclass(frozen=True, slots=True)
+class _ScatteredBatch:
+    """A batch with its chunks, on the devices of the replicas; None for a replica without samples."""
 
     batch: Any
     chunks: list[Any]
     sizes: list[int]
-    active: list[int]
     weights: list[float]
-    record: BatchRecord
-    other_rows: list[tuple[int, ...]]
-
-    @property
-    def active_sizes(self) -> list[int]:
-        """Number of samples of each active replica."""
-        return [self.sizes[index] for index in self.active]
+    graph_rows: list[list[int]]
 
 
 class ReplicatedModule:
@@ -136,47 +137,63 @@ class ReplicatedModule:
         module: LightningModule,
         devices: Sequence[torch.device],
         chunk_sizes: Callable[[int], list[int]],
-        weight_by: WeightBy,
+        weight_rule: WeightRule,
         batch_dim: int,
     ) -> None:
         self._module = module
         self._devices = list(devices)
         self._chunk_sizes = chunk_sizes
-        self._weight_by = weight_by
+        self._weight_rule = weight_rule
         self._batch_dim = batch_dim
         self._workers = ReplicaWorkers(devices)
-        self._generators = SharedGenerators(devices)
+        self._shared = SharedState(devices)
         self._replicas = Replicas(module, devices)
-        self._scattered: ScatteredBatch | None = None
+        self._scattered: _ScatteredBatch | None = None
         # Compiled code is specific to the device, and to the number of threads, which workers share.
         limit = 2 * len(set(devices)) * torch.compiler.config.recompile_limit
         self._recompile_limit = torch.compiler.config.patch(recompile_limit=limit)  # type: ignore[attr-defined]
         self._recompile_limit.__enter__()
 
-    def run(self, step: str, batch: Any, args: Sequence[Any], dataloader_idx: int) -> tuple[list[Any], ScatteredBatch]:
-        """Run a step, such as `"training_step"`, on every replica with samples; return their outputs and the batch."""
+    def run(self, step: str, batch: Any, args: Sequence[Any], dataloader_idx: int) -> tuple[list[Any], BatchRecord]:
+        """Run a step, such as `"training_step"`, on every replica with samples; return their outputs and a record."""
         self._update_replicas(step)
-        scattered = self._scatter(batch, dataloader_idx)
-        outputs = self._step(step, args, scattered)
-        self._merge(scattered)
-        return outputs, scattered
+        outputs, record = self._step(step, args, self._scatter(batch, dataloader_idx))
+        self._merge(record)
+        return outputs, record
 
-    def backward(self, losses: Sequence[Tensor], gradients: Sequence[Tensor | None], scattered: ScatteredBatch) -> None:
-        """Run the active replicas' backward passes from the gradients of their losses; add up the replicas' gradients.
+    def combine_losses(self, losses: Sequence[Tensor], record: BatchRecord) -> Tensor:
+        """Return the weighted sum of the active replicas' losses, detached from their graphs; not all weights are 0.
+
+        Lightning's own backward pass (precision, accumulation, overrides) ends here; `backward` resumes it in the
+        replicas.
+        """
+        leaves = [loss.detach().to(self._devices[0]).requires_grad_(loss.requires_grad) for loss in losses]
+        for leaf in leaves:
+            if leaf.requires_grad:
+                leaf.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
+        record.losses = list(zip(losses, leaves, strict=True))
+        # The loss of a chunk of zero weight may be a mean over nothing, and 0 * nan is nan.
+        terms = [leaf * weight for leaf, weight in zip(leaves, record.active_weights, strict=True) if weight]
+        return torch.stack(terms).sum(0)
+
+    def backward(self, record: BatchRecord) -> None:
+        """Run the replicas' backward passes from the gradients of the combined losses; add up their gradients.
 
         A replica whose loss has no gradient runs none.
         """
+        losses, record.losses = record.losses, []
         jobs = {
-            index: partial(torch.autograd.backward, loss, gradient.to(loss.device, loss.dtype))
-            for index, loss, gradient in zip(scattered.active, losses, gradients, strict=True)
-            if gradient is not None
+            index: partial(torch.autograd.backward, loss, leaf.grad.to(loss.device, loss.dtype))
+            for index, (loss, leaf) in zip(record.active, losses, strict=True)
+            if leaf.grad is not None
         }
+        record.is_trained = True
         if not jobs:
             return
         self._replicas.forget_gradients()
-        states = self._generators.states()
-        self._apply(jobs, scattered)
-        self._generators.notice_draws("backward", states)
+        self._shared.watch()
+        self._apply(jobs, record)
+        self._shared.notice_use("backward")
         self._replicas.reduce_gradients(sorted(jobs))
 
     def _update_replicas(self, step: str) -> None:
@@ -184,8 +201,7 @@ class ReplicatedModule:
         # Without inference mode: autograd uses what is written here in the next training step.
         with torch.inference_mode(False), torch.no_grad():
             if self._replicas.refresh(step):
-                self._generators.forget()
-                self._parametrizations = SharedParametrizationCache(self._module)
+                self._shared.forget()
                 self._batch_norm = BatchNormObserver(self._replicas)
                 self._buffers = BufferMerger(self._replicas)
                 self._metrics = MetricMerger(self._replicas)
@@ -193,48 +209,50 @@ class ReplicatedModule:
                 self._attributes = AttributeMirror(self._replicas)
             self._attributes.push()
 
-    def _step(self, step: str, args: Sequence[Any], scattered: ScatteredBatch) -> list[Any]:
+    def _step(self, step: str, args: Sequence[Any], scattered: _ScatteredBatch) -> tuple[list[Any], BatchRecord]:
         """Run the step in the threads of the active replicas."""
-        trainer, active = self._module.trainer, scattered.active
-        jobs = {
-            index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
-            for index in active
-        }
+        trainer = self._module.trainer
+        active = [index for index, size in enumerate(scattered.sizes) if size]
+        timers: list[list[Timer]] = [[] for _ in self._devices]
+        record = BatchRecord(scattered.sizes, timers, scattered.weights, scattered.graph_rows, active)
         # Python's and torch's profilers record only the thread that started them.
         has_one_thread = not isinstance(_profiler(trainer), PassThroughProfiler | SimpleProfiler)
-        in_order = has_one_thread or self._generators.forces_order(step) or self._parametrizations.forces_order(step)
-        timers: list[list[Timer]] = [[] for _ in self._devices]
-        scattered.record = BatchRecord(scattered.sizes, timers, in_order, scattered.weights)
+        record.in_order = has_one_thread or self._shared.forces_order(step)
         self._batch_norm.forget()
-        states, parts = self._generators.states(), _Parts([scattered.chunks[index] for index in active])
+        self._shared.watch()
+        chunks = [scattered.chunks[index] for index in active]
+        before = TensorVersions(_leaves(chunks))
+        jobs = {
+            index: partial(getattr(self._replicas[index].module, step), chunk, *args)
+            for index, chunk in zip(active, chunks, strict=True)
+        }
         with (
             # A single replica changes settings once, as one device does.
             refuse_changed_settings(trainer.optimizers if len(active) > 1 else [], step),
             self._replicas.refuse_changed_parameters(active, step),
-            self._parametrizations.watch(step, in_order or len(active) == 1),
         ):
-            outputs = self._apply(jobs, scattered)
-        if self._generators.notice_draws(step, states) and not in_order and len(active) > 1:
-            # The first draw came after batches without any: the step is repeated in order, on replicas as before it.
-            if parts.have_changed():
+            outputs = self._apply(jobs, record)
+        if self._shared.notice_use(step) and not record.in_order and len(active) > 1:
+            # The first use came after batches without any: the step is repeated in order, on replicas as before it.
+            if before.changed(_leaves(chunks)):
                 raise UnsupportedFeatureError(
-                    f"`{step}` has changed its batch, and draws random numbers for the first time after steps without"
-                    " any, so that it cannot be repeated. Draw in every step, for example by `torch.rand(())`, so that"
-                    " replicas run one after another from the beginning; or leave the batch as it is."
+                    f"`{step}` has changed its batch, and draws random numbers or uses `parametrize.cached()` for the"
+                    " first time after steps without, so that it cannot be repeated. Do so in every step, for example"
+                    " by `torch.rand(())`, so that replicas run one after another from the beginning; or leave the"
+                    " batch as it is."
                 )
-            for device, state in states.items():
-                set_rng_state(state, device)
+            self._shared.restore()
             del outputs, jobs
             self._replicas.discard()
             self._update_replicas(step)
             return self._step(step, args, scattered)
-        return [outputs[index] for index in active]
+        return [outputs[index] for index in active], record
 
-    def _merge(self, scattered: ScatteredBatch) -> None:
+    def _merge(self, record: BatchRecord) -> None:
         """Bring what the step did to the replicas back to the module."""
-        active, sizes = scattered.active, scattered.active_sizes
-        has_means = self._weight_by != "sum" and any(scattered.weights)
-        weights = scattered.weights if has_means else [float(size) for size in sizes]
+        active, sizes = record.active, record.active_sizes
+        has_means = not self._weight_rule.is_sum and any(record.active_weights)
+        weights = record.active_weights if has_means else [float(size) for size in sizes]
         merged = self._batch_norm.merge(active, sizes)
         self._buffers.merge(active, sizes, merged)
         self._attributes.pull(active, sizes)
@@ -250,7 +268,7 @@ class ReplicatedModule:
         self._workers.close()
         self._recompile_limit.__exit__(None, None, None)
 
-    def _scatter(self, batch: Any, dataloader_idx: int) -> ScatteredBatch:
+    def _scatter(self, batch: Any, dataloader_idx: int) -> _ScatteredBatch:
         # An optimizer may call the step several times for one batch (L-BFGS): augmentations then run once, as on one
         # device, where the batch is transferred once.
         if self._scattered is not None and self._scattered.batch is batch:
@@ -258,13 +276,14 @@ class ReplicatedModule:
         self._scattered = None
         chunks, sizes = self.cut(batch)
         active = [index for index, size in enumerate(sizes) if size]
-        other_rows = list(zip(*(rows_of_graphs(chunks[index]) for index in active), strict=False))
+        graph_rows = [list(rows_of_graphs(chunk)) for chunk in chunks]
         for index in active:
             replica = self._replicas[index]
             chunks[index] = transfer(chunks[index], self._module, replica.module, replica.device, dataloader_idx)
-        weights = combination_weights(self._weight_by, [chunks[i] for i in active], [sizes[i] for i in active])
-        record = BatchRecord(sizes, [])
-        self._scattered = ScatteredBatch(batch, chunks, sizes, active, weights, record, other_rows)
+        found = self._weight_rule.normalize([self._weight_rule.weigh(chunks[index], sizes[index]) for index in active])
+        by_replica = dict(zip(active, found, strict=True))
+        weights = [by_replica.get(index, 0.0) for index in range(len(sizes))]
+        self._scattered = _ScatteredBatch(batch, chunks, sizes, weights, graph_rows)
         return self._scattered
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
@@ -297,25 +316,26 @@ class ReplicatedModule:
         sizes = self._chunk_sizes(batch_size)
         return merge_single_samples(sizes) if 1 in sizes and self._batch_norm.refuses_single_samples() else sizes
 
-    def _apply(self, jobs: Mapping[int, Callable[[], Any]], scattered: ScatteredBatch) -> dict[int, Any]:
+    def _apply(self, jobs: Mapping[int, Callable[[], Any]], record: BatchRecord) -> dict[int, Any]:
+        sizes = record.sizes
+
         def describe(index: int) -> str:
-            start = sum(scattered.sizes[:index])
+            start = sum(sizes[:index])
             return (
                 f"Raised in replica {index} of {len(self._devices)} on device {self._devices[index]},"
-                f" whose chunk is samples {start} to {start + scattered.sizes[index] - 1} of a batch of"
-                f" {sum(scattered.sizes)}."
+                f" whose chunk is samples {start} to {start + sizes[index] - 1} of a batch of {sum(sizes)}."
             )
 
         try:
             with _actions_named_by_replica(_profiler(self._module.trainer)):
-                results, timers = self._workers.run(jobs, describe, scattered.record.in_order)
+                results, timers = self._workers.run(jobs, describe, record.in_order)
         except BaseException:
             # Half of a step's changes to the replicas must not reach the next step.
             self._scattered = None
             self._replicas.discard()
             raise
         for index, timer in timers.items():
-            scattered.record.timers[index].append(timer)
+            record.timers[index].append(timer)
         return results
 
 
@@ -331,28 +351,6 @@ def transfer(chunk: Any, module: LightningModule, replica: Any, device: torch.de
         with current_device(device):
             chunk = getattr(replica if owner is module else owner, hook)(chunk, *args)
     return chunk
-
-
-class CombinedLoss:
-    """The weighted sum of the active replicas' losses, detached from their graphs; not all weights are 0.
-
-    Lightning's own backward pass (precision, accumulation, overrides) ends here; `backward` resumes it in the replicas.
-    """
-
-    def __init__(self, losses: Sequence[Tensor], scattered: ScatteredBatch, device: torch.device) -> None:
-        self._losses = losses
-        self._scattered = scattered
-        self._leaves = [loss.detach().to(device).requires_grad_(loss.requires_grad) for loss in losses]
-        for leaf in self._leaves:
-            if leaf.requires_grad:
-                leaf.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
-        # The loss of a chunk of zero weight may be a mean over nothing, and 0 * nan is nan.
-        terms = [leaf * weight for leaf, weight in zip(self._leaves, scattered.weights, strict=True) if weight]
-        self.value = torch.stack(terms).sum(0)
-
-    def backward(self, replicated: ReplicatedModule) -> None:
-        """Run the replicas' backward passes from the gradients that the sum has passed to their losses."""
-        replicated.backward(self._losses, [leaf.grad for leaf in self._leaves], self._scattered)
 
 
 def _refuse_second_order(gradient: Tensor) -> None:

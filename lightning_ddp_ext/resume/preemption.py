@@ -1,32 +1,22 @@
-"""End a run on all ranks after a signal, with one checkpoint that is either complete or not written."""
+"""End a run on all ranks after a signal, with one checkpoint."""
 
 import atexit
-import contextlib
-import errno
 import os
-import shutil
 import signal
 import subprocess
 import threading
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io, is_wrapping
 from lightning_ddp_ext._compat.lightning_loops import preemption_path, replace_signal_handling
 from lightning_ddp_ext.reducer.control import StepControl
 
@@ -157,8 +147,8 @@ def exit_on_sigterm(trainer: Trainer) -> None:
     replace_signal_handling(trainer, register)
 
 
-def requeue_job(environ: Mapping[str, str]) -> bool:
-    """Requeue the SLURM job of this process; return False after a warning if that fails."""
+def requeue_job(environ: Mapping[str, str]) -> None:
+    """Requeue the SLURM job of this process, or warn if that fails."""
     job = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in environ:
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
@@ -169,9 +159,8 @@ def requeue_job(environ: Mapping[str, str]) -> bool:
         problem = str(error)
     if problem is None:
         rank_zero_info(f"Job {job} is requeued.")
-        return True
-    rank_zero_warn(f"Job {job} was not requeued: {problem}. Submit it with `sbatch --requeue` so that it can be.")
-    return False
+    else:
+        rank_zero_warn(f"Job {job} was not requeued: {problem}. Submit it with `sbatch --requeue` so that it can be.")
 
 
 def _requeue_signal(trainer: Trainer) -> signal.Signals:
@@ -198,71 +187,3 @@ def _wait(child: "subprocess.Popen[bytes]") -> None:
         child.wait(_ENDING)
     except subprocess.TimeoutExpired:
         child.kill()
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint to a partial file in the same folder, and renames it when it is complete and on the disk.
-
-    A killed process or a full disk leaves the previous checkpoint unchanged. The base class writes to the folder for
-    temporary files instead, and copies from another disk. It still writes to remote file systems (`s3://...`).
-    """
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None or "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Lightning would take any file with the name of a checkpoint in its own name for that checkpoint.
-        partial = target.with_name(f".{zlib.crc32(target.name.encode()):08x}.partial")
-        try:
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        except BaseException as error:
-            is_full = _is_full(target.parent, error)
-            partial.unlink(missing_ok=True)
-            if is_full:
-                raise OSError(
-                    errno.ENOSPC, "no space left for the checkpoint. Free some, or choose another disk", path
-                ) from error
-            raise
-        _sync_folder(target.parent)
-
-
-class AtomicSaveMixin(Strategy):
-    """Replaces Lightning's `TorchCheckpointIO` by `AtomicCheckpointIO`; stands before the strategy in the bases."""
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        given = given_checkpoint_io(self)
-        if given is None:
-            self.checkpoint_io = given = AtomicCheckpointIO()
-        elif is_wrapping(given):
-            given.checkpoint_io = AtomicCheckpointIO()  # ignored if it has one already
-        return given
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        give_checkpoint_io(self, io)
-
-
-def _is_full(folder: Path, error: BaseException) -> bool:
-    """Return True if the disk is full, which torch's writer does not report."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOSPC
-    return isinstance(error, RuntimeError) and folder.is_dir() and shutil.disk_usage(folder).free < 2**20
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write the new name to the disk too, if the file system can synchronise folders."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

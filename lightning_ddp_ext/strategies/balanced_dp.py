@@ -1,7 +1,6 @@
 """The strategy `balanced_dp`: one process, several devices, one chunk of each batch per replica."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,12 +18,11 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.batches.splitting import gather
-from lightning_ddp_ext.batches.weights import SkipWarning, WeightBy, check_weight_by
+from lightning_ddp_ext.batches.weights import SkipWarning, WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import check_objects
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.replicas.balance import BatchDivision
-from lightning_ddp_ext.replicas.replicated_step import BatchRecord, CombinedLoss, ReplicatedModule, ScatteredBatch
+from lightning_ddp_ext.replicas.replicated_step import BatchRecord, ReplicatedModule
 from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin
 
 T = TypeVar("T")
@@ -92,7 +90,7 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
     ) -> None:
         self._division = BatchDivision(gpu0_batch_size, split, balance)
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
-        check_weight_by(weight_by)
+        self._weight_rule = WeightRule(weight_by)
         base: dict[str, Any] = {
             "accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io,
             "precision_plugin": precision_plugin,
@@ -102,8 +100,6 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         self.batch_dim = batch_dim
         self._replicated: ReplicatedModule | None = None
         self._last = BatchRecord([], [])
-        self._unobserved: BatchRecord | None = None
-        self._pending: CombinedLoss | None = None
         self._dataloader_idx = 0
         self._skip_warning = SkipWarning()
         super().__init__(**base)
@@ -270,50 +266,38 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._pending = None
-        if self._unobserved is not None:  # only now: the memory in use is what batches leave behind
-            self._division.observe(self._unobserved, self.devices)
-            self._unobserved = None
         with self.precision_plugin.train_step_context():
-            outputs, scattered = self._run("training_step", *args, **kwargs)
-        if any(output is None for output in outputs):
-            outputs, scattered = self._without_skipped(outputs, scattered)
-        if not any(scattered.weights):
+            outputs, record = self._run("training_step", *args, **kwargs)
+        skipped = [index for index, output in zip(record.active, outputs, strict=True) if output is None]
+        if skipped:
+            record.skip(skipped, self._weight_rule)
+            outputs = [output for output in outputs if output is not None]
+            if outputs:  # otherwise Lightning warns
+                self._skip_warning.show(f"the replicas {skipped}")
+        if not any(record.weights):
             return None  # as a single device skips a batch of zero weight
         found = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
         losses = [loss for loss in found if isinstance(loss, Tensor)]
         if len(losses) < len(found):
             return outputs[0]  # type: ignore[no-any-return]  # the Trainer raises an error for it
-        self._pending = CombinedLoss(losses, scattered, self.root_device)
+        assert self._replicated is not None
+        loss = self._replicated.combine_losses(losses, record)
         if not isinstance(outputs[0], Mapping):
-            return self._pending.value
+            return loss
         extras = [{name: value for name, value in output.items() if name != "loss"} for output in outputs]
-        return {"loss": self._pending.value, **self._gather(extras, scattered)}
+        return {"loss": loss, **record.gather(extras, self.root_device, self.batch_dim)}
 
-    def _without_skipped(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> tuple[list[Any], ScatteredBatch]:
-        """Return the outputs that are not None, and their part of the batch with weights normalised to that part."""
-        kept = [position for position, output in enumerate(outputs) if output is not None]
-        active = [scattered.active[position] for position in kept]
-        skipped = [index for index in scattered.active if index not in active]
-        if kept:  # otherwise Lightning warns
-            self._skip_warning.show(f"the replicas {skipped}")
-        weights = [scattered.weights[position] for position in kept]
-        total = 1.0 if self.weight_by == "sum" else sum(weights) or 1.0
-        weights = [weight / total for weight in weights]
-        by_replica = dict(zip(active, weights, strict=True))
-        scattered.record.skipped = skipped
-        scattered.record.weights = [by_replica.get(index, 0.0) for index in scattered.active]
-        return [outputs[position] for position in kept], replace(scattered, active=active, weights=weights)
-
-    def _run(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], ScatteredBatch]:
+    def _run(self, step: str, batch: Any, *args: Any) -> tuple[list[Any], BatchRecord]:
+        if self._last.is_trained:  # only now: the memory in use is what batches leave behind
+            self._division.observe(self._last, self.devices)
         if self._replicated is None:
             assert self.lightning_module is not None
             self._replicated = ReplicatedModule(
-                self.lightning_module, self.devices, self.split_sizes, self.weight_by, self.batch_dim
+                self.lightning_module, self.devices, self.split_sizes, self._weight_rule, self.batch_dim
             )
-        outputs, scattered = self._replicated.run(step, batch, args, self._dataloader_idx)
-        self._last = scattered.record
-        return outputs, scattered
+        self._last = BatchRecord([], [])  # frees the losses of a step without a backward pass
+        outputs, self._last = self._replicated.run(step, batch, args, self._dataloader_idx)
+        return outputs, self._last
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -322,12 +306,9 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._replicated is None or not self._last.losses:
             raise RuntimeError("`backward` was called without a loss from `training_step`.")
-        assert self._replicated is not None
-        pending.backward(self._replicated)
-        self._unobserved = self._last
+        self._replicated.backward(self._last)
         # `on_after_backward` fires here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -349,11 +330,9 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
             return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        outputs, record = self._run(step, *args, **kwargs)
         self._division.forget_peaks()
-        return self._gather(*self._run(step, *args, **kwargs))
-
-    def _gather(self, outputs: Sequence[Any], scattered: ScatteredBatch) -> Any:
-        return gather(outputs, scattered.active_sizes, self.root_device, self.batch_dim, scattered.other_rows)
+        return record.gather(outputs, self.root_device, self.batch_dim)
 
     @override
     def save_checkpoint(
@@ -372,5 +351,5 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
     def teardown(self) -> None:
         if self._replicated is not None:
             self._replicated.close()
-        self._replicated = self._pending = None
+        self._replicated = None
         super().teardown()

@@ -18,11 +18,24 @@ _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD
 class _ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
     """Mixin that creates the process group by a `Connection` before Lightning, which keeps the group it finds."""
 
-    def __init__(self, connection: Connection, **options: Any) -> None:
-        connection.check_arguments()
-        connected: dict[str, Any] = {"process_group_backend": connection.backend, "timeout": connection.timeout}
-        super().__init__(**connected, **options)
-        self._connection = connection
+    def __init__(
+        self,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = 1800.0,
+        init_method: str | None = None,
+        network_interface: str | None = None,
+        **options: Any,
+    ) -> None:
+        check_start_method(options.get("start_method", "popen"))
+        self._connection = Connection(
+            backend=process_group_backend,
+            timeout=as_timeout("timeout", timeout),
+            init_method=init_method,
+            network_interface=network_interface,
+        )
+        self._connection.check_arguments()
+        options |= {"process_group_backend": process_group_backend, "timeout": self._connection.timeout}
+        super().__init__(**options)
 
     @override
     def _configure_launcher(self) -> None:
@@ -51,6 +64,13 @@ class ConnectedDDPStrategy(_ConnectedStrategy, DDPStrategy):
 class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
     """Lightning's `FSDPStrategy` over a chosen network."""
 
+    def __init__(self, *, sharding_strategy: Any = "FULL_SHARD", state_dict_type: str = "full", **options: Any) -> None:
+        if not isinstance(sharding_strategy, Enum):  # torch's enumeration is accepted too
+            name = sharding_strategy.upper() if isinstance(sharding_strategy, str) else sharding_strategy
+            check_choice("sharding_strategy", name, _SHARDING_STRATEGIES, "Leave it out to shard everything.")
+        check_choice("state_dict_type", state_dict_type, ("full", "sharded"), 'Use "full" for one file.')
+        super().__init__(sharding_strategy=sharding_strategy, state_dict_type=state_dict_type, **options)
+
     @override
     def _configure_launcher(self) -> None:
         if device_type_of(self) == "cpu":
@@ -63,43 +83,6 @@ class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
         self.accelerator.setup_device(self.root_device)
         self._connect()
         super().setup_environment()
-
-
-def ddp_strategy(
-    process_group_backend: str | None = None,
-    timeout: timedelta | float = 1800.0,
-    init_method: str | None = None,
-    network_interface: str | None = None,
-    start_method: str = "popen",
-    **options: Any,
-) -> ConnectedDDPStrategy:
-    """Construct Lightning's `DDPStrategy` over a chosen network; see `ExplicitDDPStrategy` for the arguments."""
-    check_start_method(start_method)
-    timeout = as_timeout("timeout", timeout)
-    connection = Connection(
-        backend=process_group_backend, timeout=timeout, init_method=init_method, network_interface=network_interface
-    )
-    return ConnectedDDPStrategy(connection, start_method=start_method, **options)
-
-
-def fsdp_strategy(
-    process_group_backend: str | None = None,
-    timeout: timedelta | float = 1800.0,
-    init_method: str | None = None,
-    network_interface: str | None = None,
-    **options: Any,
-) -> ConnectedFSDPStrategy:
-    """Construct Lightning's `FSDPStrategy` over a chosen network."""
-    sharding, states = options.get("sharding_strategy", "FULL_SHARD"), options.get("state_dict_type", "full")
-    if not isinstance(sharding, Enum):  # torch's enumeration is accepted too
-        name = sharding.upper() if isinstance(sharding, str) else sharding
-        check_choice("sharding_strategy", name, _SHARDING_STRATEGIES, "Leave it out to shard everything.")
-    check_choice("state_dict_type", states, ("full", "sharded"), 'Use "full" for one file.')
-    timeout = as_timeout("timeout", timeout)
-    connection = Connection(
-        backend=process_group_backend, timeout=timeout, init_method=init_method, network_interface=network_interface
-    )
-    return ConnectedFSDPStrategy(connection, **options)
 
 
 def single_device_strategy() -> str:

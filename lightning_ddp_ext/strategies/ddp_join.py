@@ -14,10 +14,9 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
-from lightning_ddp_ext.join.shadow_steps import Lockstep
-from lightning_ddp_ext.ranks.rank_steps import RankContext, RankSteps
+from lightning_ddp_ext.join.shadow_steps import LockstepSteps
+from lightning_ddp_ext.ranks.steps import RankSteps
 from lightning_ddp_ext.reducer.comm_hooks import takes_group
-from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 
@@ -67,13 +66,13 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         self.uneven_inputs = uneven_inputs
 
     @property
-    def _lockstep(self) -> Lockstep | None:
-        return self.steps if isinstance(self.steps, Lockstep) else None
+    def _lockstep(self) -> LockstepSteps | None:
+        return self.rank_steps if isinstance(self.rank_steps, LockstepSteps) else None
 
     @property
     def is_shadow(self) -> bool:
         """Whether this rank has run out of data, while others make a step."""
-        return self._lockstep is not None and self._lockstep.is_shadow
+        return self.rank_steps is not None and self.rank_steps.participation.is_shadow
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -86,13 +85,14 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         super().setup(trainer)
 
     @override
-    def make_steps(self, context: RankContext) -> RankSteps:
-        return Lockstep(context, self.uneven_inputs)
+    def make_rank_steps(self) -> RankSteps:
+        trainer = self.module.trainer
+        return LockstepSteps(trainer, self._samples, self._gradient, self.uneven_inputs, self._timeout, self._watch)
 
     @override
-    def combine_loaders(self, given: Any, rng: ResumableRng | None) -> CombinedLoader:
+    def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         assert self._lockstep is not None
-        return self._lockstep.combine_loaders(given, rng)
+        return self._lockstep.combine_loaders(given, self._run.rng if is_training and self._run is not None else None)
 
     @override
     def compared_arguments(self) -> dict[str, object]:

@@ -32,19 +32,18 @@ from lightning_ddp_ext._compat.lightning_loaders import (
 from lightning_ddp_ext._compat.lightning_loops import restore_signal_handling
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
-from lightning_ddp_ext.batches.weights import WeightBy, check_weight_by
+from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, check_objects, choose_start_method
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_versions
-from lightning_ddp_ext.ranks.rank_steps import RankContext, RankSteps, WeightedSteps
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, combine_counted
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
-from lightning_ddp_ext.ranks.synchronized_step import SynchronizedStep, check_weighable
+from lightning_ddp_ext.ranks.steps import EvenSteps, RankGradient, RankSteps
 from lightning_ddp_ext.reducer.comm_hooks import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.resume.preemption import AtomicSaveMixin, exit_on_sigterm, shield_workers
+from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
+from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
-from lightning_ddp_ext.resume.resumable_rng import ResumableRng
-from lightning_ddp_ext.resume.resumable_run import RANKS, ResumableRun
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin, widened
 
@@ -122,7 +121,7 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, ExplicitDDPStrategy)
-        check_weight_by(weight_by)
+        self._weight_rule = WeightRule(weight_by)
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_bucket_cap(bucket_cap_mb)
         objects: dict[str, Any] = {
@@ -165,8 +164,8 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         )
         self._is_saving_reported = False
         self.is_preparing_loader = False  # Lightning, not the user, asks for the arguments of a sampler
-        self.steps: RankSteps | None = None  # of this run
-        self._step: SynchronizedStep | None = None
+        self.rank_steps: RankSteps | None = None  # of this run, as the objects below
+        self._gradient: RankGradient | None = None
         self._run: ResumableRun | None = None
         self._random: SharedRandomNumbers | None = None
         self._resumed: dict[str, Any] | None = None
@@ -178,27 +177,27 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
     @property
     def reducer(self) -> GradientReducer | None:
         """The reducer that synchronises the gradients; None unless the Trainer is fitting."""
-        return None if self._step is None else self._step.reducer
+        return None if self._gradient is None else self._gradient.reducer
 
     @property
     def batch_weight(self) -> float:
         """Weight of this rank's last training batch in the gradient; 0 without data, or if the step returned None."""
-        return 0.0 if self._step is None else self._step.gradient_weight
+        return 0.0 if self._gradient is None else self._gradient.weight
 
     def count_samples(self, batch: Any) -> float | None:
         """Return the number of samples of the current batch, the mean over several loaders; None if it is unknown."""
         return self._samples.count(batch)
 
-    def make_steps(self, context: RankContext) -> RankSteps:
+    def make_rank_steps(self) -> RankSteps:
         """Create the steps of this rank, once per run, when the gradient reducer exists."""
-        return WeightedSteps(context)
+        return EvenSteps(self.module.trainer, self._samples, self._gradient)
 
-    def combine_loaders(self, given: Any, rng: ResumableRng | None) -> CombinedLoader:
-        """Combine the loaders of a loop; `rng` is for the training loop, which can be resumed, and None elsewhere."""
-        if rng is None:
+    def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
+        """Combine the loaders of a loop. Training can be resumed within an epoch."""
+        if not is_training or self._run is None:
             return combine_counted(given, is_training=False)
         may_look_ahead = not takes_dataloader_iter(self.module, "training_step")
-        return make_resumable(given, rng, self.world_size, may_look_ahead)
+        return make_resumable(given, self._run.rng, self.world_size, may_look_ahead)
 
     def compared_arguments(self) -> dict[str, object]:
         """Return the arguments that must be the same on every rank."""
@@ -245,19 +244,11 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self._cleanup.callback(restore_signal_handling, trainer)
         keep_batch_samplers(trainer, self._preparing_loader)
         self._cleanup.callback(restore_preparation, trainer)
-        replace_loaders(trainer, self._combine_loaders)
+        replace_loaders(trainer, self.combine_loaders)
         self._cleanup.callback(restore_loaders, trainer)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
-        if self.steps is None:
-            self._make_steps()
-
-    def _make_steps(self) -> None:
-        self.steps = self.make_steps(
-            RankContext(self.module.trainer, self._samples, self._watch, self._timeout, self._step)
-        )
-
-    def _combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
-        return self.combine_loaders(given, self._run.rng if is_training and self._run is not None else None)
+        if self.rank_steps is None:
+            self.rank_steps = self.make_rank_steps()
 
     @contextmanager
     def _preparing_loader(self) -> Iterator[None]:
@@ -270,7 +261,11 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        check_weighable(self.module, self.weight_by)
+        if callable(self.weight_by) and takes_dataloader_iter(self.module, "training_step"):
+            raise UnsupportedFeatureError(
+                "`training_step(self, dataloader_iter)` fetches batches itself, so that a callable `weight_by` has none"
+                " to weigh. Take the batch instead, or leave `weight_by` out: each batch then has weight 1."
+            )
         compare_setups({**describe_versions(), **describe_arguments(self.compared_arguments())})
         if self._checkpointing is not None:
             self._cleanup.callback(self._checkpointing.remove, self.module)
@@ -282,58 +277,52 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
             comm_hook=self.comm_hook,
             comm_state=self.comm_state,
             timeout=self._timeout,
+            hook_context=self._shared_random_numbers,
         )
         trainer = self.module.trainer
         self._run = ResumableRun(trainer, reducer, self._resumed)
-        self._step = SynchronizedStep(
-            trainer, self.module, reducer, self.weight_by, self._samples, self._run.resumed_equal_weights
-        )
         if self.world_size > 1:
-            numbers = self._random = SharedRandomNumbers(self._run.seed, self.root_device)
-            # Hooks on parameters may draw as optimizers do. Negative positions give them other numbers.
-            reducer.hook_context = lambda position: numbers.shared(-1 - position)
+            self._random = SharedRandomNumbers(self._run.seed, self.root_device)
+        self._gradient = RankGradient(
+            trainer, reducer, self._weight_rule, self._samples, self._run.resumed_equal_weights
+        )
         # Before `configure_optimizers`, which may ask for the number of steps and so load the data.
-        self._make_steps()
+        self.rank_steps = self.make_rank_steps()
+
+    def _shared_random_numbers(self, position: int) -> AbstractContextManager[None]:
+        """Return the context of a hook on a parameter, which may draw random numbers as optimizers do."""
+        # Negative positions give hooks other numbers than optimizers.
+        return nullcontext() if self._random is None else self._random.shared(-1 - position)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.steps is not None
-        batch = next(iter((*args, *kwargs.values())))
-        return self.steps.training_step(batch, partial(super().training_step, *args, **kwargs))
+        assert self.rank_steps is not None
+        return self.rank_steps.training_step(_batch(args, kwargs), partial(super().training_step, *args, **kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.steps is not None
-        batch = next(iter((*args, *kwargs.values())))
-        return self.steps.evaluation_step(batch, partial(super().validation_step, *args, **kwargs))
+        assert self.rank_steps is not None
+        return self.rank_steps.evaluation_step(_batch(args, kwargs), partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.steps is not None
-        batch = next(iter((*args, *kwargs.values())))
-        return self.steps.evaluation_step(batch, partial(super().test_step, *args, **kwargs))
+        assert self.rank_steps is not None
+        return self.rank_steps.evaluation_step(_batch(args, kwargs), partial(super().test_step, *args, **kwargs))
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.steps is not None:
-            self.steps.begin_batch(batch)
+        if self.rank_steps is not None:
+            self.rank_steps.begin_batch(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.steps is not None
-        assert self._step is not None
-        weighed = self._step.weigh(closure_loss)
-        closure_loss = closure_loss if weighed is None else weighed
+        assert self.rank_steps is not None
+        closure_loss, has_weight = self.rank_steps.gradient.weigh(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         run = partial(self.precision_plugin.backward, closure_loss, self.module, optimizer, *args, **kwargs)
-        if weighed is None:
-            with self._step.discard():
-                self.steps.backward(run)
-        with self.steps.synchronize():
-            if weighed is not None:
-                self.steps.backward(run)
+        self.rank_steps.backward(run, has_weight)
         # `on_after_backward` is called here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
@@ -344,7 +333,7 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext() if self._step is None else self._step.block()
+        return nullcontext() if self._gradient is None else self._gradient.block()
 
     @override
     def optimizer_step(
@@ -354,14 +343,14 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        step, numbers = self._step, self._random
-        assert step is not None
+        gradient, numbers = self._gradient, self._random
+        assert gradient is not None
         if numbers is None:
-            return super().optimizer_step(optimizer, partial(step.run_closure, closure, optimizer), model, **kwargs)
+            return super().optimizer_step(optimizer, partial(gradient.run_closure, closure, optimizer), model, **kwargs)
 
         def run_closure() -> Any:
             with numbers.own():
-                return step.run_closure(closure, optimizer)
+                return gradient.run_closure(closure, optimizer)
 
         # Random numbers of an optimizer, such as the noise of Langevin dynamics, have to be the same on all ranks.
         with numbers.shared(self.module.trainer.global_step):
@@ -379,9 +368,9 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
         tensor = widened(tensor, reduce_op)
-        if self.steps is None:
+        if self.rank_steps is None:
             return super().reduce(tensor, group, reduce_op)
-        return self.steps.reduce(tensor, group, reduce_op, super().reduce)
+        return self.rank_steps.reduce(tensor, group, reduce_op, super().reduce)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -393,8 +382,8 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         # After a failure the other ranks do not answer; a checkpoint that callbacks save then lacks their RNG state.
-        if self._run is not None and self._step is not None and self._watch.others_come():
-            self._run.save(checkpoint, self._step.has_equal_weights)
+        if self._run is not None and self._gradient is not None and self._watch.others_come():
+            self._run.save(checkpoint, self._gradient.has_equal_weights)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -409,7 +398,12 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
             stack.callback(self._watch.stop)
             stack.callback(super().teardown)
             stack.callback(self._cleanup.close)
-            for part in (self._run, self._step, self.steps):
+            for part in (self._run, self._gradient, self.rank_steps):
                 if part is not None:
                     stack.callback(part.close)
-            self.steps = self._step = self._run = self._random = self._resumed = None
+            self.rank_steps = self._gradient = self._run = self._random = self._resumed = None
+
+
+def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first argument of a step."""
+    return next(iter((*args, *kwargs.values())))

@@ -38,8 +38,7 @@ def test_shared_buffers_stay_shared_and_keep_their_identity():
     codebook = checkpointed.parts[0][1]
     before = codebook.codes
     assert difference(train(checkpointed, vectors), train(model, vectors)) < 1e-12
-    assert codebook.codes is before
-    assert codebook.alias.same_codes is before
+    assert codebook.codes is before is codebook.alias.same_codes
     assert torch.equal(before, model.parts[0][1].codes)
     assert len(codebook.seen) == 2 * STEPS
     assert all(torch.equal(*codebook.seen[step : step + 2]) for step in range(0, 2 * STEPS, 2))

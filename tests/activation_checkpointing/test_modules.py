@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ddp_ext.activation_checkpointing.checkpointed_forward import CheckpointedForward
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
@@ -21,13 +20,13 @@ STEPS = 3
 class Block(nn.Module):
     """A block of a transformer, with dropout."""
 
-    def __init__(self, width=16, dropout=0.3):
+    def __init__(self):
         super().__init__()
         self.calls = 0
-        self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 2, dropout=dropout, batch_first=True)
-        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True)
+        self.feed_forward = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.dropout = nn.Dropout(0.3)
 
     def forward(self, hidden, *, scale=1.0):
         self.calls += 1
@@ -37,11 +36,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, blocks=3, width=16, dropout=0.3, block=Block):
+    def __init__(self, blocks=3):
         super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        self.blocks = nn.ModuleList(block(width, dropout) for _ in range(blocks))
-        self.head = nn.Linear(width, 11)
+        self.embedding = nn.Embedding(11, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(16, 11)
 
     def forward(self, tokens):
         hidden = self.embedding(tokens)
@@ -109,20 +108,6 @@ class Recurrent(Transformer):
         return self.head(hidden)
 
 
-class Own(Block):
-    """Has a checkpoint of its own."""
-
-    use_reentrant = False
-
-    def forward(self, hidden, *, scale=1.0):
-        hidden = hidden + checkpoint(self.feed_forward, hidden, use_reentrant=self.use_reentrant)
-        return super().forward(hidden, scale=scale)
-
-
-class OwnReentrant(Own):
-    use_reentrant = True
-
-
 @pytest.mark.parametrize(
     ("model", "policy"),
     [
@@ -132,10 +117,8 @@ class OwnReentrant(Own):
         (Transformer(), f"{__name__}.Block"),
         (Transformer(), lambda module: isinstance(module, Block)),
         (Recurrent(blocks=1), Block),
-        (Transformer(block=Own), Own),
-        (Transformer(block=OwnReentrant), Own),
     ],
-    ids=["class", "list", "parts of blocks", "path", "predicate", "called several times", "own", "own, reentrant"],
+    ids=["class", "list", "parts of blocks", "path", "predicate", "called several times"],
 )
 def test_gradients_are_the_same(model, policy):
     model = model.double()
@@ -156,29 +139,15 @@ def test_the_test_fails_if_masks_are_drawn_anew(monkeypatch):
     assert difference(train(checkpointed, tokens), train(model, tokens)) > 1e-3
 
 
-def test_the_forward_pass_runs_again_in_the_backward_pass():
-    model = Transformer(dropout=0.0)
-    checkpointed, _ = with_checkpointing(model, Block)
-    batch = tokens()
-    flops = {}
-    for kind, net in [("plain", model), ("recomputed", checkpointed)]:
-        with FlopCounterMode(display=False) as counter:
-            loss = net(batch).sum()
-        forward = counter.get_total_flops()
-        with FlopCounterMode(display=False) as counter:
-            loss.backward()
-        flops[kind] = (forward, counter.get_total_flops())
-    assert flops["recomputed"][0] == flops["plain"][0]
-    again = flops["recomputed"][1] - flops["plain"][1]
-    assert 0.5 * flops["plain"][0] < again < flops["plain"][0]
-    assert [block.calls for block in model.blocks] == [1, 1, 1]
-    assert [block.calls for block in checkpointed.blocks] == [2, 2, 2]
-    with torch.no_grad():
-        checkpointed(batch)
-    assert [block.calls for block in checkpointed.blocks] == [3, 3, 3]
-    checkpointed.eval()
-    checkpointed(batch).sum().backward()
-    assert [block.calls for block in checkpointed.blocks] == [5, 5, 5]
+def test_the_forward_pass_runs_again_in_the_backward_pass_alone():
+    model, _ = with_checkpointing(Transformer(), Block)
+    for run, expected in (
+        (lambda: model(tokens()).sum().backward(), 2),
+        (torch.no_grad()(lambda: model(tokens())), 3),
+        (lambda: model.eval()(tokens()).sum().backward(), 5),
+    ):
+        run()
+        assert [block.calls for block in model.blocks] == [expected] * 3
 
 
 def kept_by_autograd(model, batch):
@@ -191,45 +160,20 @@ def kept_by_autograd(model, batch):
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         loss = model(batch).square().sum()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        held.pop(tensor.untyped_storage().data_ptr(), None)
-    size = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    size = sum(tensor.untyped_storage().nbytes() for pointer, tensor in held.items() if pointer not in own)
     loss.backward()
     return size
 
 
-@pytest.mark.parametrize(
-    ("model", "policy", "batch"),
-    [
+def test_autograd_keeps_fewer_activations():
+    normalised = Normalised(*[nn.BatchNorm1d(4) for _ in range(3)])
+    for model, policy, batch in (
         (Transformer(), Block, torch.randint(11, (4, 9))),
-        (
-            nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)]),
-            nn.TransformerEncoderLayer,
-            torch.randn(4, 9, 16, requires_grad=True),
-        ),
-        (Normalised(*[nn.BatchNorm1d(4) for _ in range(3)]), nn.Sequential, torch.randn(64, 4)),
-    ],
-    ids=["own", "torch", "batch normalisation"],
-)
-def test_autograd_keeps_fewer_activations(model, policy, batch):
-    checkpointed, _ = with_checkpointing(model, policy)
-    assert kept_by_autograd(checkpointed, batch) < 0.6 * kept_by_autograd(model, batch)
-
-
-def test_the_second_forward_pass_has_the_autocast_state_of_the_first():
-    class Cast(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, batch):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return self.inner(batch).float()
-
-    model = Cast(Transformer())
-    checkpointed, _ = with_checkpointing(model, Block)
-    for ours, theirs in zip(train(checkpointed, tokens), train(model, tokens), strict=True):
-        assert torch.equal(ours, theirs)
+        (normalised, nn.Sequential, torch.randn(64, 4)),
+    ):
+        checkpointed, _ = with_checkpointing(model, policy)
+        assert kept_by_autograd(checkpointed, batch) < 0.6 * kept_by_autograd(model, batch)
 
 
 def test_a_graph_can_be_used_twice_and_differentiated_twice():
@@ -351,42 +295,39 @@ def test_arguments_and_outputs_may_be_of_any_kind():
     torch.testing.assert_close(model["odd"].layer.weight.grad, expected)
 
 
-@pytest.mark.parametrize(
-    ("policy", "error", "message"),
-    [
+def test_other_policies_are_refused():
+    for policy, error, message in (
         (None, TypeError, "must name classes of modules, got None. Use a class"),
         (nn.Linear(1, 1), TypeError, "got the module Linear"),
         (int, TypeError, "holds <class 'int'>, not a class of modules"),
         ([nn.Linear, 3], TypeError, "holds 3, not a class of modules"),
         ([], ValueError, "is empty. Use a class"),
-        ("Block", ValueError, "names 'Block', which cannot be imported: No module named 'Block'. Write the path"),
-        (["no such path"], ValueError, "names 'no such path', which cannot be imported"),
+        (["Block"], ValueError, "names 'Block', which cannot be imported: No module named 'Block'. Write the path"),
+        ("no such path", ValueError, "names 'no such path', which cannot be imported"),
         ("torch.nn", TypeError, "must name classes of modules, got <module 'torch.nn'"),
         (lambda module, recurse: True, TypeError, "cannot be called with one: missing a required argument: 'recurse'"),
         (lambda module: SimpleNamespace(), TypeError, "returned namespace() for a Linear. Return True or False"),
-    ],
-)
-def test_other_policies_are_refused(policy, error, message):
-    with pytest.raises(error, match="`activation_checkpointing` ") as raised:
-        ActivationCheckpointing(policy).apply(nn.Sequential(nn.Linear(1, 1)))
-    assert message in str(raised.value)
+    ):
+        with pytest.raises(error, match="`activation_checkpointing` ") as raised:
+            ActivationCheckpointing(policy).apply(nn.Sequential(nn.Linear(1, 1)))
+        assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("policy", [nn.Linear, [nn.Linear, "torch.nn.Tanh"], "torch.nn.Linear"])
-def test_a_policy_reaches_processes_that_are_started_anew(policy):
+def test_a_policy_reaches_processes_that_are_started_anew():
+    policy = [nn.Linear, "torch.nn.Tanh"]
     there = pickle.loads(pickle.dumps(ActivationCheckpointing(policy)))
     assert there.policy == policy
-    there.apply(model := nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()))
+    there.apply(nn.Sequential(nn.Linear(2, 2), nn.Sigmoid()))
     assert there.modules == {"0": "Linear"}
-    there.remove(model)
 
 
-@pytest.mark.parametrize("policy", [nn.Conv2d, Transformer])
-def test_a_policy_that_names_no_module_is_refused_with_what_there_is(policy):
-    with pytest.raises(ActivationCheckpointingError) as raised:
-        ActivationCheckpointing(policy).apply(Transformer())
-    assert str(raised.value) == (
-        "`activation_checkpointing` names no module below Transformer, which is never recomputed as a whole; there are:"
-        " Embedding (1), Block (3), LayerNorm (3), MultiheadAttention (3), NonDynamicallyQuantizableLinear (3),"
-        " Sequential (3), Linear (7), GELU (3), Dropout (3). Name one of these classes."
-    )
+def test_a_policy_that_names_no_module_is_refused_with_what_there_is():
+    for policy in (nn.Conv2d, Transformer):
+        with pytest.raises(ActivationCheckpointingError) as raised:
+            ActivationCheckpointing(policy).apply(Transformer())
+        assert str(raised.value) == (
+            "`activation_checkpointing` names no module below Transformer, which is never recomputed as a whole;"
+            " there are: Embedding (1), Block (3), LayerNorm (3), MultiheadAttention (3),"
+            " NonDynamicallyQuantizableLinear (3), Sequential (3), Linear (7), GELU (3), Dropout (3). Name one of these"
+            " classes."
+        )

@@ -60,17 +60,15 @@ def test_compiled_modules_give_the_same_gradients_and_buffers(how, layer):
 
 def gpt2():
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=11, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )
+    sizes = {"vocab_size": 11, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     return transformers.GPT2LMHeadModel(config), "transformers.models.gpt2.modeling_gpt2.GPT2Block"
 
 
 def t5():
     transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=11, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
+    sizes = {"vocab_size": 11, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(config), "transformers.models.t5.modeling_t5.T5Block"
 
 
@@ -84,8 +82,7 @@ class Loss(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize("own", [False, True], ids=["plain", "checkpointed itself too"])
-@pytest.mark.parametrize("make", [gpt2, t5])
+@pytest.mark.parametrize(("make", "own"), [(gpt2, False), (gpt2, True), (t5, False)])
 def test_models_of_huggingface_keep_their_gradients(make, own):
     network, path = make()
     model = Loss(network.double())

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import types
-from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import attrs
@@ -42,94 +41,78 @@ def boxes(n):
     return {"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)}
 
 
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        # rows
-        (rows(5), 5),
-        ([rows(5), torch.arange(5)], 5),
-        ((rows(5), {"mask": torch.ones(5, 3), "id": ["a", "b", "c", "d", "e"]}), 5),
-        ({"deep": [{"x": rows(5)}, (torch.arange(5), None)], "scale": torch.tensor(2.0), "name": "n"}, 5),
-        (Pair(rows(5), torch.arange(5)), 5),
-        # lists of samples beside rows
-        (([torch.zeros(3, 4), torch.zeros(3, 2), torch.zeros(3, 4), torch.zeros(1), torch.zeros(2)], [{}] * 5), 5),
-        ((alike(8), list(range(8))), 8),
-        ((alike(8), [f"image {i}" for i in range(8)]), 8),
-        ((alike(8), [{"boxes": torch.zeros(3, 4)} for _ in range(8)]), 8),
-        ({"images": alike(8), "classes": ["cat", "dog"], "targets": [{"boxes": torch.zeros(5, 4)}] * 8}, 8),
-        ({"x": rows(8), "classes": ["cat", "dog"], "shape": (8, 8)}, 8),
-        ([rows(2), alike(2)], 2),
-        ((tuple(image() for _ in range(4)), tuple(boxes(1) for _ in range(4))), 4),
-        (([image(), image()], [boxes(3), boxes(3)]), 2),
-        (([image(3)] * 3, [boxes(1), boxes(2), boxes(0)]), 3),  # three images of three channels and rows
-        ((tuple(image(4 + n) for n in range(2)), [0, 1]), 2),
-        ({"pixels": torch.zeros(2, 3, 4, 4), "labels": [boxes(2), boxes(1)]}, 2),
-        ({"pixels": torch.zeros(1, 3, 4, 4), "labels": [boxes(1)]}, 1),
-        # lists of columns
-        ([torch.zeros(4, 2), torch.zeros(4, 2)], 4),
-        ([[torch.zeros(4, 2), torch.zeros(4, 2)], torch.zeros(4)], 4),
-        ({"a": [rows(6), torch.zeros(6)], "b": [rows(6), torch.zeros(6)]}, 6),
-        ([{"a": torch.zeros(6)}, {"b": torch.zeros(6, 2)}], 6),
-        # no tensors
-        (["a", "b", "c", "d", "e"], 5),
-        ({"text": ["a", "b", "c"], "label": [0, 1, 2]}, 3),
-        ({"input_ids": [[1, 2], [3], [4, 5, 6]], "labels": [0, 1, 0]}, 3),
-        ([("a", 0), ("b", 1), ("c", 0)], 3),
-        ([{"text": "a"}, {"text": "b"}], 2),
-    ],
-)
-def test_samples_are_counted_in_a_batch_and_in_its_chunks(batch, size):
-    assert batch_size_of(batch) == size
-    sizes = [1, size - 1] if size > 1 else [1]
-    assert [batch_size_of(chunk) for chunk in split_batch(batch, sizes)] == sizes
+COUNTED = [
+    # rows, of which properties of drawn batches are tested elsewhere
+    (Pair(rows(5), torch.arange(5)), 5),
+    ((rows(5), {"mask": torch.ones(5, 3), "id": ["a", "b", "c", "d", "e"]}), 5),
+    # lists of samples beside rows
+    (([torch.zeros(3, 4), torch.zeros(3, 2), torch.zeros(3, 4), torch.zeros(1), torch.zeros(2)], [{}] * 5), 5),
+    ((alike(8), [f"image {i}" for i in range(8)]), 8),
+    ({"images": alike(8), "classes": ["cat", "dog"], "targets": [{"boxes": torch.zeros(5, 4)}] * 8}, 8),
+    ({"x": rows(8), "classes": ["cat", "dog"], "shape": (8, 8)}, 8),
+    ([rows(2), alike(2)], 2),
+    ((tuple(image() for _ in range(4)), tuple(boxes(1) for _ in range(4))), 4),
+    (([image(), image()], [boxes(3), boxes(3)]), 2),
+    (([image(3)] * 3, [boxes(1), boxes(2), boxes(0)]), 3),  # three images of three channels and rows
+    ({"pixels": torch.zeros(2, 3, 4, 4), "labels": [boxes(2), boxes(1)]}, 2),
+    ({"pixels": torch.zeros(1, 3, 4, 4), "labels": [boxes(1)]}, 1),
+    # lists of columns
+    ([[torch.zeros(4, 2), torch.zeros(4, 2)], torch.zeros(4)], 4),
+    ({"a": [rows(6), torch.zeros(6)], "b": [rows(6), torch.zeros(6)]}, 6),
+    # no tensors
+    (["a", "b", "c", "d", "e"], 5),
+    ({"input_ids": [[1, 2], [3], [4, 5, 6]], "labels": [0, 1, 0]}, 3),
+    ([("a", 0), ("b", 1), ("c", 0)], 3),
+    ([{"text": "a"}, {"text": "b"}], 2),
+]
 
 
-@pytest.mark.parametrize(
-    ("batch", "readings"),
-    [
-        # entries of different sizes
-        ({"a": rows(8), "b": [rows(4), torch.zeros(4)]}, r"`batch\['a'\]` has 8, `batch\['b'\]` has 4"),
-        ([torch.zeros(8), torch.zeros(4)], r"`batch\[0\]` has 8, `batch\[1\]` has 4"),
-        ([torch.zeros(n) for n in range(1, 100)], r"`batch\[0\]` has 1, `batch\[1\]` has 2"),
-        # lists of samples that a collate function has not collated: the rows are channels, features, tokens
-        ([{"image": image(height), "label": 1} for height in (4, 5, 6, 4)], "`batch` has 3 or 4"),
-        ([(image(), 0), (image(), 1)], "`batch` has 3 or 2"),
-        ([Pair(torch.zeros(5), 0), Pair(torch.zeros(5), 1)], "`batch` has 5 or 2"),
-        ([{"ids": torch.zeros(7)}, {"ids": torch.zeros(5)}], r"`batch` has 2, `batch\[0\]\['ids'\]` has 7"),
-        # as many boxes as images
-        ({"pixels": torch.zeros(2, 3, 4, 4), "labels": [boxes(2), boxes(2)]}, "`batch.*` has 2 entries of 2 rows"),
-        # samples or views
-        ({"views": [{"x": torch.zeros(8, 2)}, {"x": torch.zeros(8, 2)}]}, r"`batch\['views'\]` has 8 or 2"),
-        ({"views": [torch.zeros(8, 2), torch.zeros(8, 2)]}, r"`batch\['views'\]` has 8 or 2"),
-        ((alike(8), alike(8)), r"`batch\[0\]` has 3 or 8"),
-        ({"a": alike(2, 8), "b": alike(2, 4)}, r"`batch\['a'\]` has 8 or 2"),
-        ({"a": [rows(8), torch.zeros(8)], "b": [rows(4), torch.zeros(4)]}, r"`batch\['a'\]` has 8"),
-        # columns of texts, as the default collate function makes them, or rows
-        ([("a", "b", "c"), ("x", "y", "z")], "`batch` has 3 or 2"),
-        # one column of texts, or one sample of several; and one without labels
-        ([("a", "b", "c")], "`batch` has 3 or 1"),
-        ([["a", "b", "c"], None], "`batch` has 3 or 2"),
-        ({"text": ["a", "b", "c"], "tag": ["x", "y"]}, r"`batch\['text'\]` has 3, `batch\['tag'\]` has 2"),
-    ],
-)
-def test_two_readings_are_refused_and_named(batch, readings):
-    with pytest.raises(BatchSplitError, match=f"ambiguous: {readings}.* define `scatter_batch") as caught:
-        batch_size_of(batch)
-    assert len(str(caught.value)) < 600
+def test_samples_are_counted_in_a_batch_and_in_its_chunks():
+    for batch, size in COUNTED:
+        sizes = [1, size - 1] if size > 1 else [1]
+        found = batch_size_of(batch), [batch_size_of(chunk) for chunk in split_batch(batch, sizes)]
+        assert found == (size, sizes), batch
 
 
-@pytest.mark.parametrize(
-    ("batch", "batch_dim", "message"),
-    [
+AMBIGUOUS = [
+    # entries of different sizes
+    ({"a": rows(8), "b": [rows(4), torch.zeros(4)]}, r"`batch\['a'\]` has 8, `batch\['b'\]` has 4"),
+    ([torch.zeros(n) for n in range(1, 100)], r"`batch\[0\]` has 1, `batch\[1\]` has 2"),
+    # lists of samples that a collate function has not collated: the rows are channels, features, tokens
+    ([{"image": image(height), "label": 1} for height in (4, 5, 6, 4)], "`batch` has 3 or 4"),
+    ([(image(), 0), (image(), 1)], "`batch` has 3 or 2"),
+    ([Pair(torch.zeros(5), 0), Pair(torch.zeros(5), 1)], "`batch` has 5 or 2"),
+    ([{"ids": torch.zeros(7)}, {"ids": torch.zeros(5)}], r"`batch` has 2, `batch\[0\]\['ids'\]` has 7"),
+    # as many boxes as images
+    ({"pixels": torch.zeros(2, 3, 4, 4), "labels": [boxes(2), boxes(2)]}, "`batch.*` has 2 entries of 2 rows"),
+    # samples or views
+    ({"views": [{"x": torch.zeros(8, 2)}, {"x": torch.zeros(8, 2)}]}, r"`batch\['views'\]` has 8 or 2"),
+    ((alike(8), alike(8)), r"`batch\[0\]` has 3 or 8"),
+    ({"a": alike(2, 8), "b": alike(2, 4)}, r"`batch\['a'\]` has 8 or 2"),
+    # columns of texts, as the default collate function makes them, or rows; one column, or one sample of several
+    ([("a", "b", "c"), ("x", "y", "z")], "`batch` has 3 or 2"),
+    ([("a", "b", "c")], "`batch` has 3 or 1"),
+    ([["a", "b", "c"], None], "`batch` has 3 or 2"),
+    ({"text": ["a", "b", "c"], "tag": ["x", "y"]}, r"`batch\['text'\]` has 3, `batch\['tag'\]` has 2"),
+]
+
+
+def test_two_readings_are_refused_and_named():
+    for batch, readings in AMBIGUOUS:
+        with pytest.raises(BatchSplitError, match=f"ambiguous: {readings}.* define `scatter_batch") as caught:
+            batch_size_of(batch)
+        assert len(str(caught.value)) < 600
+
+
+def test_a_batch_without_samples_is_refused():
+    for batch, batch_dim, message in [
         *((batch, 0, "no tensor with dimension 0") for batch in (torch.tensor(1.0), {"x": 3}, [], None)),
         (("a text", 3), 0, "`tuple` has no tensor"),
         ([rows(8), torch.zeros(8)], 2, "no tensor with dimension 2"),
         (torch.zeros(0, 3), 0, "the batch has no samples"),
-    ],
-)
-def test_a_batch_without_samples_is_refused(batch, batch_dim, message):
-    with pytest.raises(BatchSplitError, match=message):
-        batch_size_of(batch, batch_dim)
+    ]:
+        with pytest.raises(BatchSplitError, match=message):
+            batch_size_of(batch, batch_dim)
 
 
 def test_sizes_and_dimensions_that_do_not_fit_are_refused():
@@ -139,20 +122,15 @@ def test_sizes_and_dimensions_that_do_not_fit_are_refused():
         split_batch([torch.zeros(5, 8), torch.zeros(8)], [4, 4], batch_dim=1)
 
 
-def test_chunks_are_views_in_order_along_the_batch_dimension_and_none_for_size_0():
-    batch = {"x": rows(6), "ids": list("abcdef"), "scale": torch.tensor(2.0), "name": "n"}
-    empty, first, second = split_batch(batch, [0, 2, 4])
-    assert empty is None
-    assert first["x"].data_ptr() == batch["x"].data_ptr()
-    assert torch.equal(torch.cat([first["x"], second["x"]]), batch["x"])
-    assert (first["ids"], second["ids"]) == (["a", "b"], ["c", "d", "e", "f"])
-    assert first["scale"] is batch["scale"]
-    assert second["name"] == "n"
-    sequences = {"sequence": torch.zeros(7, 5, 3), "labels": torch.zeros(7, 5)}
+def test_chunks_are_views_along_the_batch_dimension():
+    sequences = {"sequence": torch.zeros(7, 5, 3), "labels": torch.zeros(7, 5), "scale": torch.tensor(2.0)}
     assert batch_size_of(sequences, batch_dim=1) == 5
-    first, second = split_batch(sequences, [2, 3], batch_dim=1)
+    empty, first, second = split_batch(sequences, [0, 2, 3], batch_dim=1)
+    assert empty is None
     assert first["sequence"].shape == (7, 2, 3)
+    assert first["sequence"].data_ptr() == sequences["sequence"].data_ptr()
     assert second["labels"].shape == (7, 3)
+    assert second["scale"] is sequences["scale"]
 
 
 def test_entries_of_several_kinds_are_columns_and_samples_of_one_kind_are_cut_one_by_one():
@@ -166,13 +144,6 @@ def test_entries_of_several_kinds_are_columns_and_samples_of_one_kind_are_cut_on
         assert split_batch(batch, [1, 2]) == [batch[:1], batch[1:]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    x: torch.Tensor
-    names: list
-    shape: tuple = (2, 2, 2)
-
-
 @dataclasses.dataclass(slots=True)
 class Slotted:
     x: torch.Tensor
@@ -184,14 +155,11 @@ class Attrs:
     y: Any = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Derived:
     x: Any
-    total: Any = dataclasses.field(init=False)
+    shape: tuple = (2, 2, 2)
     later: Any = dataclasses.field(init=False)  # has no value yet
-
-    def __post_init__(self):
-        self.total = self.x.sum(1)
 
 
 class Annotated(collections.UserDict):
@@ -204,79 +172,43 @@ class Tagged(list):
         self.tag = tag
 
 
-class Stored(MutableMapping):
-    """Keeps its items in an attribute."""
-
-    def __init__(self, **items):
-        self.stored = items
-
-    def __getitem__(self, key):
-        return self.stored[key]
-
-    def __setitem__(self, key, value):
-        self.stored[key] = value
-
-    def __delitem__(self, key):
-        del self.stored[key]
-
-    def __iter__(self):
-        return iter(self.stored)
-
-    def __len__(self):
-        return len(self.stored)
-
-
 def test_types_and_attributes_of_containers_are_kept():
     user, derived = Annotated(x=rows(2)), Derived(rows(2))
-    user.ids, user.origin, derived.names = [1, 2], "here", ["a", "b"]
+    user.ids, user.origin = [1, 2], "here"
+    derived.__dict__["names"] = ["a", "b"]
     batch = [
-        Sample(rows(2), ["a", "b"]), Slotted(rows(2)), Attrs(rows(2), list("ab")), derived, user,
+        Slotted(rows(2)), Attrs(rows(2), list("ab")), derived, user, Pair(rows(2), rows(2)),
         collections.OrderedDict(x=rows(2)), collections.defaultdict(list, x=rows(2), size=torch.Size((2, 3))),
-        transformers.BatchEncoding({"input_ids": rows(2), "attention_mask": rows(2)}),
-        types.MappingProxyType({"x": rows(2)}), Stored(x=rows(2)), Pair(rows(2), rows(2)),
-        Tagged([rows(2), torch.zeros(2)], "t"), numpy.zeros((2, 3)),
+        types.MappingProxyType({"x": rows(2)}), Tagged([rows(2), torch.zeros(2)], "t"), numpy.zeros((2, 3)),
     ]  # fmt: skip
     assert batch_size_of(batch) == 2
     _, second = split_batch(batch, [1, 1])
     assert [type(part) for part in second] == [type(part) for part in batch]
-    sample, slotted, of_attrs, derived, user, ordered, default, encoding, proxy, stored, pair, tagged, array = second
-    for x in (sample.x, slotted.x, of_attrs.x, derived.x, pair.left, tagged[0]):
+    slotted, of_attrs, derived, user, pair, ordered, default, proxy, tagged, array = second
+    for x in (slotted.x, of_attrs.x, derived.x, pair.left, tagged[0]):
         assert x.tolist() == [[2, 3]]
-    for mapping in (user, ordered, default, proxy, stored):
+    for mapping in (user, ordered, default, proxy):
         assert mapping["x"].tolist() == [[2, 3]]
-    assert (sample.names, sample.shape) == (["b"], (2, 2, 2))
-    assert of_attrs.y == derived.names == ["b"]
-    assert derived.total.tolist() == [5]
+    assert (derived.names, derived.shape, of_attrs.y) == (["b"], (2, 2, 2), ["b"])
     assert not hasattr(derived, "later")
     assert (user.ids, user.origin) == ([2], "here")
     assert (default["size"], default["missing"]) == ((2, 3), [])
-    assert encoding["input_ids"].tolist() == encoding.input_ids.tolist() == [[2, 3]]
     assert tagged.tag == "t"
     assert array.shape == (1, 3)
     # The batch itself is untouched.
-    assert all(len(part["x"]) == 2 for part in (batch[4], batch[5], batch[6], batch[8], batch[9]))
-    assert (batch[3].names, batch[4].ids, len(batch[7]["input_ids"])) == (["a", "b"], [1, 2], 2)
+    assert all(len(part["x"]) == 2 for part in (batch[3], *batch[5:8]))
+    assert (batch[2].names, batch[3].ids) == (["a", "b"], [1, 2])
 
 
-def word_tokenizer():
+def test_batches_of_huggingface_tokenizers_are_cut_with_their_encodings():
     words = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1, "b": 2, "c": 3}, "[PAD]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
-
-
-def test_batches_of_huggingface_tokenizers_and_collators_are_cut():
-    batch = word_tokenizer()(["a", "b c", "c"], padding=True, return_tensors="pt")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+    batch = tokenizer(["a", "b c", "c"], padding=True, return_tensors="pt")
     _, second = split_batch(batch, [1, 2])
+    assert type(second) is type(batch)
     assert second.tokens(0) == ["b", "c"]
-    assert second["input_ids"].tolist() == [[2, 3], [3, 0]]
-    for name in ("DataCollatorWithPadding", "DataCollatorForTokenClassification", "DataCollatorForSeq2Seq"):
-        has_one_label = name == "DataCollatorWithPadding"
-        samples = [{"input_ids": [1] * n, "labels": n if has_one_label else [1] * n} for n in (1, 3, 2)]
-        batch = getattr(transformers, name)(word_tokenizer())(samples)
-        _, second = split_batch(batch, [1, 2])
-        assert type(second) is type(batch)
-        assert len(batch) > 1
-        assert all(torch.equal(second[key], batch[key][1:]) for key in batch), name
+    assert second["input_ids"].tolist() == second.input_ids.tolist() == [[2, 3], [3, 0]]
 
 
 def test_packed_sequences_are_cut_into_sequences():
@@ -304,57 +236,30 @@ class Slots:
         self.x = rows(3)
 
 
-class Holder:
-    def __init__(self, value):
-        self.value = value
-
-
-class Graphs:
-    """Like PyTorch Geometric's batches: tensors are in a store, and attributes are looked up there."""
-
-    num_graphs = 3
-
-    def __init__(self):
-        self.__dict__["_store"] = {"x": rows(6), "edge_index": torch.zeros(2, 9)}
-
-    def __getattr__(self, name):
-        if name in self.__dict__["_store"]:
-            return self._store[name]
-        raise AttributeError(name)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize(
-    "make",
-    [
-        Slots,
-        lambda: Holder([rows(3)]),
-        lambda: Holder(numpy.zeros((3, 2))),
-        Graphs,
-        lambda: {torch.zeros(3)},
-        lambda: collections.deque([rows(3)]),
-        lambda: rows(3).to_sparse_csr(),
-    ],
-)
-def test_objects_that_hold_arrays_and_cannot_be_cut_are_refused_by_name(make):
-    with pytest.raises(BatchSplitError, match=r"`batch\['v'\]` of type `.*` holds tensors .* define `scatter_batch"):
-        batch_size_of({"v": make(), "y": torch.zeros(3)})
-    with pytest.raises(BatchSplitError, match=r"`batch` of type `.*` holds tensors but cannot be cut"):
-        batch_size_of(make())
+def test_objects_that_hold_arrays_and_cannot_be_cut_are_refused_by_name():
+    arrays = types.SimpleNamespace(stored={"x": numpy.zeros((3, 2))})
+    values = [Slots(), arrays, {torch.zeros(3)}, collections.deque([rows(3)]), rows(3).to_sparse_csr()]
+    for value in values:
+        named = r"`batch\['v'\]` of type `.*` holds tensors .* define `scatter_batch"
+        with pytest.raises(BatchSplitError, match=named):
+            batch_size_of({"v": value, "y": torch.zeros(3)})
+        with pytest.raises(BatchSplitError, match=r"`batch` of type `.*` holds tensors but cannot be cut"):
+            batch_size_of(value)
 
 
 def test_a_list_of_such_objects_is_cut_beside_another_column():
-    batch = {"graphs": [Graphs() for _ in range(3)], "y": torch.zeros(3)}
+    batch = {"graphs": [Slots() for _ in range(3)], "y": torch.zeros(3)}
     assert split_batch(batch, [1, 2])[1]["graphs"] == batch["graphs"][1:]
-    with pytest.raises(BatchSplitError, match=r"`batch\[0\]` of type `Graphs`"):
+    with pytest.raises(BatchSplitError, match=r"`batch\[0\]` of type `Slots`"):
         batch_size_of(batch["graphs"])  # graphs, or batches of graphs?
 
 
-@pytest.mark.parametrize("value", [(1, 2, 3), range(3), collections.deque("abc")])
-def test_sequences_that_may_be_one_value_are_refused_when_they_are_as_long_as_the_batch(value):
-    assert split_batch({"v": value, "x": rows(4)}, [1, 3])[1]["v"] == value
-    with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a .*, has as many entries as the batch has samples"):
-        batch_size_of({"v": value, "x": rows(3)})
+def test_sequences_that_may_be_one_value_are_refused_when_they_are_as_long_as_the_batch():
+    for value in ((1, 2, 3), range(3), collections.deque("abc")):
+        assert split_batch({"v": value, "x": rows(4)}, [1, 3])[1]["v"] == value
+        with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a .*, has as many entries as the batch has"):
+            batch_size_of({"v": value, "x": rows(3)})
 
 
 def test_outputs_are_gathered():
@@ -391,18 +296,15 @@ def test_samples_are_joined_and_common_values_stay():
     assert join_batches([["a", "b"], ["c"]]) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
+def test_parts_that_do_not_fit_are_refused():
+    for parts, message in (
         ([torch.ones(2, 3), torch.ones(2, 4)], r"`batch` cannot be joined, it is shape \(2, 3\) and shape \(2, 4\)"),
         ([(torch.ones(2), 0.5), (torch.ones(2), 0.7)], r"`batch\[1\]` cannot be joined, it is 0.5 and 0.7"),
         ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "`batch` cannot be joined"),
         ([{"x": torch.ones(2), "t": torch.ones(5, 0)}] * 2, "the batch size is ambiguous"),
         ([pack_sequence([torch.ones(3)])] * 2, "cut in another way"),
-        # Names of four classes, which look like those of four samples.
+        # Names of four classes, which look like names of four samples.
         ([{"x": torch.ones(2), "classes": ["a", "b", "c", "d"]}] * 2, "cut in another way"),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(parts, message):
-    with pytest.raises(BatchSplitError, match=message):
-        join_batches(parts)
+    ):
+        with pytest.raises(BatchSplitError, match=message):
+            join_batches(parts)

@@ -87,7 +87,7 @@ def same(one, other):
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(batches())
-def test_chunks_hold_their_samples_and_make_up_the_batch(drawn):
+def test_chunks_hold_their_samples_and_outputs_gathered_from_chunks_make_up_the_batch(drawn):
     n, batch, sizes = drawn
     kept = copy.deepcopy(batch)
     assert batch_size_of(batch) == n
@@ -99,12 +99,6 @@ def test_chunks_hold_their_samples_and_make_up_the_batch(drawn):
             check(chunk, batch, start, start + size, n)
         start += size
     assert same(batch, kept)
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(batches())
-def test_chunks_gathered_are_the_batch_again(drawn):
-    n, batch, sizes = drawn
     outputs = {
         "ids": batch["ids"],
         "names": [str(i) for i in range(n)],

@@ -1,4 +1,4 @@
-"""Which rounds of a benchmark have weight, what follows from them, and what its tables say."""
+"""Rounds of a benchmark, estimates from them, and its tables."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from measuring.tables import (
 )
 from rich.console import Console
 
-from tests.strategies.fault_runs import Fault, FaultOutcome
+from tests.strategies.faults import Fault, FaultOutcome
 
 QUIET, BUSY = MOST_BY_OTHERS / 2, MOST_BY_OTHERS * 2
 
@@ -93,9 +93,8 @@ def test_processes_stay_for_some_rounds_and_a_load_on_all_contenders_leaves_the_
 
 
 def step_result(**options):
-    return StepResult(
-        collect({name_device(1): 0.02, name_device(2): 0.01, DDP: 0.016, BALANCED: 0.008}, **options), [1, 2]
-    )
+    times = {name_device(1): 0.02, name_device(2): 0.01, DDP: 0.016, BALANCED: 0.008}
+    return StepResult(collect(times, **options), [1, 2])
 
 
 def lock_result(**options):
@@ -105,24 +104,18 @@ def lock_result(**options):
 
 def overhead_result(**options):
     names = ["one device", "balanced_dp (4)"]
-    times = {
-        OverheadResult.name_contender(name, keys): 0.001 + 0.002 * index + 0.0001 * keys
-        for index, name in enumerate(names)
-        for keys in (0, 10)
-    }
+    pairs = [(index, name, keys) for index, name in enumerate(names) for keys in (0, 10)]
+    times = {OverheadResult.name_contender(name, keys): 0.001 + 0.002 * i + 0.0001 * keys for i, name, keys in pairs}
     return OverheadResult(collect(times, **options), names, 10)
 
 
 def test_balanced_dp_is_relative_to_the_best_device_and_the_floor_replaces_forward_and_backward():
     steps, lock, overhead = step_result(), lock_result(), overhead_result()
     assert steps.best_device == name_device(2)
-    assert steps.ratio_to_device.median == pytest.approx(0.8)
-    assert steps.ratio_to_ddp.median == pytest.approx(0.5)
-    assert floor_of_ratio(10.0, 10.0, 6.0, 6.0) == 1.0
-    assert floor_of_ratio(10.0, 8.0, 6.0, 12.0) == 2.0
+    assert (steps.ratio_to_device.median, steps.ratio_to_ddp.median) == pytest.approx((0.8, 0.5))
+    assert (floor_of_ratio(10.0, 10.0, 6.0, 6.0), floor_of_ratio(10.0, 8.0, 6.0, 12.0)) == (1.0, 2.0)
     assert lock.floor(steps) == pytest.approx((0.02 - 0.002 + 0.004) / 0.01)
-    assert lock.floor(StepResult(steps.measurement, [2])) is None
-    assert overhead.more_per_step("one device") is None
+    assert lock.floor(StepResult(steps.measurement, [2])) is overhead.more_per_step("one device") is None
     assert overhead.more_per_step("balanced_dp (4)").median == pytest.approx(0.002)
     assert overhead.per_key("one device").median == pytest.approx(0.0001)
     for result in (steps, lock, overhead):
@@ -135,55 +128,43 @@ def test_tables_of_balanced_dp_have_no_ratios_without_quiet_rounds():
         parts = [make_step_table(steps), make_overhead_table(overhead_result(**options)), make_lock_table(lock)]
         return printed(*parts, explain_lock(lock, steps[TINY]))
 
-    quiet = tables()
+    quiet, busy = tables(), tables(by_others=lambda round_: BUSY)
     assert all(part in quiet for part in ("0.80 [0.80, 0.80]", "+2.00 [+2.00, +2.00]", "8 of 8"))
     assert NOT_SOUND not in quiet.replace(f'"{NOT_SOUND}"', "")
-    busy = tables(by_others=lambda round_: BUSY)
-    assert "[" not in busy
-    assert NOT_SOUND in busy
-    assert "0 of 12" in busy
+    assert ("[" in busy, NOT_SOUND in busy, "0 of 12" in busy) == (False, True, True)
     any_load = tables(by_others=lambda round_: BUSY, any_load=True)
-    assert any_load.count("HOWEVER BUSY") == 3
-    assert "[" in any_load
-
-
-def speed_result(**options):
-    times = {OURS: 0.012, "ddp": 0.02, "static_graph": 0.01, "find_unused": 0.03}
-    return SpeedResult(collect(times, **options), {"bucket_view": "RuntimeError: boom"})
+    assert (any_load.count("HOWEVER BUSY"), "[" in any_load) == (3, True)
 
 
 def test_the_fastest_peer_of_ddp_checkpoint_that_survives_is_the_reference():
-    result = speed_result()
-    assert result.fastest_peer == "static_graph"
-    assert result.ratio.median == pytest.approx(1.2)
+    def speed(**options):
+        times = {OURS: 0.012, "ddp": 0.02, "static_graph": 0.01, "find_unused": 0.03}
+        return SpeedResult(collect(times, **options), {"bucket_view": "RuntimeError: boom"})
+
+    result = speed()
+    assert (result.fastest_peer, result.ratio.median) == ("static_graph", pytest.approx(1.2))
     assert "bucket_view" not in json.loads(json.dumps(result.to_json()))["seconds"]
-    assert speed_result(by_others=lambda round_: BUSY).ratio is None
+    assert speed(by_others=lambda round_: BUSY).ratio is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "scenario", "mode", "letter"),
-    [
+def test_known_peers_are_judged_right():
+    for name, scenario, mode, letter in (
         (OURS, "frozen before, then thawed", "reentrant", "P"),
         ("ddp", "two backwards of one forward", "none", "E"),
         ("ddp", "frozen before, then thawed", "none", "D"),
-    ],
-)
-def test_known_peers_are_judged_right(name, scenario, mode, letter):
-    assert judge(name, scenario, mode, "SGD").letter == letter
+    ):
+        assert judge(name, scenario, mode, "SGD").letter == letter
+    # A rank that does not end is a hang, unless another has an error.
+    for letters, combined in (("PH", "H"), ("HE", "E"), ("PD", "D")):
+        assert combine([*map(Outcome, letters)]).letter == combined
 
 
-def test_a_rank_that_does_not_end_is_a_hang_unless_another_has_an_error():
-    assert combine([Outcome("P"), Outcome("H")]).letter == "H"
-    assert combine([Outcome("H"), Outcome("E", "why")]) == Outcome("E", "why")
-    assert combine([Outcome("P"), Outcome("D")]).letter == "D"
-
-
-def pairs_result(pairs, failures=(), **options):
+def pairs_result(pairs, failures=()):
     """Contenders take 0.018 s each, their references 0.02 s."""
     times = {reference: 0.02 for _, reference in pairs.values()} | {one: 0.018 for one, _ in pairs.values()}
     times = {name: time for name, time in times.items() if name not in failures}
-    return joins.PairsResult(collect(times, **options), pairs, dict.fromkeys(failures, "UserWarning: no effect"))
+    return joins.PairsResult(collect(times), pairs, dict.fromkeys(failures, "UserWarning: no effect"))
 
 
 def test_a_contender_of_ddp_join_that_failed_has_no_ratio():
@@ -203,23 +184,20 @@ def row(rank, error="", value=None):
     return {"rank": rank, "error": error, "value": value, "timed_out": False, "output": ""}
 
 
-KILLED = Fault("kill -9", 1, "tail")
-ENDED = [row(0, "OtherRankError: the process of rank 1 is gone"), row(1)]
-DONE = [row(0, value={"steps": 16}), row(1, value={"steps": 16})]
-
-
 def test_the_outcome_of_a_fault_is_right_if_nothing_hung_broke_or_stayed():
-    slow = Fault("slow rank", 1, "tail")
-    right = [FaultOutcome(KILLED, 2.0, ENDED, 3, []), FaultOutcome(slow, 2.0, DONE, 3, [])]
+    killed, slow = Fault("kill -9", 1, "tail"), Fault("slow rank", 1, "tail")
+    ended = [row(0, "OtherRankError: the process of rank 1 is gone"), row(1)]
+    completed = [row(rank, value={"steps": 16}) for rank in range(2)]
+    right = [FaultOutcome(killed, 2.0, ended, 3, []), FaultOutcome(slow, 2.0, completed, 3, [])]
     wrong = [
-        FaultOutcome(KILLED, None, ENDED, 3, []),
-        FaultOutcome(KILLED, 2.0, ENDED, 3, ["last.ckpt"]),
-        FaultOutcome(KILLED, 2.0, ENDED, 3, [], left=1),
-        FaultOutcome(KILLED, 2.0, DONE, 3, []),
-        FaultOutcome(slow, 2.0, ENDED, 3, []),
+        FaultOutcome(killed, None, ended, 3, []),
+        FaultOutcome(killed, 2.0, ended, 3, ["last.ckpt"]),
+        FaultOutcome(killed, 2.0, ended, 3, [], left=1),
+        FaultOutcome(killed, 2.0, completed, 3, []),
+        FaultOutcome(slow, 2.0, ended, 3, []),
     ]
     assert [outcome.is_right for outcome in (*right, *wrong)] == [True] * 2 + [False] * 5
-    outcomes = [*right[:1], FaultOutcome(Fault("SIGSTOP", 0, "even"), None, ENDED, 1, ["half.ckpt"], left=2), right[1]]
+    outcomes = [*right[:1], FaultOutcome(Fault("SIGSTOP", 0, "even"), None, ended, 1, ["half.ckpt"], left=2), right[1]]
     text = printed(make_fault_table(outcomes, 6.0), width=190)
     assert "stall limit of 6 s: 2 of 3 as promised" in text
     rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["kill"], ["SIGSTOP"], ["slow"])]

@@ -43,7 +43,7 @@ def test_chunk_and_time_of_every_replica_are_recorded_and_written(tmp_path, caps
 
 
 @pytest.mark.cpu_only("replicas on CPUs share their memory")
-def test_the_table_says_what_replicas_did(capsys):
+def test_the_table_has_the_work_of_each_replica(capsys):
     report = BalanceReport(table=False)
     fit(BalancedDataParallelStrategy(gpu0_batch_size=0), 2, report)
     assert "medians" not in capsys.readouterr().out
@@ -72,33 +72,28 @@ def test_values_are_logged_with_those_of_the_step(tmp_path):
     assert all(float(row["replica_0/milliseconds"]) > 0 and row["loss_step"] for row in rows)
 
 
-class Interrupting(Callback):
-    def on_train_batch_end(self, *args):
-        raise KeyboardInterrupt
+class Failing(Callback):
+    def __init__(self, hook, error):
+        self.error = error
+        setattr(self, hook, self.fail)
+
+    def fail(self, *args):
+        raise self.error
 
 
-def test_an_interrupted_training_is_reported(tmp_path, capsys):
+def test_an_interrupted_training_is_reported_and_an_error_after_training_is_not(tmp_path, capsys):
+    loader = DataLoader(dataset(11), batch_size=8)
+    options = {"precision": "64-true", "max_epochs": 1}
     report = BalanceReport(tmp_path / "replicas.csv")
-    trainer = quiet_trainer(
-        BalancedDataParallelStrategy(), 2, precision="64-true", max_epochs=1, callbacks=[report, Interrupting()]
-    )
+    interrupting = Failing("on_train_batch_end", KeyboardInterrupt())
+    trainer = quiet_trainer(BalancedDataParallelStrategy(), 2, callbacks=[report, interrupting], **options)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        trainer.fit(Classifier(), DataLoader(dataset(11), batch_size=8))
+        trainer.fit(Classifier(), loader)
     assert [record.chunk for record in report.records] == [4, 4]
     assert report.path.read_text().count(accelerator()) == 2
     assert "medians of the last 1 batches" in capsys.readouterr().out
-
-
-def test_an_error_after_training_is_none_of_its_business(capsys):
-    class Failing(Callback):
-        def on_validation_start(self, *args):
-            raise KeyError("late")
-
-    report = BalanceReport()
-    trainer = quiet_trainer(
-        BalancedDataParallelStrategy(), 2, precision="64-true", max_epochs=1, callbacks=[report, Failing()]
-    )
-    loader = DataLoader(dataset(11), batch_size=8)
+    failing = Failing("on_validation_start", KeyError("late"))
+    trainer = quiet_trainer(BalancedDataParallelStrategy(), 2, callbacks=[BalanceReport(), failing], **options)
     trainer.fit(Classifier(), loader)
     assert "medians" in capsys.readouterr().out
     with pytest.raises(KeyError, match="late"):
@@ -117,7 +112,7 @@ class Uneven(Classifier):
 
 
 def report(folder):
-    """Train for two epochs; return what was recorded, logged and said."""
+    """Train for two epochs; return the records, the logged rows and the warnings."""
     callback = JoinReport(log=True)
     logger = CSVLogger(folder, name=None, version="")
     options = {"precision": "64-true", "max_epochs": 2, "callbacks": [callback], "use_distributed_sampler": False}
@@ -137,7 +132,7 @@ def report(folder):
     }
 
 
-def test_every_rank_knows_what_each_rank_did(tmp_path, capsys):
+def test_every_rank_records_the_steps_of_all_ranks(tmp_path, capsys):
     found = run_processes(report, 2, str(tmp_path), timeout=120)
     counted = [
         {name: record[name] for name in ("epoch", "rank", "batches", "samples", "shadow_steps")}

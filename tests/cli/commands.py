@@ -25,6 +25,13 @@ def run_folder(folder):
     return found
 
 
+def names_setting(key, text):
+    """Return True if a message names a setting, or at least the beginning of a misspelt one."""
+    parts = key.split(".")
+    starts = (".".join(parts[:end]) for end in range(min(2, len(parts)), len(parts) + 1))
+    return f"`{parts[-1]}" in text or any(start in text for start in starts)
+
+
 OWN = """
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule

@@ -43,17 +43,6 @@ def test_the_default_run_learns_and_writes_every_file(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.stat().st_mode & stat.S_IWOTH]
 
 
-@pytest.mark.slow
-def test_lightnings_ddp_runs_with_two_processes_on_the_loopback_interface(tmp_path):
-    done = command(
-        tmp_path, "strategy=ddp", "trainer.devices=2", "process_group=gloo", "network=loopback", "trainer.max_epochs=1"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 processes on cpu" in done.stdout
-    assert done.stderr.count("gloo over") + done.stdout.count("gloo over") == 1
-    run_folder(tmp_path)  # both processes wrote to one folder
-
-
 def compared(printed):
     """Return the rows of the comparison with one process."""
     rows = printed.partition("The same batches in one process")[2].splitlines()

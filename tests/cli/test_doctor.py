@@ -21,7 +21,6 @@ from lightning_ddp_ext.cli.doctor import (
     speed_text,
     time_text,
 )
-from lightning_ddp_ext.clusters.slurm import candidate_ports
 from tests.distributed import rank_programs, rank_server
 from tests.support.ports import free_port
 from tests.support.processes import run_processes
@@ -65,29 +64,23 @@ def test_the_default_strategy_is_replaced_only_if_no_setting_is_about_it(
 
 
 @pytest.mark.usefixtures("_not_launched")
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "needs equally many. Use `strategy=ddp_join`."),
-        (["strategy=ddp", "data.train_fractions=[0.7,0.2,0.1]"], "got [0.7, 0.2, 0.1] for 2 processes"),
-        (["strategy=mine"], "whose processes `doctor` does not know how to start"),
-    ],
-)
-def test_settings_that_training_rejects_are_not_healthy(tmp_path, overrides, message):
+def test_settings_that_training_rejects_are_not_healthy(tmp_path):
     own = tmp_path / "conf" / "strategy" / "mine.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("_target_: lightning.pytorch.strategies.ModelParallelStrategy\n")
-    diagnosis = diagnose(_parse(["trainer.devices=2", "trainer.accelerator=cpu", *overrides]))
-    assert diagnosis.failed == "settings"
-    assert message in diagnosis.verdict
+    for overrides, message in (
+        (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "needs equally many. Use `strategy=ddp_join`."),
+        (["strategy=ddp", "data.train_fractions=[0.7,0.2,0.1]"], "got [0.7, 0.2, 0.1] for 2 processes"),
+        (["strategy=mine"], "whose processes `doctor` does not know how to start"),
+    ):
+        diagnosis = diagnose(_parse(["trainer.devices=2", "trainer.accelerator=cpu", *overrides]))
+        assert (diagnosis.failed, message in diagnosis.verdict) == ("settings", True), diagnosis.verdict
 
 
 def test_bandwidths_follow_nccls_tests():
     assert (SIZES[0], SIZES[-1]) == (2**10, 2**26)
     for world_size, factor in ((2, 1.0), (4, 1.5), (8, 1.75)):
-        measured = AllReduceTime(size=1000, seconds=0.5, world_size=world_size)
-        assert measured.algorithm_bandwidth == 2000
-        assert measured.bus_bandwidth == 2000 * factor
+        assert AllReduceTime(size=1000, seconds=0.5).bandwidths(world_size) == (2000, 2000 * factor)
     assert [time_text(0.00021), time_text(1.5)] == ["0.21 ms", "1.5 s"]
     assert [speed_text(1.234e9), speed_text(5e6)] == ["1.23 GB/s", "5 MB/s"]
 
@@ -101,7 +94,7 @@ TASK = {
 
 
 def play_doctor(folder):
-    """Play all situations; returns what became of the process of each by its name."""
+    """Play all situations; returns the ended process of each by its name."""
     folder = Path(folder)
     return {name: situation(folder) for name, situation in SITUATIONS.items()}
 
@@ -116,35 +109,15 @@ def _by_hand(port, nodes=1):
     return "strategy=ddp_join", "cluster=manual", "cluster.main_address=127.0.0.1", *numbers
 
 
-def _of_slurm(rank):
-    return {
-        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1",
-        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
-    }  # fmt: skip
-
-
-def _taken_port_of_slurm(folder):
-    arguments = ["strategy=ddp_join", "cluster=slurm", "cluster.num_nodes=1", "trainer.devices=2", CPU]
-    jobs = [
-        {"rank": rank, "arguments": {"arguments": arguments, "folder": str(folder), "env": {**_of_slurm(rank), **WIDE}}}
-        for rank in range(2)
-    ]
-    with socket.create_server(("127.0.0.1", candidate_ports(_of_slurm(0))[0])):
-        return rank_server.run(rank_programs.diagnose, jobs, 60.0, folder)[0]
-
-
 def _taken_port(folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         return _doctor(folder, *_by_hand(other.getsockname()[1]))
 
 
 SITUATIONS = {
-    "healthy": lambda folder: _doctor(folder),
-    "table": lambda folder: _doctor(folder, "strategy=ddp_join", "process_group=gloo", "network=loopback"),
+    "healthy": lambda folder: _doctor(folder, "process_group=gloo", "network=loopback"),
     "one process": lambda folder: _doctor(folder, "strategy=balanced_dp"),
     "taken port": _taken_port,
-    "taken port of SLURM": _taken_port_of_slurm,
     "missing rank": lambda folder: _doctor(folder, *_by_hand(free_port(), nodes=2), "--timeout=4", "trainer.devices=1"),
     "missing interface": lambda folder: _doctor(folder, "network=interface", "network.interface=nosuch0"),
     "missing backend": lambda folder: _doctor(folder, "process_group=mpi"),
@@ -156,7 +129,7 @@ SITUATIONS = {
 
 @dataclass(frozen=True)
 class Printed:
-    """What doctor printed: text and state of each row of the table, and the verdict."""
+    """The output of doctor: text and state of each row of the table, and the verdict."""
 
     rows: dict[str, tuple[str, str]]
     verdict: str
@@ -164,14 +137,11 @@ class Printed:
     @classmethod
     def parse(cls, output):
         *lines, verdict = output.splitlines()
-        rows = {}
+        rows, name = {}, ""
         for cells in (line.split("│") for line in lines if "│" in line):
             step, text, state = (cell.strip() for cell in cells[1:-1])
-            if step:
-                name = step
-                rows[name] = (text, state)
-            else:
-                rows[name] = (f"{rows[name][0]}\n{text}", rows[name][1])
+            name = step or name
+            rows[name] = (text, state) if step else (f"{rows[name][0]}\n{text}", rows[name][1])
         return cls(rows, verdict)
 
     @property
@@ -206,34 +176,18 @@ def outcomes(tmp_path_factory):
 
 
 def ended(outcome, code):
-    """What the process wrote to standard output."""
+    """Return the standard output of a process that has ended with an exit code."""
     assert not outcome["timed_out"], outcome["output"]
     assert outcome["value"] is not None, outcome["output"]
     assert outcome["value"]["code"] == code, outcome["output"]
     return outcome["value"]["stdout"]
 
 
-def rejected(outcome, step, *parts):
-    found = Printed.parse(ended(outcome, 1))
-    assert found.verdict.startswith("Not healthy: ")
-    assert found.failed == [step]
-    assert outcome["seconds"] < SOON
-    for part in parts:
-        assert part in found.verdict
-    return found
-
-
-def test_one_node_is_healthy_with_two_local_ranks(outcomes):
+def test_a_healthy_node_has_a_row_for_each_step(outcomes):
     found = Printed.parse(ended(outcomes["healthy"], 0))
-    found.check_healthy("(ranks 0, 1): lo 127.0.0.1")
-    assert "Healthy: 2 ranks on 1 node add up" in found.verdict
-
-
-def test_each_step_has_a_row(outcomes):
-    found = Printed.parse(ended(outcomes["table"], 0))
     assert list(found.rows) == ["settings", "nodes", "backend", "rendezvous", "network", "versions", "all-reduce"]
     text = {step: text for step, (text, _) in found.rows.items()}
-    assert "strategy=ddp_join, 2 ranks on 1 node" in text["settings"]
+    assert "strategy=ddp_checkpoint, 2 ranks on 1 node" in text["settings"]
     assert text["backend"] == "gloo"
     assert text["rendezvous"].startswith("127.0.0.1:")
     assert text["network"].startswith("gloo over ")
@@ -241,6 +195,7 @@ def test_each_step_has_a_row(outcomes):
     for name in ("Python", "torch", "lightning", "lightning-ddp-ext"):
         assert f"{name} " in text["versions"]
     found.check_healthy("(ranks 0, 1): lo 127.0.0.1")
+    assert "Healthy: 2 ranks on 1 node add up" in found.verdict
 
 
 def test_a_strategy_of_one_process_needs_no_network(outcomes):
@@ -249,38 +204,24 @@ def test_a_strategy_of_one_process_needs_no_network(outcomes):
     assert not {"backend", "rendezvous", "network", "all-reduce"} & set(found.rows)
 
 
-def test_a_port_of_another_program_is_named_with_the_program(outcomes):
-    rejected(outcomes["taken port"], "rendezvous", "already in use by `", "(process ", "Choose another port")
-
-
-def test_in_a_slurm_job_ranks_meet_at_another_port_as_in_training(outcomes):
-    outcome = outcomes["taken port of SLURM"]
-    Printed.parse(ended(outcome, 0)).check_healthy("(ranks 0, 1)")
-    assert "is in use: the ranks meet at port" in outcome["output"]
-
-
-def test_missing_ranks_are_named_within_the_limit(outcomes):
-    message = "rank 1 of 2 ranks did not join in time. Check that they have been started"
-    rejected(outcomes["missing rank"], "rendezvous", message)
-
-
-def test_a_missing_interface_is_named_once_though_two_ranks_lack_it(outcomes):
-    found = rejected(outcomes["missing interface"], "network", "`nosuch0` not found on node", "available: lo")
-    assert found.verdict.count("nosuch0") == 1
-    assert "2 ranks" in found.rows["settings"][0]
-
-
-def test_a_missing_backend_is_named(outcomes):
-    rejected(outcomes["missing backend"], "backend", "no backend `mpi`; available: gloo")
-
-
-def test_a_mistyped_setting_has_the_error_of_training(outcomes):
-    rejected(outcomes["mistyped"], "settings", "`strategy.bucket` is not a setting", "Valid: ")
-
-
-def test_a_slurm_job_that_does_not_fit_is_named_once(outcomes):
-    found = rejected(outcomes["SLURM"], "SLURM", "`SLURM_NTASKS=3`", "rank 3 is missing", "--ntasks-per-node=2")
-    assert found.rows["SLURM"][0].startswith("job 7")
+def test_the_failed_step_is_named_once_within_the_limit(outcomes):
+    found = {}
+    for name, (step, *parts) in {
+        "taken port": ("rendezvous", "already in use by `", "(process ", "Choose another port"),
+        "missing rank": ("rendezvous", "rank 1 of 2 ranks did not join in time. Check that they have been started"),
+        "missing interface": ("network", "`nosuch0` not found on node", "available: lo"),
+        "missing backend": ("backend", "no backend `mpi`; available: gloo"),
+        "mistyped": ("settings", "`strategy.bucket` is not a setting", "Valid: "),
+        "SLURM": ("SLURM", "`SLURM_NTASKS=3`", "rank 3 is missing", "--ntasks-per-node=2"),
+    }.items():
+        found[name] = Printed.parse(ended(outcomes[name], 1))
+        assert found[name].verdict.startswith("Not healthy: ")
+        assert found[name].failed == [step]
+        assert outcomes[name]["seconds"] < SOON
+        assert [part for part in parts if part not in found[name].verdict] == [], name
+    assert found["missing interface"].verdict.count("nosuch0") == 1  # though two ranks lack it
+    assert "2 ranks" in found["missing interface"].rows["settings"][0]
+    assert found["SLURM"].rows["SLURM"][0].startswith("job 7")
     assert ended(outcomes["SLURM, rank 1"], 0) == ""  # launchers end all ranks when one fails
     assert "SLURM_NTASKS" not in outcomes["SLURM, rank 1"]["output"]
 

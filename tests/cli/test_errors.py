@@ -2,65 +2,85 @@
 
 import pytest
 
-from tests.cli.commands import OWN, command
+from tests.cli.commands import OWN, command, names_setting
+
+MISTAKES = {
+    "strategy.gpu0_batchsize=2": "Did you mean `gpu0_batch_size`? Valid: balance, batch_dim",
+    "strategy.gpu0_batch_size=two": "`strategy.gpu0_batch_size`: Value 'two' of type 'str' could not be",
+    "strategy.gpu0_batch_size=-1": "in `strategy`: `gpu0_batch_size` must be at least 0, got -1",
+    "strategy=balanced": "`strategy=balanced` does not exist. Did you mean `balanced_dp`? Valid: balanced_dp, ddp",
+    "strategy.split=[1,x]": "`strategy.split[1]`: Value 'x' of type 'str' could not be converted to Float",
+    "strategy=[1": "`strategy=[1` is not a valid override",
+    "sede=1": "`sede` is not a setting. Did you mean `seed`?",
+    "network.interface=eth0": "Choose an option first, `network=...` (auto, interface, loopback)",
+    "model=custom": "`model._target_` has no value. Set it with `model._target_=...`.",
+    "model._target_=nowhere.Net": "in `model`: No module named 'nowhere'",
+    "strategy.gpu0_batch_size=2 strategy.split=[1,2]": "exclude each other",
+    "strategy.split=[1,2,3]": "has 3 entries for 2 devices",
+    "network=loopback": "`network=loopback` is set, but `strategy=balanced_dp` runs in one process",
+    "strategy=single trainer.devices=2": "`strategy=single` uses one device",
+    "strategy=ddp network=interface network.interface=nosuch0": "interface `nosuch0` not found",
+    "strategy=ddp network=interface": "no interface named",
+    "strategy=ddp process_group=mpi": "no backend `mpi`; available: gloo",
+    "strategy=ddp process_group=gloo process_group.init_method=x://y": "`init_method=x://y` is of no known",
+    "strategy=ddp cluster=manual cluster.num_nodes=2": "`cluster.node_rank` has no value",
+    "logger=null": "with `logger=null`: a group is null or a number. Leave it out for its default; callbacks",
+    "ckpt_path=nope.ckpt": "`ckpt_path=nope.ckpt` does not exist",
+    "trainer.sync_batchnorm=true": "cannot synchronise batch normalisation",
+    "strategy=ddp_join strategy.uneven_inputs=stopp": "`uneven_inputs` must be one of 'join', 'stop'",
+    "data.train_fractions=[0.7,0.2]": "in `data`: `train_fractions` must add up to 1, got [0.7, 0.2]",
+    "strategy=ddp_join data.train_fractions=[1.0]": "got [1.0] for 2 processes",
+    "strategy=ddp data.train_fractions=[0.7,0.3]": "`strategy=ddp` needs equally many",
+    "compare_single_process=true test=false": "`compare_single_process=true` compares the results of the test",
+    "strategy=ddp_join strategy.start_method=spawn compare_single_process=true": "`start_method=spawn` ends them",
+    # Each of these was a traceback, a hang or a message that named no setting.
+    "model.width=1000000000000": "",
+    "model.learning_rate=-1": "",
+    "seed=inf": "",
+    "trainer.limit_train_batches=abc": "",
+    "trainer.check_val_every_n_epoch=0": "",
+    "trainer.val_check_interval=0": "",
+    "trainer.max_time=abc": "",
+    "trainer.devices=1000000000000": "",
+    "callbacks.checkpoint._target_=builtins.dict": "",
+    "logger.csv=7": "",
+    "strategy=fsdp": "",
+    "strategy=ddp_join process_group=gloo process_group.timeout_seconds=-1": "",
+    "strategy=ddp_join cluster.num_nodes=2": "",
+    "model=byte_transformer data=stdlib_text model.heads=0": "",
+}
+# Mistakes that show when a run starts.
+MISTAKES_AT_THE_START = [
+    "trainer.profiler=7",
+    "trainer.val_check_interval=1000",
+    "trainer.max_steps=-1 trainer.max_epochs=-1",
+    "strategy.batch_dim=7",
+    "experiment=slow_replica model.milliseconds_per_sample=[1.0]",
+    "strategy=single experiment=byte_transformer model.block_size=16",
+    "strategy=single experiment=byte_transformer data.max_bytes=1000",
+    "strategy=single ckpt_path=best",
+    "strategy=single ckpt_path=nowhere://file",
+]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (
-            ["strategy.gpu0_batchsize=2"],
-            "`strategy.gpu0_batchsize` is not a setting. Did you mean `gpu0_batch_size`? Valid: balance, batch_dim",
-        ),
-        (["strategy.gpu0_batch_size=two"], "`strategy.gpu0_batch_size`: Value 'two' of type 'str' could not be"),
-        (["strategy.gpu0_batch_size=-1"], "in `strategy`: `gpu0_batch_size` must be at least 0, got -1"),
-        (
-            ["strategy=balanced"],
-            "`strategy=balanced` does not exist. Did you mean `balanced_dp`? Valid: balanced_dp, ddp",
-        ),
-        (["strategy.split=[1,x]"], "`strategy.split[1]`: Value 'x' of type 'str' could not be converted to Float"),
-        (["strategy=[1"], "`strategy=[1` is not a valid override"),
-        (["sede=1"], "`sede` is not a setting. Did you mean `seed`?"),
-        (["network.interface=eth0"], "Choose an option first, `network=...` (auto, interface, loopback)"),
-        (["model=custom"], "`model._target_` has no value. Set it with `model._target_=...`."),
-        (["model._target_=nowhere.Net"], "in `model`: No module named 'nowhere'"),
-        (["strategy.gpu0_batch_size=2", "strategy.split=[1,2]"], "exclude each other"),
-        (["strategy.split=[1,2,3]"], "has 3 entries for 2 devices"),
-        (["network=loopback"], "`network=loopback` is set, but `strategy=balanced_dp` runs in one process"),
-        (["strategy=single", "trainer.devices=2"], "`strategy=single` uses one device"),
-        (["strategy=ddp", "network=interface", "network.interface=nosuch0"], "interface `nosuch0` not found"),
-        (["strategy=ddp", "network=interface"], "no interface named"),
-        (["strategy=ddp", "process_group=mpi"], "no backend `mpi`; available: gloo"),
-        (
-            ["strategy=ddp", "process_group=gloo", "process_group.init_method=x://y"],
-            "`init_method=x://y` is of no known",
-        ),
-        (["strategy=ddp", "cluster=manual", "cluster.num_nodes=2"], "`cluster.node_rank` has no value"),
-        (["logger=null"], "with `logger=null`: a group is null or a number. Leave it out for its default; callbacks"),
-        (["ckpt_path=nope.ckpt"], "`ckpt_path=nope.ckpt` does not exist"),
-        (["trainer.sync_batchnorm=true"], "cannot synchronise batch normalisation"),
-        (["strategy=ddp_join", "strategy.uneven_inputs=stopp"], "`uneven_inputs` must be one of 'join', 'stop'"),
-        (["data.train_fractions=[0.7,0.2]"], "in `data`: `train_fractions` must add up to 1, got [0.7, 0.2]"),
-        (["strategy=ddp_join", "data.train_fractions=[1.0]"], "got [1.0] for 2 processes"),
-        (["strategy=ddp", "data.train_fractions=[0.7,0.3]"], "`strategy=ddp` needs equally many"),
-        (
-            ["compare_single_process=true", "test=false"],
-            "`compare_single_process=true` compares the results of the test",
-        ),
-        (
-            ["strategy=ddp_join", "strategy.start_method=spawn", "compare_single_process=true"],
-            "`start_method=spawn` ends them",
-        ),
-    ],
-)
-def test_a_mistake_ends_with_one_line_and_without_a_traceback(call_main, tmp_path, overrides, expected):
-    code, printed = call_main(*overrides)
-    assert code == 1
-    assert expected in printed.err
-    (line,) = printed.err.splitlines()
-    assert line.startswith("lightning-ddp-ext: ")
-    assert printed.out == ""
+def test_a_mistake_ends_with_one_line_that_names_the_setting(call_main, tmp_path):
+    for overrides, expected in MISTAKES.items():
+        code, printed = call_main(*overrides.split())
+        assert (code, printed.out) == (1, ""), overrides
+        (line,) = printed.err.splitlines()
+        assert line.startswith("lightning-ddp-ext: ")
+        assert expected in line
+        assert expected or names_setting(overrides.split()[-1].partition("=")[0], line), (overrides, line)
     assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_mistake_that_shows_when_a_run_starts_ends_without_a_traceback(call_main):
+    for overrides in MISTAKES_AT_THE_START:
+        code, printed = call_main(*overrides.split(), "trainer.enable_progress_bar=false")
+        line = printed.err.splitlines()[-1]
+        assert (code, "Traceback" in printed.err) == (1, False), overrides
+        assert line.startswith("lightning-ddp-ext: ")
+        assert names_setting(overrides.split()[-1].partition("=")[0], line), (overrides, line)
 
 
 def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):

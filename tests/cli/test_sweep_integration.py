@@ -1,7 +1,5 @@
 """Sweeps on one node."""
 
-import json
-import os
 import subprocess
 import sys
 
@@ -12,40 +10,22 @@ from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
 from lightning_ddp_ext import DDPJoinStrategy, UnsupportedFeatureError
+from tests.cli.commands import command
 
 pytestmark = pytest.mark.timeout(900)
-COMMAND = [sys.executable, "-m", "lightning_ddp_ext", "-m"]
 
-# Every rank of a job writes a record. In one job, rank 1 may fail.
+# Every rank of a job leaves a file. In one job, rank 1 may fail.
 RECORDING = """
-import json
-import os
-from pathlib import Path
-
-import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
-
 from lightning_ddp_ext.demo.digits import DigitsCNN
-
 
 class Recording(DigitsCNN):
     def __init__(self, fails=False, **arguments):
         super().__init__(**arguments)
-        self.fails = fails
+        self.fails, self.folder = fails, HydraConfig.get().runtime.output_dir
 
     def on_train_start(self):
-        hydra = HydraConfig.get()
-        made = dist.is_initialized()
-        record = {
-            "rank": dist.get_rank() if made else 0,
-            "world_size": dist.get_world_size() if made else 1,
-            "backend": dist.get_backend() if made else None,
-            "devices": self.trainer.num_devices,
-            "overrides": list(hydra.overrides.task),
-            "number": hydra.job.num,
-        }
-        folder = Path(hydra.runtime.output_dir)
-        (folder / f"rank-{record['rank']}-{os.getpid()}.json").write_text(json.dumps(record))
+        open(f"{self.folder}/rank-{self.global_rank}-of-{self.trainer.world_size}", "w").close()
         if self.fails and self.global_rank == 1:
             raise ArithmeticError("own bug of rank 1")
 """
@@ -56,50 +36,31 @@ SMALL = [
 ]  # fmt: skip
 
 
-def sweep(folder, *overrides, limit=600, **environment):
+def sweep(folder, *overrides):
     (folder / "recording.py").write_text(RECORDING)
-    return subprocess.run(
-        [*COMMAND, *SMALL, *overrides],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
+    return command(folder, "-m", *SMALL, *overrides, limit=600, OMP_NUM_THREADS="1")
 
 
-def jobs(folder):
-    """Return the records of all ranks by job number."""
-    return {
-        int(job.name): [json.loads(path.read_text()) for path in sorted(job.glob("rank-*.json"))]
-        for job in folder.glob("runs/*/*/*")
-        if job.is_dir() and job.name.isdecimal()
-    }
+def ranks_of_jobs(folder):
+    """Return the sorted files that the ranks of each job have left, by the folder of the job."""
+    jobs = sorted(job for job in folder.glob("**/*") if job.name.isdecimal())
+    return {job: sorted(path.name for path in job.glob("rank-*")) for job in jobs}
 
 
-def check_jobs(folder, expected):
-    """Compare the jobs with (strategy, world size, devices) of each, and their folders with their configurations."""
-    found = jobs(folder)
-    assert len(found) == len(expected)
-    for number, (strategy, world_size, devices) in enumerate(expected):
-        records = found[number]
-        assert [record["rank"] for record in records] == list(range(world_size))
-        assert {record["world_size"] for record in records} == {world_size}
-        assert {record["number"] for record in records} == {number}
-        assert len({tuple(record["overrides"]) for record in records}) == 1
-        assert f"strategy={strategy}" in records[0]["overrides"]
-        (path,) = folder.glob(f"runs/*/*/{number}/config.yaml")
-        assert OmegaConf.load(path).trainer.devices == devices
+def names_of(world_size):
+    return [f"rank-{rank}-of-{world_size}" for rank in range(world_size)]
 
 
 @pytest.mark.slow
 def test_every_job_has_separate_processes_configuration_and_folder(tmp_path):
-    strategies = ["ddp", "ddp_join", "balanced_dp"]
-    done = sweep(tmp_path, f"strategy={','.join(strategies)}", "trainer.devices=2,3")
+    done = sweep(tmp_path, "strategy=ddp,ddp_join,balanced_dp", "trainer.devices=2,3")
     assert done.returncode == 0, done.stderr
-    ranks = {"balanced_dp": 1}
-    check_jobs(tmp_path, [(name, ranks.get(name, number), number) for name in strategies for number in (2, 3)])
+    found = ranks_of_jobs(tmp_path / "runs")
+    assert [*found.values()] == [*map(names_of, (2, 3, 2, 3, 1, 1))]
+    configs = [OmegaConf.load(job / "config.yaml") for job in found]
+    assert [config.trainer.devices for config in configs] == [2, 3] * 3
+    names = [config.strategy._target_.rpartition(".")[2] for config in configs]
+    assert names[::2] == names[1::2] == ["ConnectedDDPStrategy", "DDPJoinStrategy", "BalancedDataParallelStrategy"]
 
 
 @pytest.mark.slow
@@ -112,7 +73,7 @@ def test_a_job_that_fails_on_one_rank_is_named_and_the_next_one_runs(tmp_path):
     assert "+model.fails=True" in message  # as Hydra writes it
     assert "ended with exit code" in message
     assert message.count("runs/") == 1
-    assert [len(records) for _, records in sorted(jobs(tmp_path).items())] == [2, 2]
+    assert [*ranks_of_jobs(tmp_path / "runs").values()] == [names_of(2)] * 2
 
 
 def test_every_job_that_cannot_start_is_named_and_the_first_one_again_at_the_end(call_main):
@@ -158,21 +119,16 @@ def test_strategies_in_other_applications_refuse_to_repeat_a_sweep(monkeypatch):
 
 OTHER = """
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_ddp_ext import DDPJoinStrategy
-
-class Recording(BoringModel):
-    def on_train_start(self):
-        open(f"{self.folder}/rank-{self.global_rank}-of-{self.trainer.world_size}", "w").close()
+from lightning_ddp_ext.demo.digits import DigitsData
+from recording import Recording
 
 @hydra.main(version_base="1.3", config_path=None)
 def main(config):
-    model, options = Recording(), dict(max_steps=2, logger=False, enable_checkpointing=False)
-    model.folder = HydraConfig.get().runtime.output_dir
-    strategy = DDPJoinStrategy(start_method="spawn")
-    Trainer(strategy=strategy, accelerator="cpu", devices=config.devices, **options).fit(model)
+    strategy, options = DDPJoinStrategy(start_method="spawn"), dict(logger=False, enable_checkpointing=False)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=config.devices, max_steps=2, **options)
+    trainer.fit(Recording(width=4), DigitsData())
 
 if __name__ == "__main__":
     main()
@@ -181,9 +137,9 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_the_remedy_for_other_applications_is_right(tmp_path):
+    (tmp_path / "recording.py").write_text(RECORDING)
     (tmp_path / "other.py").write_text(OTHER)
     command = [sys.executable, "other.py", "-m", "+devices=2,3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    found = {job.name: {path.name for path in job.glob("rank-*")} for job in tmp_path.glob("multirun/*/*/[0-9]")}
-    assert found == {"0": {"rank-0-of-2", "rank-1-of-2"}, "1": {"rank-0-of-3", "rank-1-of-3", "rank-2-of-3"}}
+    assert [*ranks_of_jobs(tmp_path / "multirun").values()] == [names_of(2), names_of(3)]

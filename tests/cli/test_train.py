@@ -39,30 +39,15 @@ SCRIPT = {
 TASK = {**SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
 
 
-@pytest.fixture
-def refuse(call_main):
-    """Run the training command, which has to end with one line."""
-
-    def run(*overrides, **environ):
-        code, printed = call_main(*overrides, "trainer.accelerator=cpu", **environ)
-        assert code == 1
-        (line,) = printed.err.splitlines()
-        assert line.startswith("lightning-ddp-ext: ")
-        return line
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("environ", "overrides", "part"),
-    [
-        (SCRIPT, ["strategy=ddp"], "Put `srun` before the command"),
-        (TASK, ["strategy=ddp", "trainer.devices=3"], "rank 2 is missing"),
+def test_a_launch_that_does_not_fit_is_refused(call_main):
+    for environ, overrides, part in (  # variables of a launch stay set in the next
         ({"OMPI_COMM_WORLD_SIZE": "3"}, [], "a launcher has started `OMPI_COMM_WORLD_SIZE=3`"),
-    ],
-)
-def test_a_launch_that_does_not_fit_is_refused(refuse, environ, overrides, part):
-    assert part in refuse(*overrides, **environ)
+        ({"OMPI_COMM_WORLD_SIZE": "1", **SCRIPT}, ["strategy=ddp"], "Put `srun` before the command"),
+        (TASK, ["strategy=ddp", "trainer.devices=3"], "rank 2 is missing"),
+    ):
+        code, printed = call_main(*overrides, "trainer.accelerator=cpu", **environ)
+        (line,) = printed.err.splitlines()
+        assert (code, line.startswith("lightning-ddp-ext: "), part in line) == (1, True, True), line
 
 
 @pytest.mark.slow
@@ -76,57 +61,40 @@ def test_a_port_that_rank_0_cannot_have_ends_every_rank_with_one_line(tmp_path):
     assert any("Address already in use by" in message for message in messages)
 
 
-@pytest.mark.parametrize(
-    ("environ", "found", "is_alone"),
-    [
+def test_launchers_are_distinguished_from_interactive_shells(monkeypatch):
+    for environ, found, is_alone in (
         ({}, None, False),
         ({"WORLD_SIZE": "1"}, None, True),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE", False),
         ({"SLURM_STEP_NUM_TASKS": "1"}, None, True),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS", False),
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4000"}, None, False),
-    ],
-)
-def test_launchers_are_distinguished_from_interactive_shells(monkeypatch, environ, found, is_alone):
-    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PTY_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert find_launcher() == found
-    assert is_started_alone() == is_alone
+    ):
+        monkeypatch.setattr(os, "environ", environ)
+        assert (find_launcher(), is_started_alone()) == (found, is_alone), environ
 
 
 def test_strategies_with_a_process_group_are_known_by_their_class():
-    several = {
+    for target, expected in {
         "lightning.pytorch.strategies.DDPStrategy": True,  # without the settings of the packaged options
         "lightning.pytorch.strategies.ModelParallelStrategy": True,
         "lightning.pytorch.strategies.SingleDeviceStrategy": False,
         "lightning_ddp_ext.DDPJoinStrategy": True,
         "lightning_ddp_ext.BalancedDataParallelStrategy": False,
-        "lightning_ddp_ext.strategies.builtin.ddp_strategy": True,
+        "lightning_ddp_ext.strategies.builtin.ConnectedDDPStrategy": True,
         "lightning_ddp_ext.strategies.builtin.single_device_strategy": False,
         "nosuch.Strategy": True,  # an error of the run, which has its own message
-    }
-    found = {target: has_process_group(OmegaConf.create({"strategy": {"_target_": target}})) for target in several}
-    assert found == several
+    }.items():
+        assert has_process_group(OmegaConf.create({"strategy": {"_target_": target}})) == expected, target
 
 
-def check(world_size=1, environment=None, cluster=None, folder="runs/mine", mode=RunMode.RUN):
-    """Check a run of a Trainer with this world size and cluster environment."""
-    config = OmegaConf.create({"cluster": cluster or {}, "data": {}})
-    hydra = OmegaConf.create({"run": {"dir": folder}, "mode": mode, "runtime": {"choices": {"strategy": "plain"}}})
-    strategy = SimpleNamespace(cluster_environment=environment)
-    check_run(config, hydra, SimpleNamespace(strategy=strategy, world_size=world_size, num_nodes=1))
+def test_runs_of_a_rank_without_the_others_and_in_separate_folders_are_refused(monkeypatch):
+    def check(world_size=1, environment=None, cluster=None, folder="runs/mine", mode=RunMode.RUN):
+        config = OmegaConf.create({"cluster": cluster or {}, "data": {}})
+        hydra = OmegaConf.create({"run": {"dir": folder}, "mode": mode, "runtime": {"choices": {"strategy": "plain"}}})
+        strategy = SimpleNamespace(cluster_environment=environment)
+        check_run(config, hydra, SimpleNamespace(strategy=strategy, world_size=world_size, num_nodes=1))
 
-
-def test_a_rank_of_several_is_not_refused_as_a_run_of_one_process(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    check(world_size=2)
-    with pytest.raises(LaunchError, match="a launcher has started `WORLD_SIZE=2`"):
-        check(world_size=1)
-
-
-def test_a_slurm_job_whose_tasks_do_not_share_a_folder_is_refused():
     folder, slurm = "runs/${now:%H-%M-%S}", SLURMEnvironment()
     for mode in (RunMode.RUN, None):
         with pytest.raises(LaunchError, match="separate run folder"):
@@ -134,6 +102,10 @@ def test_a_slurm_job_whose_tasks_do_not_share_a_folder_is_refused():
     check(environment=slurm, folder=folder, mode=RunMode.MULTIRUN)
     check(environment=slurm, folder=folder, cluster={"_target_": "an.Environment"})
     check(environment=slurm, folder="runs/mine")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check(world_size=2)
+    with pytest.raises(LaunchError, match="a launcher has started `WORLD_SIZE=2`"):
+        check(world_size=1)
 
 
 def test_devices_are_counted_as_the_trainer_does(monkeypatch):
@@ -162,27 +134,24 @@ def test_devices_are_counted_as_the_trainer_does(monkeypatch):
             assert problems(devices=[0, 1, 2]) == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy", "expected"),
-    [
-        ("cpu", "ddp_join", ("cpu", 2)),
-        ("cuda", "ddp_join", ("cuda", 3)),
-        ("cuda", "single", ("cuda", 1)),
-        ("registered", "balanced_dp", ("registered", 3)),
-        ("unknown", "ddp_join", ("cpu", 2)),  # to Lightning
-        ("mps", "single", ("mps", 1)),
-        ("mps", "ddp_join", ("cpu", 2)),  # Lightning trains in one process there
-    ],
-)
-def test_a_run_uses_the_accelerator_of_the_machine(monkeypatch, kind, strategy, expected):
-    monkeypatch.setattr(validate, "find_accelerator", lambda: kind)
+def test_a_run_uses_the_accelerator_of_the_machine(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     monkeypatch.setitem(AcceleratorRegistry, "registered", {})
-    trainer = {"accelerator": None, "devices": None, "num_nodes": 1}
-    config = {"ckpt_path": None, "network": None, "process_group": None, "seed": 0, "trainer": trainer}
-    config = OmegaConf.create({**config, "strategy": {"_target_": "lightning_ddp_ext.DDPJoinStrategy"}})
-    prepare_config(config, OmegaConf.create({"strategy": strategy}))
-    assert (config.trainer.accelerator, config.trainer.devices) == expected
+    for kind, strategy, *expected in (
+        ("cpu", "ddp_join", "cpu", 2),
+        ("cuda", "ddp_join", "cuda", 3),
+        ("cuda", "single", "cuda", 1),
+        ("registered", "balanced_dp", "registered", 3),
+        ("unknown", "ddp_join", "cpu", 2),  # to Lightning
+        ("mps", "single", "mps", 1),
+        ("mps", "ddp_join", "cpu", 2),  # Lightning trains in one process there
+    ):
+        monkeypatch.setattr(validate, "find_accelerator", lambda kind=kind: kind)
+        trainer = {"accelerator": None, "devices": None, "num_nodes": 1}
+        config = {"ckpt_path": None, "network": None, "process_group": None, "seed": 0, "trainer": trainer}
+        config = OmegaConf.create({**config, "strategy": {"_target_": "lightning_ddp_ext.DDPJoinStrategy"}})
+        prepare_config(config, OmegaConf.create({"strategy": strategy}))
+        assert [config.trainer.accelerator, config.trainer.devices] == expected, kind
 
 
 @pytest.mark.parametrize(
@@ -232,21 +201,17 @@ def test_a_requeued_job_without_a_checkpoint_starts_from_the_beginning(tmp_path,
     assert trainer.global_step == 1
 
 
-def trainer_with_records():
+def test_curves_and_replicas_are_drawn(tmp_path, monkeypatch):
     report = BalanceReport()
     report.records = [ReplicaRecord(batch, replica, "cpu", 4, 0.01, 0.0) for batch in range(20) for replica in (0, 1)]
-    return SimpleNamespace(callbacks=[report])
-
-
-def test_curves_and_replicas_are_drawn(tmp_path, monkeypatch):
-    draw_run(tmp_path, SimpleNamespace(callbacks=[]))  # nothing to draw
-    assert not list(tmp_path.iterdir())
+    trainer = SimpleNamespace(callbacks=[report])
+    draw_run(tmp_path, SimpleNamespace(callbacks=[]))  # without curves and records
     find_spec = importlib.util.find_spec
     with monkeypatch.context() as without:
         without.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
         with pytest.warns(UserWarning, match=r"Install `lightning-ddp-ext\[demo\]`"):
-            draw_run(tmp_path, trainer_with_records())
+            draw_run(tmp_path, trainer)
     assert not list(tmp_path.iterdir())
     (tmp_path / "metrics.csv").write_text("step,epoch,train_loss,accuracy\n1,0,0.5,\n2,0,,0.9\n3,0,0.4,\n")
-    draw_run(tmp_path, trainer_with_records())
+    draw_run(tmp_path, trainer)
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.conftest import skip
@@ -157,36 +156,18 @@ class SlurmCluster:
 
     def wait(self, job, limit):
         """Wait for the end of a job and return its state."""
-        return self._await(job, limit, lambda: (state := self.show(job)["JobState"]) in _ENDED and state)
-
-    def await_output(self, job, text, limit):
-        """Wait until a job has printed something."""
-        return self._await(job, limit, lambda: text in self.output(job))
-
-    def _await(self, job, limit, question):
         deadline = time.monotonic() + limit
-        while not (answer := question()):
+        while (state := self.show(job)["JobState"]) not in _ENDED:
             if time.monotonic() > deadline:
                 self.cancel_all()
                 raise AssertionError(f"job {job}, {self.show(job)}, after {limit:g} s: {self.output(job)[-4000:]}")
             time.sleep(0.2)
-        return answer
+        return state
 
     def output(self, job):
         """What a job has printed."""
         path = Path(self.show(job)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
-
-    def task(self, job, rank):
-        """The process of a task, which `srun` has started."""
-        wanted = {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank)}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                environment = process.environ()
-                is_step = "SLURM_STEP_ID" in environment
-                if is_step and wanted.items() <= environment.items() and "slurm" not in process.name():
-                    return process
-        raise AssertionError(f"job {job} has no task {rank}")
 
     def variables(self, *command):
         """The variables of SLURM in the first process that `srun ...` or `salloc ...` starts, or in a batch script."""

@@ -6,7 +6,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import BackendError, ManualEnvironment, NetworkInterfaceError
 from lightning_ddp_ext.distributed import backends
-from lightning_ddp_ext.strategies.builtin import ddp_strategy
+from lightning_ddp_ext.strategies.builtin import ConnectedDDPStrategy
 
 
 def trainer(strategy, **options):
@@ -15,19 +15,19 @@ def trainer(strategy, **options):
 
 def test_the_trainer_refuses_what_does_not_suit_nodes_devices_and_launcher(monkeypatch):
     with pytest.raises(NetworkInterfaceError, match="which other nodes cannot reach, and the run has 2 of them"):
-        trainer(ddp_strategy(network_interface="loopback"), num_nodes=2)
+        trainer(ConnectedDDPStrategy(network_interface="loopback"), num_nodes=2)
     monkeypatch.setitem(backends._BUILT, "nccl", lambda: True)
     with pytest.raises(BackendError, match="does not communicate for cpu devices"):
-        trainer(ddp_strategy(process_group_backend="nccl"))
+        trainer(ConnectedDDPStrategy(process_group_backend="nccl"))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(BackendError, match="Install `mpi4py`"):
-        trainer(ddp_strategy(), plugins=[LightningEnvironment()])
+        trainer(ConnectedDDPStrategy(), plugins=[LightningEnvironment()])
 
 
 def test_a_manual_cluster_gives_lightning_the_rank_of_a_node():
     environment = ManualEnvironment(num_nodes=3, node_rank=2, main_address="node1", main_port=29501)
-    strategy = trainer(ddp_strategy(), plugins=[environment], num_nodes=3).strategy
+    strategy = trainer(ConnectedDDPStrategy(), plugins=[environment], num_nodes=3).strategy
     assert strategy.cluster_environment is environment
     assert (environment.main_address, environment.main_port, environment.node_rank()) == ("node1", 29501, 2)
     strategy.set_world_ranks()

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from lightning_ddp_ext.clusters.slurm import candidate_ports, find_problems, step_name, summarize, tasks_per_node
+from lightning_ddp_ext.clusters.slurm import find_problems, step_port, summarize, tasks_per_node
 
 # What SLURM 22.05 gives `sbatch --nodes=2 --ntasks-per-node=2`: to the script, and to the tasks that `srun` starts.
 SCRIPT = {
@@ -36,10 +36,8 @@ def srun(tasks, per_node, spread=None, nodes=2, **changes):
         ({}, 2, 2),
         (TASK, 2, 2),
         (srun(2, 1), 2, 1),
-        (srun(1, None, nodes=1), 1, 1),
         # the tasks that were started, however they were asked for
         (srun(2, None), 2, 1),
-        (srun(4, 3), 2, 2),
         # a script or a shell on one node, whose processes Lightning starts
         (changed(SCRIPT, SLURM_NTASKS=None, SLURM_NTASKS_PER_NODE=None, SLURM_NNODES="1"), 1, 2),
         (changed(SCRIPT, SLURM_JOB_NAME="interactive", SLURM_PROCID=None), 1, 2),
@@ -67,14 +65,8 @@ def test_tasks_that_fit_are_no_problem(environ, num_nodes, devices):
         (srun(4, None, "3,1"), 2, 2, ["`SLURM_STEP_TASKS_PER_NODE=3,1` puts 3 tasks on a node with `devices=2`"]),
         (TASK, 1, 2, ["`SLURM_NNODES=2` differs from `num_nodes=1`", "Set `num_nodes=2`"]),
         (srun(2, 1, SLURM_JOB_NAME="bash"), 2, 1, ["`SLURM_JOB_NAME=bash`", "2 tasks", "`--job-name=train`"]),
-        (srun(4, 2, SLURM_JOB_NAME="interactive"), 2, 2, ["`SLURM_JOB_NAME=interactive`"]),
         (SCRIPT, 2, 2, ["`SLURM_JOB_ID=7`", "`SLURM_STEP_ID=`", "the only one of 4", "Put `srun` before"]),
         (changed(SCRIPT, SLURM_STEP_ID=str(0xFFFFFFFB)), 2, 2, ["`SLURM_STEP_ID=4294967291`", "Put `srun` before"]),
-        (
-            changed(SCRIPT, SLURM_NTASKS=None, SLURM_NTASKS_PER_NODE=None), 2, 1,
-            ["the only one of 2", "Put `srun` before"],
-        ),
-        (changed(SCRIPT, SLURM_JOB_NAME="interactive"), 2, 2, ["the only one of 4"]),
     ],
 )  # fmt: skip
 def test_tasks_that_do_not_fit_are_named_once_with_variables_and_a_remedy(environ, num_nodes, devices, parts):
@@ -92,26 +84,10 @@ def test_problems_are_counted_tasks_per_node_read_and_a_job_summarized():
     assert summarize(TASK).startswith("job 7, `SLURM_JOB_NAME=train`, `SLURM_NNODES=2`, `SLURM_NTASKS=4`")
 
 
-STEP = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}
-
-
-def test_candidate_ports_differ_between_steps_and_lie_where_lightnings_do_which_is_the_first():
-    assert candidate_ports(STEP)[0] == 19711
-    assert candidate_ports({"SLURM_JOB_ID": "1234567"})[0] == 19567
-    for job in (1, 4711, 9999, 10000, 123456789):
-        ports = candidate_ports({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "3", "SLURM_RESTART_COUNT": "2"})
-        assert len(set(ports)) == len(ports) == 4
-        assert all(15000 <= port < 25000 for port in ports)
+def test_the_port_is_lightnings_in_the_first_step_and_another_one_in_near_steps_restarts_and_jobs():
+    assert [step_port({"SLURM_JOB_ID": job}) for job in ("4711", "1234567")] == [19711, 19567]
     near = [
         {"SLURM_JOB_ID": str(4711 + job), "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restarts)}
         for job, step, restarts in itertools.product(range(5), range(3), range(3))
     ]
-    ports = [port for environ in near for port in candidate_ports(environ)]
-    assert len(set(ports)) == len(ports)
-
-
-def test_the_name_of_a_step_changes_with_job_step_and_requeue():
-    changes = ({}, {"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"})
-    names = [step_name({**STEP, **change}) for change in changes]
-    assert len(set(names)) == len(names)
-    assert step_name({**STEP, "SLURM_PROCID": "1", "SLURM_NODEID": "1"}) == names[0]
+    assert len(set(map(step_port, near))) == len(near)

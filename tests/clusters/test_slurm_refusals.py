@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import CheckedSLURMEnvironment, ClusterError
-from lightning_ddp_ext.clusters.slurm import candidate_ports, rendezvous_ports
+from lightning_ddp_ext.clusters.slurm import rendezvous_port
 
 SOON = 5.0  # seconds
 
@@ -142,12 +142,13 @@ def test_what_may_be_meant_is_not_refused(become, monkeypatch, start, num_nodes,
     trainer(num_nodes, devices)
 
 
-def test_a_job_has_several_ports_unless_somebody_has_chosen_one(become, monkeypatch):
+def test_a_job_has_the_port_of_its_step_unless_the_user_has_chosen_one(become, monkeypatch):
     become("fits")
-    ports = candidate_ports(os.environ)
-    environment = CheckedSLURMEnvironment()
-    assert environment.main_port == ports[0]
-    assert rendezvous_ports(environment) == ports
-    assert rendezvous_ports(SLURMEnvironment()) == ports  # although it puts its port into the environment
+    ours, lightnings = CheckedSLURMEnvironment(), SLURMEnvironment()
+    for number, port in (("0", 15000), ("1", 15037)):
+        monkeypatch.setenv("SLURM_STEP_ID", number)
+        monkeypatch.setenv("SLURM_JOB_ID", "0")
+        assert [rendezvous_port(environment) for environment in (ours, lightnings)] == [port, port]
+        monkeypatch.delenv("MASTER_PORT")  # Lightning puts its port there
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert rendezvous_ports(environment) == rendezvous_ports(SLURMEnvironment()) == [29500]
+    assert [rendezvous_port(environment) for environment in (ours, lightnings)] == [29500, 29500]

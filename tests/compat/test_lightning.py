@@ -50,9 +50,6 @@ def test_strategies_use_these_private_names_of_lightning_only():
             if isinstance(node, ast.Attribute | ast.FunctionDef):
                 used.add(node.attr if isinstance(node, ast.Attribute) else node.name)
     assert used & (private | {"_layer_sync"}) == {"_configure_launcher", "_layer_sync"}
-
-
-def test_the_last_call_of_the_trainers_constructor_lets_a_strategy_refuse():
     called = []
 
     class Refusing(balanced_dp.BalancedDataParallelStrategy):
@@ -91,12 +88,6 @@ def test_the_loop_is_asked_before_each_batch(tmp_path):
     assert lightning_loops.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
 
 
-def test_how_a_strategy_starts_processes_is_known():
-    assert lightning.repeats_the_command(DDPStrategy())
-    assert not lightning.repeats_the_command(DDPStrategy(start_method="spawn"))
-    assert lightning.repeats_the_command(FSDPStrategy())
-
-
 class Constant(LightningModule):
     def __init__(self, value):
         super().__init__()
@@ -120,65 +111,48 @@ def test_a_restarted_job_is_tested_with_the_weights_it_has(tmp_path, monkeypatch
     assert module.value.item() == (2 if kept else 1)
 
 
-def test_the_owner_of_a_data_hook_is_found():
+def test_a_module_owns_its_data_hooks_and_takes_on_a_device():
     class Module(LightningModule):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
             return batch
 
-    trainer = make_trainer()
-    module = Module()
+    trainer, module = make_trainer(), Module()
     trainer.strategy.connect(module)
     trainer._data_connector.attach_data(module)
     assert lightning.data_hook_owner(trainer, "transfer_batch_to_device") is module
-
-
-def test_a_module_takes_on_a_device():
-    module = LightningModule()
     lightning.adopt_device(module, torch.device("meta"))
-    assert module.device == torch.device("meta")
-    assert module._metric_attributes is None
+    assert (module.device, module._metric_attributes) == (torch.device("meta"), None)
 
 
-@pytest.mark.parametrize(
-    ("iterables", "mode", "expected"),
-    [
+def test_a_batch_of_each_loader_is_distinguished_from_a_list_of_samples():
+    trainer = make_trainer()
+    for iterables, mode, expected in (
         ([1, 1], "min_size", True),
         ([1, 1], "sequential", False),
         ({"a": 1, "b": 1}, "min_size", False),
         ([1, 1, 1], "min_size", False),
-    ],
-)
-def test_a_batch_of_each_loader_is_told_from_a_list_of_samples(iterables, mode, expected):
-    trainer = make_trainer()
-    trainer.training = True
-    trainer.fit_loop._combined_loader = CombinedLoader(iterables, mode)
-    assert lightning_loaders.is_list_of_batches(trainer, [None, None]) is expected
-    trainer.training = False
-    assert not lightning_loaders.is_list_of_batches(trainer, [None, None])
+    ):
+        trainer.training = True
+        trainer.fit_loop._combined_loader = CombinedLoader(iterables, mode)
+        assert lightning_loaders.is_list_of_batches(trainer, [None, None]) is expected
+        trainer.training = False
+        assert not lightning_loaders.is_list_of_batches(trainer, [None, None])
 
 
-def test_the_steps_that_are_logged_are_known():
+def test_logged_steps_and_steps_without_a_backward_pass_are_known():
     trainer = make_trainer(log_every_n_steps=2)
+    loop = trainer.fit_loop.epoch_loop
     trainer.training = True
-    trainer.fit_loop.epoch_loop._batches_that_stepped = 1
-    assert lightning_loops.logs_now(trainer)
-    trainer.fit_loop.epoch_loop._batches_that_stepped = 2
-    assert not lightning_loops.logs_now(trainer)
+    for steps, logs in ((1, True), (2, False)):
+        loop._batches_that_stepped = steps
+        assert lightning_loops.logs_now(trainer) == logs
+    assert not lightning_loops.leaves_out_backward(trainer)
+    trainer.fit_loop._skip_backward = True
+    assert lightning_loops.leaves_out_backward(trainer)
+    assert loop.automatic_optimization._skip_backward
 
 
-def test_steps_that_fetch_their_own_batches_are_recognised():
-    class Fetching(LightningModule):
-        def training_step(self, dataloader_iter):
-            pass
-
-        def validation_step(self, batch, batch_idx):
-            pass
-
-    assert lightning.takes_dataloader_iter(Fetching(), "training_step")
-    assert not lightning.takes_dataloader_iter(Fetching(), "validation_step")
-
-
-def test_steps_with_two_arguments_take_the_batch_index():
+def test_the_arguments_of_steps_are_recognised():
     class Two(LightningModule):
         def training_step(self, batch, number):
             pass
@@ -187,8 +161,13 @@ def test_steps_with_two_arguments_take_the_batch_index():
         def training_step(self, batch):
             pass
 
-    assert lightning.takes_batch_idx(Two())
-    assert not lightning.takes_batch_idx(One())
+    class Fetching(LightningModule):
+        def training_step(self, dataloader_iter):
+            pass
+
+    modules = [Two(), One(), Fetching()]
+    assert [lightning.takes_batch_idx(module) for module in modules] == [True, False, False]
+    assert [lightning.takes_dataloader_iter(module, "training_step") for module in modules] == [False, False, True]
 
 
 def test_the_trainer_knows_an_interactive_session(monkeypatch):
@@ -210,7 +189,9 @@ def test_a_trainer_reads_the_accelerator_of_a_strategy_before_its_other_settings
     assert sources == [3, 0, 0]  # the constructor, and both sides of `accelerator`
 
 
-def test_planned_ends_and_exits_are_recognised():
+def test_launches_and_ends_are_recognised():
+    launched = [DDPStrategy(), DDPStrategy(start_method="spawn"), FSDPStrategy()]
+    assert [lightning.repeats_the_command(strategy) for strategy in launched] == [True, False, True]
     errors = [SIGTERMException(143), _TunerExitException(), SystemExit(), SystemExit(0), SystemExit(1), ValueError()]
     assert [lightning.is_planned_end(error) for error in errors] == [True, True, False, False, False, False]
     assert [lightning.is_exit(error) for error in errors] == [False, False, True, True, False, False]
@@ -236,22 +217,17 @@ class Failing(Callback):
         events.append(type(exception))
 
 
-def test_an_error_passes_what_surrounds_a_launch_before_callbacks_hear_of_it():
+def test_an_error_passes_the_context_of_a_launch_before_callbacks_see_it():
     events.clear()
     trainer = make_trainer(strategy="ddp", callbacks=[Failing()])
     lightning.surround_launch(trainer.strategy.launcher, surround)
     with pytest.raises(RuntimeError, match="explained"):
         trainer.fit(BoringModel())
     assert events == ["surrounded", RuntimeError]
-
-
-def test_what_surrounds_a_launch_is_pickled_with_the_launcher():
-    trainer = Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, logger=False)
-    launcher = trainer.strategy.launcher
+    launcher = make_trainer(strategy="ddp_spawn", devices=2).strategy.launcher
     lightning.surround_launch(launcher, surround)
     copied = pickle.loads(pickle.dumps(launcher.launch))
-    assert copied.args[1] is surround
-    assert type(copied.args[0]) is type(launcher)
+    assert (copied.args[1], type(copied.args[0])) == (surround, type(launcher))
 
 
 def test_loops_ask_a_source_for_their_loaders():
@@ -270,33 +246,18 @@ def test_loops_ask_a_source_for_their_loaders():
     assert len(asked) == 2
 
 
-def test_what_has_been_done_is_known_in_every_hook_that_saves():
+def test_the_progress_is_known_in_every_hook_that_saves():
     found = []
 
-    class Looking(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            found.append(("batch", lightning_resuming.find_progress(trainer).done))
+    def looking(name):
+        return lambda self, trainer, *_: found.append((name, lightning_resuming.find_progress(trainer).done))
 
-        def on_validation_start(self, trainer, *_):
-            found.append(("validation", lightning_resuming.find_progress(trainer).done))
-
-        def on_validation_end(self, trainer, *_):
-            found.append(("validated", lightning_resuming.find_progress(trainer).done))
-
-        def on_train_epoch_end(self, trainer, *_):
-            found.append(("epoch", lightning_resuming.find_progress(trainer).done))
-
-    trainer = make_trainer(
-        max_epochs=1, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, callbacks=[Looking()]
-    )
-    trainer.fit(BoringModel())
-    assert found == [
-        ("batch", "step"),
-        ("batch", "step"),
-        ("validation", "step"),
-        ("validated", "validation"),
-        ("epoch", "epoch"),
-    ]
+    hooks = ("on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end")
+    callback = type("Looking", (Callback,), {hook: looking(hook) for hook in hooks})()
+    options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    make_trainer(**options, callbacks=[callback]).fit(BoringModel())
+    done = ["step", "step", "step", "validation", "epoch"]
+    assert found == [*zip((hooks[0], *hooks), done, strict=True)]
 
 
 def test_a_run_may_begin_at_the_end_of_an_epoch():
@@ -356,13 +317,10 @@ def test_the_loader_of_the_loop_and_its_mode_are_found():
     assert not lightning.is_hook_of_loop(module, "batch_to_device")
 
 
-def test_combined_loaders_save_their_state_where_it_is_overridden():
+def test_combined_loaders_save_their_state_and_wrapped_samplers_are_recognised():
     source = inspect.getsource(type(make_trainer().fit_loop))
     assert "_combined_loader._state_dicts()" in source
     assert "_combined_loader._load_state_dicts(" in source
-
-
-def test_a_sampler_that_lightning_has_wrapped_is_recognised():
     wrapped = DistributedSamplerWrapper(SequentialSampler(range(4)), num_replicas=2, rank=0)
     assert lightning_loaders.is_sampler_wrapper(wrapped)
     wrapped.dataset.reset()
@@ -372,13 +330,8 @@ def test_a_sampler_that_lightning_has_wrapped_is_recognised():
 
 def test_batch_hooks_of_evaluation_are_silenced():
     called = []
-
-    class Calling(BoringModel):
-        def on_validation_batch_start(self, *_):
-            called.append("hook")
-
-    module = Calling()
-    trainer = make_trainer(callbacks=[Callback()])
+    module, trainer = BoringModel(), make_trainer(callbacks=[Callback()])
+    module.on_validation_batch_start = lambda *_: called.append("hook")
     trainer.strategy.connect(module)
     with lightning_loops.without_batch_hooks(trainer):
         module.on_validation_batch_start(None, 0)
@@ -438,11 +391,3 @@ def test_logging_is_followed_and_described():
     assert not {"update_metrics", "_extract_batch_size"} & set(vars(results))
     assert "batch_size = self._extract_batch_size(self[key], batch_size, meta)" in inspect.getsource(type(results).log)
     assert not {"on_batch_end", "epoch_end_reached", "on_epoch_end"} & set(vars(trainer._logger_connector))
-
-
-def test_training_steps_without_a_backward_pass_are_recognised():
-    trainer = make_trainer()
-    assert not lightning_loops.leaves_out_backward(trainer)
-    trainer.fit_loop._skip_backward = True
-    assert lightning_loops.leaves_out_backward(trainer)
-    assert trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward

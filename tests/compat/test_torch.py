@@ -17,23 +17,13 @@ from lightning_ddp_ext._compat import torch_collectives
 from lightning_ddp_ext.join.active_ranks import ProcessGroupRedirect
 
 
-def test_parts_of_a_flat_tensor_are_views():
-    flat = torch.arange(7.0)
-    first, second = compat_torch.views_of(flat, [torch.zeros(2, 3), torch.zeros(())])
-    first[1, 2] = second[...] = 9
-    assert flat.tolist() == [0, 1, 2, 3, 4, 9, 9]
-
-
-def test_tensors_are_flattened_whatever_their_strides():
+def test_tensors_are_flattened_whatever_their_strides_and_parts_are_views():
     tensors = [torch.arange(4.0).view(2, 2).t(), torch.tensor(7.0), torch.ones(1, 1).expand(2, 1)]
-    assert compat_torch.flatten(tensors).tolist() == [0, 2, 1, 3, 7, 1, 1]
-
-
-def test_what_torch_is_told_to_ignore_is_found():
-    module = nn.Linear(2, 2)
-    assert compat_torch.ignored_by_ddp(module) == []
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, {"bias"})
-    assert compat_torch.ignored_by_ddp(module) == ["bias"]
+    flat = compat_torch.flatten(tensors)
+    assert flat.tolist() == [0, 2, 1, 3, 7, 1, 1]
+    first, second, _ = compat_torch.views_of(flat, tensors)
+    first[1, 1] = second[...] = 9
+    assert flat.tolist() == [0, 2, 1, 9, 9, 1, 1]
 
 
 def test_tensors_count_changes_in_place():
@@ -46,41 +36,38 @@ def test_tensors_count_changes_in_place():
     assert compat_torch.version_of(inferred) == -1
     assert compat_torch.versions_of([tensor, tensor]) == [compat_torch.version_of(tensor)] * 2
     assert compat_torch.versions_of([tensor, inferred, None]) == [compat_torch.version_of(tensor), -1, 0]
+    versions = compat_torch.TensorVersions([tensor, tensor, None, inferred])
+    assert versions.changed([tensor, tensor.clone(), None, inferred]) == {1, 3}  # replaced, and without a version
+    tensor.add_(1)
+    assert versions.changed([tensor, tensor, torch.ones(1), inferred]) == {0, 1, 2, 3}
+    assert versions.changed([tensor]) == {0, 1, 2, 3}
+    assert compat_torch.TensorVersions([tensor, None]).changed([tensor, None]) == set()
 
 
-def test_modules_keep_their_tree_and_hooks_where_expected():
-    attributes = nn.Linear(1, 1).__dict__
-    assert attributes.keys() >= compat_torch.STRUCTURE
-    assert attributes.keys() >= set(compat_torch.HOOKS)
-
-
-def test_every_batch_normalisation_has_the_same_base():
+def test_modules_keep_tree_hooks_and_ignored_names_where_expected():
+    module = nn.Linear(2, 2)
+    assert vars(module).keys() >= compat_torch.STRUCTURE | set(compat_torch.HOOKS)
+    assert compat_torch.ignored_by_ddp(module) == []
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, {"bias"})
+    assert compat_torch.ignored_by_ddp(module) == ["bias"]
     layers = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
     assert all(issubclass(layer, compat_torch.BatchNorm) for layer in layers)
 
 
-def test_gradient_hooks_of_parameters_are_recognised():
-    plain, hooked, late = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    hooked.register_hook(lambda gradient: None)
-    late.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert [compat_torch.has_gradient_hooks(p) for p in (plain, hooked, late)] == [False, True, True]
-
-
-def test_a_hook_that_waits_for_a_gradient_can_be_replaced():
-    parameter, seen = nn.Parameter(torch.zeros(1)), []
-    assert compat_torch.post_accumulate_hooks(parameter) == {}
-    handle = parameter.register_post_accumulate_grad_hook(lambda _: seen.append("first"))
-    assert torch.utils.hooks.RemovableHandle.next_id == handle.id + 1
-    compat_torch.post_accumulate_hooks(parameter)[handle.id] = lambda _: seen.append("second")
-    parameter.sum().backward()
-    handle.remove()
-    parameter.sum().backward()
-    assert seen == ["second"]
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_optimizers_inside_of_the_backward_pass_are_recognised():
-    plain, stepped = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+def test_hooks_of_gradients_are_recognised_and_replaced():
+    plain, hooked, late, stepped = (nn.Parameter(torch.zeros(1)) for _ in range(4))
+    seen = []
+    hooked.register_hook(lambda gradient: None)
+    assert compat_torch.post_accumulate_hooks(late) == {}
+    handle = late.register_post_accumulate_grad_hook(lambda _: seen.append("first"))
+    assert torch.utils.hooks.RemovableHandle.next_id == handle.id + 1
+    assert [compat_torch.has_gradient_hooks(p) for p in (plain, hooked, late)] == [False, True, True]
+    compat_torch.post_accumulate_hooks(late)[handle.id] = lambda _: seen.append("second")
+    late.sum().backward()
+    handle.remove()
+    late.sum().backward()
+    assert seen == ["second"]
     before = torch.utils.hooks.RemovableHandle.next_id
     optim = importlib.import_module("torch.distributed.optim")  # not before, because it warns
     optim._apply_optimizer_in_backward(torch.optim.SGD, [stepped], {"lr": 0.1})
@@ -88,7 +75,7 @@ def test_optimizers_inside_of_the_backward_pass_are_recognised():
     assert [compat_torch.steps_in_backward(parameter) for parameter in (plain, stepped)] == [False, True]
 
 
-def test_what_compilation_wraps_is_found():
+def test_a_compiled_module_and_the_end_of_a_parametrization_cache_are_found():
     layer = nn.Linear(2, 2)
     assert compat_torch.uncompiled(layer) is layer
     assert compat_torch.uncompiled(torch.compile(layer, backend="eager")) is layer
@@ -97,11 +84,7 @@ def test_what_compilation_wraps_is_found():
     assert compat_torch.called_attribute(layer) == "_compiled_call_impl"
     layer.__dict__["_compiled_call_impl"] = lambda inputs: "called"
     assert layer(None) == "called"
-
-
-def test_the_end_of_a_use_of_the_cache_of_parametrizations_puts_a_new_one_in_its_place():
     before = compat_torch.parametrization_cache()
-    assert compat_torch.parametrization_cache() is before
     with nn.utils.parametrize.cached():
         with nn.utils.parametrize.cached():
             pass
@@ -110,6 +93,7 @@ def test_the_end_of_a_use_of_the_cache_of_parametrizations_puts_a_new_one_in_its
 
 
 def test_iterators_have_the_names_that_count():
+    assert "self._get_iterator()" in inspect.getsource(DataLoader.__iter__)
     for kind in (torchs._SingleProcessDataLoaderIter, torchs._MultiProcessingDataLoaderIter):
         assert "self._next_data()" in inspect.getsource(kind.__mro__[1].__next__)
         assert "_next_data" in vars(kind)
@@ -118,12 +102,6 @@ def test_iterators_have_the_names_that_count():
     assert isinstance(batches._collate_fn, compat_torch._CountingCollate)
     assert isinstance(batches, torchs._SingleProcessDataLoaderIter)
     assert len(next(batches)) == compat_torch.samples_of(batches) == 2
-
-
-def test_the_methods_that_make_iterators_are_torchs():
-    assert DataLoader.__iter__.__module__ == DataLoader._get_iterator.__module__ == "torch.utils.data.dataloader"
-    assert compat_torch._has_torchs_iterator(DataLoader(range(3)))
-    assert "self._get_iterator()" in inspect.getsource(DataLoader.__iter__)
 
 
 def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
@@ -187,16 +165,13 @@ def test_objects_are_read_and_nothing_is_none(group):
         c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group)
 
 
-def test_the_store_of_a_group_is_cloned_and_known_to_be_a_file(group):
+def test_the_store_of_a_group_is_cloned_and_gloo_ignores_an_abort(group):
+    """Once gloo aborts collectives, `distributed.connections` is no longer needed."""
     store = torch_collectives.cloned_store(group)
     store.set("a", "b")
     assert store.get("a") == b"b"
     assert torch_collectives.keeps_store_in_file(dist.PrefixStore("a", store))
     assert not torch_collectives.keeps_store_in_file(dist.PrefixStore("a", dist.HashStore()))
-
-
-def test_gloo_ignores_an_abort(group):
-    """Once gloo aborts collectives, `distributed.connections` is no longer needed."""
     torch_collectives.abort_groups()
     value = torch.ones(1)
     dist.all_reduce(value)

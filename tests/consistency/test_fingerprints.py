@@ -54,14 +54,11 @@ def test_a_change_of_one_bit_is_seen_in_any_block_hashed_alone_or_with_others(si
     assert fingerprint(data) == original
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_changes_of_several_signs_do_not_cancel(dtype):
+def test_changes_of_several_signs_do_not_cancel():
     # The sign is a word's last bit: the products of odd multipliers with it are all the same.
-    zeros = torch.zeros(12, dtype=dtype)
-    found = set()
-    for signs in itertools.product([False, True], repeat=len(zeros)):
-        found.add(fingerprint(torch.where(torch.tensor(signs), -zeros, zeros)))
-    assert len(found) == 2 ** len(zeros)
+    for zeros in (torch.zeros(12), torch.zeros(12, dtype=torch.float64)):
+        signs = itertools.product([False, True], repeat=len(zeros))
+        assert len({fingerprint(torch.where(torch.tensor(one), -zeros, zeros)) for one in signs}) == 2 ** len(zeros)
 
 
 def test_swapped_elements_and_swapped_blocks_are_seen():
@@ -119,12 +116,6 @@ def test_sparse_and_nested_tensors_have_fingerprints():
         assert fingerprint(one) == fingerprint(same) != fingerprint(cut_otherwise)
 
 
-def test_tensors_without_data_have_fingerprints_of_their_shape():
-    one, other = torch.empty(3, device="meta"), torch.empty(4, device="meta")
-    assert fingerprint(one) == fingerprint(torch.empty(3, device="meta")) != fingerprint(other)
-    assert fingerprint(nn.LazyLinear(3).weight) == fingerprint(nn.LazyLinear(4).weight)
-
-
 def test_a_fingerprint_is_the_same_in_every_version_of_the_program():
     # Ranks that run different versions would otherwise differ in everything.
     assert fingerprint(torch.arange(10)) == -4716412058636028864
@@ -147,11 +138,6 @@ def test_tensors_are_described_by_dtype_and_shape():
     assert describe(torch.eye(2).to_sparse()) == "float32 sparse_coo [2, 2]"
     assert describe(torch.nested.nested_tensor([torch.ones(2)])) == "float32 nested [1, ...]"
     assert describe(nn.LazyLinear(3).weight) == "float32, uninitialized"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("size", SIZES)
-def test_a_cuda_device_gives_the_same_fingerprint(size):
-    data = random_bytes(size)
-    assert fingerprint(data.cuda()) == fingerprint(data)
+    one, other = torch.empty(3, device="meta"), torch.empty(4, device="meta")  # no data: by their shape
+    assert fingerprint(one) == fingerprint(torch.empty(3, device="meta")) != fingerprint(other)
+    assert fingerprint(nn.LazyLinear(3).weight) == fingerprint(nn.LazyLinear(4).weight)

@@ -1,7 +1,6 @@
 """What ranks do in the network tests; imported by every process, and cheap apart from torch and Lightning."""
 
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -13,9 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_ddp_ext import DDPJoinStrategy, ManualEnvironment, RendezvousError
-from lightning_ddp_ext.clusters.process_group_options import Connection
-from lightning_ddp_ext.distributed import stores
+from lightning_ddp_ext import DDPJoinStrategy, ManualEnvironment
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.strategies.builtin import ConnectedDDPStrategy
 
@@ -36,18 +33,6 @@ def join(*, delay=0.0, umask=None, **settings):
     dist.barrier()
     dist.destroy_process_group()
     return {"sum": value.item(), "network": str(network), "listening": listening, **variables}
-
-
-def join_unaware(**settings):
-    """The same on a node that does not have the main address, although the address leads there."""
-    stores._is_this_node = lambda host: False
-    return join(**settings)
-
-
-def join_and_die(**settings):
-    """Create the process group, and end without tidying up."""
-    init_process_group(backend="gloo", timeout=timedelta(seconds=10), **settings)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SocketTable(Callback):
@@ -74,9 +59,9 @@ def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_si
         os.environ.update(MASTER_ADDR=main_address, MASTER_PORT=str(main_port), LOCAL_RANK=str(rank))
     settings["timeout"] = timedelta(seconds=settings.get("timeout", 10))
     table, module = SocketTable(), BoringModel()
-    chosen = DDPJoinStrategy(**settings) if strategy == "ddp_join" else ConnectedDDPStrategy(Connection(**settings))
+    chosen = DDPJoinStrategy if strategy == "ddp_join" else ConnectedDDPStrategy
     trainer = Trainer(
-        strategy=chosen,
+        strategy=chosen(**settings),
         accelerator="cpu", devices=1 if num_nodes > 1 else world_size, num_nodes=num_nodes, plugins=plugins,
         callbacks=[table], max_steps=2, limit_val_batches=0, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
@@ -92,34 +77,10 @@ def train(*, main_address, main_port, num_nodes=1, node_rank=0, rank=0, world_si
 
 
 def train_with_fault(**settings):
-    """Train with a fault, see `fault_ranks`."""
-    from tests.strategies import fault_ranks
+    """Train with a fault, see `faults`."""
+    from tests.strategies import faults
 
-    return fault_ranks.train(**settings)
-
-
-def join_twice(**settings):
-    """Create a process group, the same one again, and one of another size."""
-    settings = {"backend": "gloo", "network_interface": "auto", **settings, "timeout": timedelta(seconds=10)}
-    init_process_group(**settings)
-    again = init_process_group(**settings)
-    dist.barrier()
-    try:
-        init_process_group(**{**settings, "world_size": 3})
-    except RendezvousError as error:
-        return [again, str(error)]
-    return [again, ""]
-
-
-def time_all_reduces(**settings):
-    """Return the rows measured without a limit, and with one that is over at once."""
-    from lightning_ddp_ext.cli.doctor import measure_all_reduce  # not every program pays for Hydra
-
-    init_process_group(backend="gloo", timeout=timedelta(seconds=10), **settings)
-    cpu = torch.device("cpu")
-    rows = [measure_all_reduce(cpu, sizes=(1024, 4096), limit=limit) for limit in (60.0, 0.0)]
-    dist.destroy_process_group()
-    return [[[row.size, row.seconds, row.world_size] for row in measured] for measured in rows]
+    return faults.train(**settings)
 
 
 def diagnose(*, arguments, folder):
@@ -137,12 +98,3 @@ def diagnose(*, arguments, folder):
         code = ended.code
     sys.stdout.flush()
     return {"code": code, "stdout": path.read_text()}
-
-
-def serve_as_agent(*, port, run=None):
-    """Own the store of all attempts, as torchrun's agent does, or the store of another run."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    if run is not None:
-        store.set(stores.run_key(run), "")
-    while store.check([]):
-        time.sleep(0.1)

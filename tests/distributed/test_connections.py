@@ -47,30 +47,24 @@ def works(pair):
         return False
 
 
-def test_those_that_a_block_opens_are_broken_and_no_others(connect):
+def test_connections_that_a_block_opens_are_broken_and_no_others(connect):
     before = connect()
     with tracked_connections():
         during = connect()
     with tracked_connections(lasting=True):
         lasting = connect()
-    after = connect()
-    assert break_connections() == 2
-    assert [works(pair) for pair in (before, during, lasting, after)] == [True, False, True, True]
-    assert works(connect())  # the listener was there before
-    assert break_connections() == 0
-    assert break_connections(lasting=True) == 2
-    assert not works(lasting)
-
-
-def test_who_waits_in_another_thread_is_woken(connect):
-    with tracked_connections():
-        _, other = connect()
+    break_rest()
+    assert works(lasting)  # nothing was broken before
     received = []
-    thread = threading.Thread(target=lambda: received.append(other.recv(1)))
+    thread = threading.Thread(target=lambda: received.append(during[1].recv(1)))
     thread.start()
-    break_connections()
+    assert break_connections() == 2
     thread.join(30)
-    assert received == [b""]
+    assert received == [b""]  # the thread was woken
+    assert [works(pair) for pair in (before, during, lasting, connect())] == [True, False, True, True]
+    assert break_connections() == 0
+    break_rest()
+    assert not works(lasting)
 
 
 def test_a_listener_and_connections_to_a_spared_port_stay():
@@ -94,16 +88,6 @@ def test_a_descriptor_that_is_used_again_is_left_alone(connect):
     pair = connect()
     assert break_connections() == 0
     assert works(pair)
-
-
-def test_the_rest_is_broken_at_the_end_only_where_something_was_before(connect):
-    with tracked_connections(lasting=True):
-        pair = connect()
-    break_rest()
-    assert works(pair)
-    break_connections()
-    break_rest()
-    assert not works(pair)
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux counts the bytes of a connection")

@@ -3,13 +3,33 @@
 Limits are far above what is measured, and far below the 50 s that gloo takes with a time limit of 10 s.
 """
 
+import itertools
+
 import pytest
 
 from tests.cli.test_doctor import CPU, WIDE, Printed
+from tests.conftest import skip
+from tests.distributed.hosts import Hosts, reason_to_skip
 
 SOON = 20.0  # seconds
 AT_ONCE = 5.0
 TIMEOUT = 10.0
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    reason = reason_to_skip()
+    if reason:
+        skip(f"no hosts of network namespaces: {reason}")
+    made = Hosts(2, tmp_path_factory.mktemp("hosts"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def ports():
+    """Ports of the hosts that no test has used yet; nothing else runs there."""
+    return itertools.count(29500)
 
 
 @pytest.fixture
@@ -45,50 +65,37 @@ def failed(outcomes, kind, *parts, within):
             assert part in outcome.error
 
 
-@pytest.mark.parametrize(
-    ("flavour", "address"),
-    [
-        ("good", "node1"),
-        ("debian", "node1"),
-        ("debian", "10.77.0.1"),
-        ("none", "10.77.0.1"),
-        ("wrong", "10.77.0.1"),
-        ("good", "fd00:77::1"),
-    ],
-)
-def test_auto_finds_the_interface_that_connects_the_nodes(run, flavour, address):
-    values = worked(run(address, flavour=flavour))
-    for value in values:
-        assert value["network"] == "gloo over node1: eth0 (10.77.0.1), rank 0; node2: eth0 (10.77.0.2), rank 1"
-        assert value["GLOO_SOCKET_IFNAME"] == "eth0"
-        assert value["NCCL_SOCKET_IFNAME"] == "=eth0"
+BOTH = "gloo over node1: eth0 (10.77.0.1), rank 0; node2: eth0 (10.77.0.2), rank 1"
 
 
 @pytest.mark.parametrize(
-    ("address", "settings", "chosen", "listening"),
+    ("address", "settings", "expected"),  # parts of the result of rank 0
     [
-        ("node1", {"flavour": "debian", "places": (1, 1, 2, 2)}, "eth0", None),
-        ("node1", {"flavour": "debian", "places": (1, 2, 1)}, "eth0", None),
-        ("node2", {"flavour": "wrong", "places": (2, 2)}, "lo", "127.0.0.1"),  # one node
-        ("node1", {}, "eth0", "10.77.0.1"),
-        ("node1", {"flavour": "debian"}, "eth0", "10.77.0.1"),
-        ("10.77.0.1", {"flavour": "wrong", "network_interface": "eth0"}, "eth0", None),
-        ("node1", {"network_interface": None}, None, None),
+        ("node1", {}, {"network": BOTH, "listening": ["10.77.0.1"], "NCCL_SOCKET_IFNAME": "=eth0"}),
+        ("node1", {"flavour": "debian"}, {"network": BOTH, "listening": ["10.77.0.1"]}),
+        ("10.77.0.1", {"flavour": "none"}, {"network": BOTH}),
+        ("10.77.0.1", {"flavour": "wrong"}, {"network": BOTH}),
+        ("fd00:77::1", {}, {"network": BOTH}),
+        ("node1", {"flavour": "debian", "places": (1, 2, 1)}, {"GLOO_SOCKET_IFNAME": "eth0"}),
+        ("node2", {"flavour": "wrong", "places": (2, 2)}, {"GLOO_SOCKET_IFNAME": "lo", "listening": ["127.0.0.1"]}),
+        ("10.77.0.1", {"flavour": "wrong", "network_interface": "eth0"}, {"GLOO_SOCKET_IFNAME": "eth0"}),
+        ("node1", {"network_interface": None}, {"GLOO_SOCKET_IFNAME": None}),
     ],
 )
-def test_ranks_use_one_interface_and_rank_0_listens_on_its_address_only(run, address, settings, chosen, listening):
+def test_ranks_use_the_interface_that_connects_them_and_rank_0_listens_on_its_address_only(
+    run, address, settings, expected
+):
     values = worked(run(address, **settings))
-    assert {value["GLOO_SOCKET_IFNAME"] for value in values} == {chosen}
-    assert listening is None or values[0]["listening"] == [listening]
+    assert expected.items() <= values[0].items()
+    assert len({(value["network"], value["GLOO_SOCKET_IFNAME"]) for value in values}) == 1
 
 
-@pytest.mark.parametrize("flavour", ["good", "wrong"])
-def test_hosts_without_ipv4_are_connected(hosts, run, flavour):
+def test_hosts_without_ipv4_are_connected(hosts, run):
     ours = [f"addr del 10.77.0.{n}/24 dev eth0" for n in (1, 2)]
     for n, line in enumerate(ours, start=1):
         hosts.configure(n, line)
     try:
-        values = worked(run("fd00:77::1", flavour=flavour))
+        values = worked(run("fd00:77::1"))
     finally:
         for n, line in enumerate(ours, start=1):
             hosts.configure(n, line.replace("del", "add"))
@@ -121,7 +128,6 @@ LOOPBACK = ["Set `network.interface` to `auto`"]
         ),
         ("node1", {"network_interface": "eth2"}, ["`eth2`", "node1", "node2", "10.99.0.1", "No route to host"], SOON),
         ("node1", {"network_interface": "nosuch0"}, ["`nosuch0` not found on node node", "eth1 (10.88."], AT_ONCE),
-        ("node1", {"network_interface": "lo"}, ["`network.interface=lo`"], AT_ONCE),
         ("node1", {"network_interface": "loopback"}, ["`network.interface=loopback`"], AT_ONCE),
     ],
 )  # fmt: skip
@@ -135,27 +141,17 @@ def test_an_interface_that_one_node_lacks_is_an_error_on_both(run):
     failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on node node2", within=SOON)
 
 
-def test_a_main_address_without_a_route_is_named(run):
+def test_a_main_address_that_is_unknown_or_without_a_route_is_named(run):
     outcomes = run("node1", flavour="wrong", timeout=2)
     failed(outcomes[1:], "RendezvousError", "node1:", "Network is unreachable", "Set the main address", within=SOON)
     failed(outcomes[:1], "RendezvousError", "rank 1 of 2 ranks did not join", within=SOON)
-
-
-def test_an_unknown_main_address_is_named(run):
     outcomes = run("node1", flavour="none", timeout=2)
     failed(outcomes[1:], "RendezvousError", "node1:", "instead of `node1`", within=SOON)
 
 
-def test_a_rank_0_that_never_starts_is_named(hosts, ports):
-    settings = {"world_size": 2, "main_address": "10.77.0.1", "main_port": next(ports), "num_nodes": 2, "timeout": 2}
-    outcomes = hosts.run("join", [(2, {**settings, "rank": 1})])
-    failed(outcomes, "RendezvousError", f"10.77.0.1:{settings['main_port']}", "Connection refused", within=SOON)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_join"])
-def test_the_trainer_runs_over_the_chosen_interface_and_listens_nowhere_else(hosts, ports, strategy):
+def test_the_trainer_runs_over_the_chosen_interface_and_listens_nowhere_else(hosts, ports):
     shared = {"num_nodes": 2, "main_address": "node1", "main_port": next(ports), "network_interface": "auto"}
-    shared["strategy"] = strategy
+    shared["strategy"] = "ddp_join"
     outcomes = hosts.run("train", [(n, {**shared, "node_rank": n - 1}) for n in (1, 2)], flavour="debian", limit=60)
     values = [outcome.value for outcome in outcomes]
     assert all(values), "\n".join(outcome.output for outcome in outcomes)
@@ -189,15 +185,6 @@ def diagnose(hosts, ports, tmp_path):
     return run
 
 
-def rejected_by_rank_0(outcomes, step, other_code=0):
-    # A launcher that ends all ranks when one fails must not stop rank 0 before it has printed.
-    assert [outcome.value["code"] for outcome in outcomes] == [1, other_code], outcomes[1].output
-    assert outcomes[1].value["stdout"] == ""
-    found = Printed.parse(outcomes[0].value["stdout"])
-    assert found.failed == [step]
-    return found
-
-
 def test_two_nodes_are_healthy_and_listed_with_their_interfaces(diagnose):
     outcomes = diagnose("network=auto")
     assert [outcome.value["code"] for outcome in outcomes] == [0, 0], outcomes[0].output
@@ -211,21 +198,12 @@ def test_two_nodes_are_healthy_and_listed_with_their_interfaces(diagnose):
 
 
 def test_an_interface_that_leads_nowhere_is_named_with_the_one_that_leads_to_rank_0(diagnose):
-    found = rejected_by_rank_0(diagnose("network=interface", "network.interface=eth1"), "network")
+    outcomes = diagnose("network=interface", "network.interface=eth1")
+    # A launcher that ends all ranks when one fails must not stop rank 0 before it has printed.
+    assert [outcome.value["code"] for outcome in outcomes] == [1, 0], outcomes[1].output
+    assert outcomes[1].value["stdout"] == ""
+    found = Printed.parse(outcomes[0].value["stdout"])
+    assert found.failed == ["network"]
     for part in ("node node1", "node node2", "`eth1`", "Network is unreachable", "Rank 0 was reached over `eth0`."):
         assert part in found.verdict
     assert "node2 (rank 1" in found.rows["nodes"][0]
-
-
-@pytest.mark.slow
-def test_a_node_that_is_cut_off_is_named(hosts, diagnose):
-    route = "unreachable 10.77.0.1/32"
-    hosts.configure(2, f"route add {route}")
-    try:
-        outcomes = diagnose("network=auto")
-    finally:
-        hosts.configure(2, f"route del {route}")
-    found = rejected_by_rank_0(outcomes, "rendezvous", other_code=1)
-    assert "rank 1 of 2 ranks did not join in time" in found.verdict
-    assert "rank 1 on node node2 could not connect to rank 0 at 10.77.0.1" in outcomes[1].output
-    assert "No route to host" in outcomes[1].output

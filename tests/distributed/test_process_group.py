@@ -1,8 +1,9 @@
 """Settings of a process group, ports of a node, and errors of a rendezvous that fails, in one process."""
 
+import contextlib
 import os
+import re
 import socket
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,19 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed import backends, process_group
-from lightning_ddp_ext.distributed.backends import available_backends, check_backend, check_mpirun
-from lightning_ddp_ext.distributed.init_method import RendezvousEndpoint, parse_init_method
-from lightning_ddp_ext.distributed.ports import explain_failures, first_connection, listen, port_error
-from lightning_ddp_ext.distributed.stores import connect_store
+from lightning_ddp_ext.distributed import backends, network_choice, rendezvous
+from lightning_ddp_ext.distributed.backends import check_backend, check_mpirun
+from lightning_ddp_ext.distributed.interfaces import Interface
+from lightning_ddp_ext.distributed.ports import explain_failures, listen, port_error
+from lightning_ddp_ext.distributed.process_group import init_process_group
+from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, connect_store, parse_init_method
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError
 from tests.support.ports import free_port
 
 
 def test_endpoints_are_parsed_and_written():
     for text, endpoint, written in (
-        (None, RendezvousEndpoint(), None),
-        ("env://", RendezvousEndpoint(), None),
+        (None, None, None),
+        ("env://", None, None),
         ("tcp://node1:29501", RendezvousEndpoint("node1", 29501), "node1:29501"),
         ("tcp://10.0.0.1:29501/", RendezvousEndpoint("10.0.0.1", 29501), "10.0.0.1:29501"),
         ("tcp://[fd00::1]:29501", RendezvousEndpoint("fd00::1", 29501), "[fd00::1]:29501"),
@@ -32,51 +34,38 @@ def test_endpoints_are_parsed_and_written():
         assert written is None or str(endpoint) == written
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
+def test_other_forms_are_rejected():
+    for text, reason in (
         ("node1:29501", "is of no known form. Use `env://`, `tcp://host:port` or `file:///path`"),
-        ("http://node1:29501", "is of no known form"),
         ("env://node1", "is of no known form"),
         ("tcp://node1", "needs a host and a port"),
         ("tcp://:29501", "needs a host and a port"),
         ("tcp://node1:port", "Use `env://`"),
-        ("tcp://node1:99999", "Use `env://`"),
         ("tcp://node1:29501/path", "needs a host and a port"),
-        ("tcp://node1:29501?rank=0", r"leave out `\?rank=0`"),
+        ("tcp://node1:29501?rank=0", "leave out `?rank=0`"),
         ("file://relative/path", "needs an absolute path"),
         ("file:///", "needs an absolute path"),
-    ],
-)
-def test_other_forms_are_rejected(text, reason):
-    with pytest.raises(ValueError, match=reason):
-        parse_init_method(text)
+    ):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            parse_init_method(text)
 
 
-def test_available_backends_are_accepted_and_listed():
+def test_available_backends_are_accepted_and_others_rejected_with_the_alternative(monkeypatch):
     for backend in (None, "gloo", "GLOO", "cpu:gloo"):
         check_backend(backend)
         check_backend(backend, "cpu")
-    assert "gloo" in available_backends()
-    assert not {"fake", "undefined"} & set(available_backends())
-
-
-@pytest.mark.parametrize(
-    ("backend", "remedy"),
-    [
+    monkeypatch.setattr(backends, "_BUILT", {**dict.fromkeys(backends._BUILT, lambda: False), "gloo": lambda: True})
+    for backend, remedy in (
         ("mpi", "Use `gloo`, also for processes that `mpirun` starts."),
         ("nccl", "or install a build of torch with CUDA"),
         ("ucc", "Use `gloo` on CPUs"),
         ("cpu:gloo,cuda:nccl", "no backend `nccl`"),
-        ("glo", "no backend `glo`; available: gloo. Use one of these"),
-    ],
-)
-def test_a_backend_missing_from_torch_is_rejected_with_the_alternative(monkeypatch, backend, remedy):
-    monkeypatch.setattr(backends, "_BUILT", {**dict.fromkeys(backends._BUILT, lambda: False), "gloo": lambda: True})
-    with pytest.raises(BackendError, match="available: gloo") as raised:
-        check_backend(backend)
-    assert f"`process_group_backend={backend}`" in str(raised.value)
-    assert remedy in str(raised.value)
+        ("fake", "no backend `fake`; available: gloo. Use one of these"),
+    ):
+        with pytest.raises(BackendError, match="available: gloo") as raised:
+            check_backend(backend)
+        assert f"`process_group_backend={backend}`" in str(raised.value)
+        assert remedy in str(raised.value)
 
 
 def test_a_backend_for_other_devices_is_rejected_and_a_registered_one_is_accepted(monkeypatch):
@@ -121,35 +110,24 @@ def test_an_address_of_another_node_cannot_be_listened_on():
 @pytest.mark.parametrize("address", ["127.0.0.1", None])
 def test_a_listening_port_is_reached_without_an_answer_and_other_failures_are_explained(address):
     refused, unknown = ("127.0.0.1", free_port()), ("no.such.host.invalid", 1)
-    with listen(address, 0) as listening:
+    with listen(address, 0) as listening, contextlib.ExitStack() as stack, listen("127.0.0.1", 0) as full:
         reached = ("127.0.0.1", listening.getsockname()[1])
-        assert first_connection([refused, reached]) == "127.0.0.1"
-        failures = explain_failures([reached, refused, unknown])
-    assert failures.keys() == {refused, unknown}
-    assert failures[refused] == "Connection refused"
-
-
-def test_no_answer_takes_as_long_as_the_limit():
-    full = listen("127.0.0.1", 0)
-    full.listen(0)
-    target = full.getsockname()
-    waiting = []
-    for _ in range(4):  # fill the queue of connections, which nobody accepts
-        connecting = socket.socket()
-        connecting.setblocking(False)
-        connecting.connect_ex(target)
-        waiting.append(connecting)
-    started = time.monotonic()
-    assert explain_failures([target], 0.2) == {target: "no answer within 0.2 s"}
-    assert time.monotonic() - started < 5
-    for connection in (full, *waiting):
-        connection.close()
+        full.listen(0)
+        for _ in range(4):  # fill the queue of connections, which nobody accepts
+            connecting = stack.enter_context(socket.socket())
+            connecting.setblocking(False)
+            connecting.connect_ex(full.getsockname())
+        failures = explain_failures([reached, refused, unknown, full.getsockname()], 0.5)
+    assert len(failures) == 3
+    assert failures.pop(refused) == "Connection refused"
+    assert failures.pop(unknown)
+    assert list(failures.values()) == ["no answer within 0.5 s"]
 
 
 def init(**settings):
     one_second = timedelta(seconds=1)
     shared = {"backend": "gloo", "world_size": 2, "main_address": "127.0.0.1", "main_port": 1, "timeout": one_second}
-    return process_group.init_process_group(**{**shared, **settings})
+    return init_process_group(**{**shared, **settings})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -160,7 +138,7 @@ def test_a_lost_store_and_an_error_of_this_node_are_named_even_if_no_other_rank_
     def lose(*args, **kwargs):
         raise dist.DistStoreError("wait timeout")
 
-    monkeypatch.setattr(process_group, "open_store", lose)
+    monkeypatch.setattr(rendezvous, "open_store", lose)
     message = rf"rank {rank} lost the store at 127.0.0.1:1 .*\(wait timeout\)\. Look for the errors of the other ranks"
     with pytest.raises(RendezvousError, match=message):
         init(rank=rank)
@@ -169,7 +147,7 @@ def test_a_lost_store_and_an_error_of_this_node_are_named_even_if_no_other_rank_
 def test_an_ipv6_address_is_written_in_brackets():
     port = free_port()
     with pytest.raises(RendezvousError, match=rf"could not connect to rank 0 at \[::1\]:{port} within"):
-        connect_store("::1", [port], rank=1, timeout=timedelta(seconds=0.2))
+        connect_store("::1", port, rank=1, timeout=timedelta(seconds=0.2))
 
 
 @pytest.mark.parametrize(
@@ -190,3 +168,12 @@ def test_a_device_is_bound_unless_gloo_serves_it(monkeypatch, tmp_path, backend,
     device = None if device is None else torch.device(device)
     init(backend=backend, rank=0, world_size=1, init_method=f"file://{tmp_path}/store", device_id=device)
     assert bound == [device if is_bound else None]
+
+
+def test_the_interface_of_a_route_is_not_the_one_of_an_address_that_other_nodes_have_too(monkeypatch):
+    routes = {"172.17.0.1": "172.17.0.1", "10.0.0.1": "10.0.0.2"}
+    monkeypatch.setattr(network_choice, "address_towards", routes.get)
+    monkeypatch.setattr(network_choice, "interface_with", lambda address: Interface(f"of {address}", (address,)))
+    assert network_choice.interface_towards(routes, rank=1).name == "of 10.0.0.2"
+    with pytest.raises(NetworkInterfaceError, match=r"rank 1, has no route to the other nodes \(none given\)\. Set"):
+        network_choice.interface_towards([], rank=1)

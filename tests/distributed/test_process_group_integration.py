@@ -3,26 +3,59 @@
 import os
 import signal
 import socket
-from contextlib import contextmanager
+import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from lightning_ddp_ext.cli.doctor import measure_all_reduce
+from lightning_ddp_ext.distributed import stores
+from lightning_ddp_ext.distributed.process_group import init_process_group
+from lightning_ddp_ext.errors import RendezvousError
 from tests.distributed import rank_server
-from tests.distributed.rank_programs import (
-    join,
-    join_and_die,
-    join_twice,
-    join_unaware,
-    serve_as_agent,
-    time_all_reduces,
-    train,
-)
+from tests.distributed.rank_programs import join, train
 from tests.support.ports import free_port
 from tests.support.processes import run_processes
 
 SOON = 10.0  # seconds; time limits are 1 or 2
+TIMEOUT = timedelta(seconds=10)
+
+
+def join_unaware(**settings):
+    """Join on a node that does not have the main address, although the address leads there."""
+    stores._is_this_node = lambda host: False
+    return join(**settings)
+
+
+def join_and_die(**settings):
+    """Create the process group, and end without tidying up."""
+    init_process_group(backend="gloo", timeout=TIMEOUT, **settings)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def join_twice(**settings):
+    """Create a process group, the same one again, and one of another size."""
+    settings = {"backend": "gloo", "network_interface": "auto", **settings, "timeout": TIMEOUT}
+    init_process_group(**settings)
+    again = init_process_group(**settings)
+    dist.barrier()
+    try:
+        init_process_group(**{**settings, "world_size": 3})
+    except RendezvousError as error:
+        return [again, str(error)]
+    return [again, ""]
+
+
+def time_all_reduces(**settings):
+    """Return the rows measured without a limit, and with one that is over at once."""
+    init_process_group(backend="gloo", timeout=TIMEOUT, **settings)
+    rows = [measure_all_reduce(torch.device("cpu"), sizes=(1024, 4096), limit=limit) for limit in (60.0, 0.0)]
+    dist.destroy_process_group()
+    return [[[row.size, row.seconds] for row in measured] for measured in rows]
 
 
 def _ranks(function, folder, *, limit=20.0, world_size=2, only=None, late=None, **settings):
@@ -36,30 +69,31 @@ def _ranks(function, folder, *, limit=20.0, world_size=2, only=None, late=None, 
     return rank_server.run(function, jobs, limit, folder)
 
 
-@contextmanager
-def _agent(folder, **arguments):
+def serve_as_agent(*, port):
+    """Own the store of all attempts, as torchrun's agent does."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    while store.check([]):
+        time.sleep(0.1)
+
+
+def _with_agent(folder, attempts):
+    """Run attempts one after the other on one store, as torchrun does when it restarts workers."""
     port = free_port()
     agent = os.fork()
     if agent == 0:
-        rank_server.work(serve_as_agent, {"port": port, **arguments}, folder / "agent")
+        rank_server.work(serve_as_agent, {"port": port}, folder / "agent")
     try:
-        yield port
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [attempt(env=env, main_port=port) for attempt in attempts]
     finally:
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)
 
 
-def _with_agent(folder, attempts):
-    """Run attempts one after the other on one store, as torchrun does when it restarts workers."""
-    with _agent(folder) as port:
-        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        return [attempt(env=env, main_port=port) for attempt in attempts]
-
-
 def _restarts(folder):
     # A rank that comes early finds the keys of the attempt before in the store.
     failed = partial(_ranks, join, folder, only=[0], timeout=1)
-    attempts = [partial(_ranks, join, folder, late=late, network_interface="auto") for late in (0, None, 0, 1)]
+    attempts = [partial(_ranks, join, folder, late=late, network_interface="auto") for late in (0, None, 1)]
     first, *others = _with_agent(folder, [failed, *attempts])
     assert "rank 1 of 2 ranks did not join in time" in first[0]["error"], first[0]["output"]
     return [outcome for outcomes in others for outcome in outcomes]
@@ -93,42 +127,12 @@ def _shared_file(folder, *, file_mode=None, folder_mode=0o700):
     return _ranks(join, folder, init_method=f"file://{path}", umask=0)
 
 
-def _moved_from_a_mute_program(folder):
-    with socket.create_server(("127.0.0.1", 0)) as other:  # accepts, and never answers
-        return _ranks(join, folder, main_port=other.getsockname()[1], run="mine", other_ports=[free_port()])
-
-
-def _moved_from_another_run(folder):
-    with _agent(folder, run="other") as port:
-        return _ranks(join, folder, main_port=port, other_ports=[free_port(), free_port()], run="mine")
-
-
-def _two_runs(folder):
-    """Four ranks of two runs, which want the same ports; those that search come first."""
-    ports = [free_port() for _ in range(3)]
-    jobs = []
-    for number, (run, rank) in enumerate((run, rank) for run in ("one", "two") for rank in (0, 1)):
-        arguments = {
-            "world_size": 2, "rank": rank, "main_address": "127.0.0.1", "main_port": ports[0],
-            "other_ports": ports[1:], "run": run, "delay": 0.0 if rank else 0.5,
-        }  # fmt: skip
-        jobs.append({"rank": number, "arguments": arguments})
-    return rank_server.run(join, jobs, 20.0, folder)
-
-
-def _no_free_port(folder):
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
-        ports = [taken.getsockname()[1] for taken in (one, two)]
-        return _ranks(join, folder, only=[0], main_port=ports[0], other_ports=ports[1:], run="mine", timeout=2)
-
-
 # Ranks that find each other, and the sum of their numbers.
 FOUND = {
     "auto": (partial(_ranks, join, network_interface="auto"), 3),
     "loopback": (partial(_ranks, join, network_interface="loopback"), 3),
     "nothing chosen": (partial(_ranks, join), 3),
     "one rank": (partial(_ranks, join, world_size=1, network_interface="auto"), 1),
-    "three ranks": (partial(_ranks, join, world_size=3, network_interface="auto"), 6),
     "tcp": (lambda folder: _ranks(join, folder, init_method=f"tcp://localhost:{free_port()}"), 3),
     "file": (lambda folder: _ranks(join, folder, init_method=f"file://{folder}/meeting", network_interface="auto"), 3),
     "folder such as /tmp": (partial(_shared_file, folder_mode=0o1777), 3),
@@ -136,9 +140,6 @@ FOUND = {
     "restarts": (_restarts, 3),
     # An address that leads here but is not of this node, as a translated one: the store listens everywhere, and moves.
     "unknown address": (partial(_ranks, join_unaware, network_interface="auto"), 3),
-    "moved from a mute program": (_moved_from_a_mute_program, 3),
-    "moved from another run": (_moved_from_another_run, 3),
-    "two runs": (_two_runs, 3),
 }
 # Ranks that do not, and parts of the error of all ranks, or of each rank.
 FAILED = {
@@ -146,7 +147,6 @@ FAILED = {
         partial(_shared_file, file_mode=0o666),
         ["the file can be written by other users (its mode is 666)", "Use a path in a folder that only you can write"],
     ),
-    "file of a group": (partial(_shared_file, file_mode=0o660), ["written by other users (its mode is 660)"]),
     "folder of all": (partial(_shared_file, folder_mode=0o777), ["can be written by all users"]),
     "leftover": (_leftover, ["leftover` was used before", "Delete the file"]),
     "missing folder": (
@@ -156,11 +156,6 @@ FAILED = {
         0: ["cannot be listened on", "Address already in use", "Choose another port"],
         1: ["is not the store of rank 0", "Choose a port that nothing else uses"],
     }),
-    "no free port": (_no_free_port, ["rank 0, are all in use", "Set `MASTER_PORT` to a free one"]),
-    "rank 0 not found": (
-        lambda folder: _ranks(join, folder, only=[1], timeout=1, other_ports=[free_port()], run="mine"),
-        ["rank 1 on node", "could not connect to rank 0 at 127.0.0.1:", " or "],
-    ),
     "rank 1 missing": (
         partial(_ranks, join, only=[0], timeout=1), ["rank 1 of 2 ranks did not join in time", "Check that"]
     ),
@@ -170,8 +165,7 @@ FAILED = {
 }  # fmt: skip
 OTHERS = {
     "twice": partial(_ranks, join_twice),
-    "training, ddp": partial(_ranks, train, strategy="ddp", limit=60.0, network_interface="auto"),
-    "training, ddp_join": partial(_ranks, train, strategy="ddp_join", limit=60.0, network_interface="auto"),
+    "training": partial(_ranks, train, strategy="ddp", limit=60.0, network_interface="auto"),
     "timed all-reduces": partial(_ranks, time_all_reduces),
 }
 
@@ -226,11 +220,10 @@ def test_no_socket_has_another_address_than_the_chosen_one(outcomes):
             assert set(value["listening"]) <= {"127.0.0.1"}
     for value in values(outcomes["unknown address"]):
         assert value["listening"] == ["127.0.0.1"]
-    for strategy in ("ddp", "ddp_join"):
-        for value in values(outcomes[f"training, {strategy}"]):
-            assert value["steps"] == 2
-            assert value["listening"] == ["127.0.0.1"]  # gloo, and on rank 0 the store
-            assert value["connected"] == ["127.0.0.1"]
+    for value in values(outcomes["training"]):
+        assert value["steps"] == 2
+        assert value["listening"] == ["127.0.0.1"]  # gloo, and on rank 0 the store
+        assert value["connected"] == ["127.0.0.1"]
 
 
 def test_a_process_group_is_kept_unless_its_size_is_another(outcomes):
@@ -245,4 +238,4 @@ def test_all_reduces_are_timed_alike_on_all_ranks_until_the_time_is_over(outcome
     unlimited, limited = first
     assert [row[0] for row in unlimited] == [1024, 4096]
     assert [row[0] for row in limited] == [1024]
-    assert all(seconds > 0 and world_size == 2 for _, seconds, world_size in unlimited + limited)
+    assert all(seconds > 0 for _, seconds in unlimited + limited)

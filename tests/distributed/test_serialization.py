@@ -108,13 +108,13 @@ def test_a_value_is_the_same_after_it_was_sent():
         assert not packed.skipped, key
         assert not skipped, key
         assert same(value, received), key
-
-
-def test_the_comparison_can_fail():
-    assert not same(torch.ones(2), torch.ones(2, dtype=torch.float64))
-    assert not same([1], (1,))
-    assert not same({"a": 1, "b": 2}, {"b": 2, "a": 1})
-    assert not same(Sample(torch.ones(1), 1), Sample(torch.zeros(1), 1))
+    for one, other in (  # the comparison can fail
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        ([1], (1,)),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (Sample(torch.ones(1), 1), Sample(torch.zeros(1), 1)),
+    ):
+        assert not same(one, other)
 
 
 def test_sparse_tensors_and_attributes_beside_items_are_sent_and_views_without_the_rest_of_their_storage():
@@ -132,9 +132,8 @@ def make_local():
     return Local(a=1)
 
 
-@pytest.mark.parametrize(
-    ("value", "place"),
-    [
+def test_objects_that_cannot_be_sent_are_skipped_named_and_can_be_filled_in():
+    for value, place in (
         (Opaque(), ""),
         ([0, Opaque()], "[1]"),
         ({"a": Sample(Opaque(), 1)}, "['a'].image"),
@@ -142,19 +141,12 @@ def make_local():
         (torch.empty(2, device="meta"), ""),
         (numpy.array(["text"]), ""),
         (make_local(), ""),
-        ([Opaque], "[0]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-def test_an_object_that_cannot_be_sent_is_skipped_and_named(value, place):
-    packed = pack(value)
-    assert list(packed.skipped) == [place]
-    names = unpack(packed.data)[1]
-    assert name_skipped(names) == name_skipped(packed.skipped)
-    assert f"at `{place}`" in name_skipped(names) if place else "at" not in name_skipped(names).split("`")[2]
-
-
-def test_skipped_objects_can_be_filled_in():
+    ):
+        packed = pack(value)
+        assert list(packed.skipped) == [place]
+        names = unpack(packed.data)[1]
+        assert name_skipped(names) == name_skipped(packed.skipped)
+        assert name_skipped(names).endswith(f" at `{place}`" if place else "`"), value
     data = pack({"a": [Opaque()], "b": 1}).data
     assert unpack(data)[0] == {"a": [None], "b": 1}
     assert unpack(data, {"['a'][0]": 5})[0] == {"a": [5], "b": 1}
@@ -168,26 +160,21 @@ class Hostile:
         return self.reduced
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_data_that_asks_for_anything_else_is_refused():
+    for value in (
         Hostile(os.system, "exit 1"),
         Hostile(eval, "1"),
         Opaque(),
         _Call(_rebuild, "subprocess:Popen", ["id"], [], ["args"]),
         _Call(_rebuild, "os:system", ["id"], [], []),
-        _Call(_rebuild, "builtins:object", [], [], []),
         _Call(_rebuild, "antigravity:Joke", [], [], []),
         _Call(_rebuild, "lightning_ddp_ext.distributed.exchange:dist.Store", [], [], []),
         _Call(_rebuild, f"{__name__}:Opaque", [], [], []),
-    ],
-    ids=lambda value: str(getattr(value, "_reduced", getattr(value, "reduced", "Opaque"))),
-)
-def test_data_that_asks_for_anything_else_is_refused(value):
-    file = io.BytesIO()
-    torch.save((value, {}), file)
-    with pytest.raises((ValueError, UnpicklingError)):
-        unpack(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+    ):
+        file = io.BytesIO()
+        torch.save((value, {}), file)
+        with pytest.raises((ValueError, UnpicklingError)):
+            unpack(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
     assert "antigravity" not in sys.modules
 
 
@@ -197,17 +184,14 @@ def exchange():
     rank = dist.get_rank()
     value = {**sendable(), "opaque": Opaque(), "inner": [Opaque()]} if rank == 1 else None
     data = broadcast_bytes(pack(value).data if rank == 1 else None, dist.group.WORLD, 1)
-    received, skipped = unpack(data, {"['opaque']": "filled in"})
-    filled = received.pop("opaque"), received.pop("inner")
-    return received, filled, skipped, broadcast_object((rank, "b"), None, 1), gather_objects({rank: rank * "long "})
+    return *unpack(data), broadcast_object((rank, "b"), None, 1), gather_objects({rank: rank * "long "})
 
 
 def test_ranks_receive_a_value():
-    for received, filled, skipped, broadcast, gathered in run_processes(exchange, 2, timeout=180):
+    for received, skipped, broadcast, gathered in run_processes(exchange, 2, timeout=180):
         assert skipped == {"['opaque']": "Opaque", "['inner'][0]": "Opaque"}
         assert name_skipped(skipped) == "`Opaque` at `['opaque']` and 1 more"
-        assert filled == ("filled in", [None])
-        assert same(sendable(), received)
+        assert same({**sendable(), "opaque": None, "inner": [None]}, received)
         assert broadcast == (1, "b")
         assert gathered == [{0: ""}, {1: "long "}]
 
@@ -261,6 +245,6 @@ def test_tensors_are_copied_in_order_with_shapes_and_types_unless_they_are_there
     assert sparse.device.type == "meta"
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(1, [[0], [1], [2]]), (8, [[0, 1], [2]]), (100, [[0, 1, 2]])])
-def test_buckets_are_filled_in_order_up_to_their_size(limit, expected):
-    assert divide_into_buckets([torch.ones(1)] * 3, range(3), limit) == expected
+def test_buckets_are_filled_in_order_up_to_their_size():
+    for limit, expected in ((1, [[0], [1], [2]]), (8, [[0, 1], [2]]), (100, [[0, 1, 2]])):
+        assert divide_into_buckets([torch.ones(1)] * 3, range(3), limit) == expected

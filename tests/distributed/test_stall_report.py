@@ -9,8 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Heartbeats
-from lightning_ddp_ext.distributed.stall_report import describe_main_stack, find_main_thread, find_stack_location
-from lightning_ddp_ext.distributed.watchdog import find_reason
+from lightning_ddp_ext.distributed.stall_report import (
+    describe_main_stack,
+    find_main_thread,
+    find_reason,
+    find_stack_location,
+)
 
 INTERVAL = 0.2  # seconds
 MANY = MOST_READERS + 2

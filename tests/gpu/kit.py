@@ -19,40 +19,42 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from tests.gpu.recording import VARIABLE
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 470  # seconds for a part
 _FOLDERS = (
     "strategies", "replicas", "reducer", "callbacks", "join", "models", "activation_checkpointing", "consistency"
 )  # fmt: skip
-_CHOSEN = {"parity": "not gpu and not slow and not exhaustive"}  # the other parts run tests marked `gpu`
 _WARNINGS = (
     "ignore::pytest.PytestConfigWarning",  # settings of plug-ins that this Python lacks, and their markers
     "ignore::pytest.PytestUnknownMarkWarning",
     "ignore:This process (pid=:DeprecationWarning",  # Python 3.12 on workers of loaders, which torch forks
 )
 
+_PYTEST = [
+    "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", "-o", "junit_logging=no",
+    "-o", "addopts=",  # not strict about settings and markers of plug-ins that this Python lacks
+    *(part for warning in _WARNINGS for part in ("-W", warning)),
+]  # fmt: skip
+_LINES, _LONGEST = 25, 400  # lines of the beginning and of the end of a failure, and characters of each
+
 Result = dict[str, Any]
 
 
-def parity_files() -> list[str]:
-    """List the test files that run on any device, those that take longest first."""
-    files = [path for folder in _FOLDERS for path in (ROOT / "tests" / folder).glob("test_*.py")]
+def test_files(part: str) -> list[str]:
+    """List the test files of a part, those that take longest first."""
+    folders = _FOLDERS if part == "parity" else ("gpu",)
+    files = [path for folder in folders for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    if part != "parity":
+        files = [path for path in files if ("sanitizer" in path.name) == (part == "sanitizers")]
     launching = {path for path in files if "run_processes" in path.read_text()}
     return [str(path.relative_to(ROOT)) for path in sorted(files, key=lambda path: (path not in launching, path))]
 
 
-def feature_files() -> list[str]:
-    """List the tests of what only a real device shows, except those under sanitizers."""
-    names = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
-    return [f"tests/gpu/{name}" for name in names if "sanitizer" not in name]
-
-
 PARTS = {
     "parity": "The tests of strategies, replicas, reducer, callbacks and models, in float64 on the device.",
-    "features": "What only a real device shows: NCCL, precision, memory, compiled modules, waits of the host.",
+    "features": "Behaviour of real devices: NCCL, precision, memory, compiled modules, waits of the host.",
     "sanitizers": "One step of each strategy under CUDA's and torch's sanitizers.",
     "speed": "Time of a training step and memory of gradients, against `ddp` and one device.",
 }
@@ -64,11 +66,10 @@ def run_part(part: str, out: Path, accelerator: str, workers: int, chosen: str |
     if part == "speed":
         found = run_speed(out / part, accelerator)
     else:
-        files = {"parity": parity_files, "features": feature_files}.get(
-            part, lambda: ["tests/gpu/test_sanitizers.py"]
-        )()
-        found = run_tests(files, accelerator, workers, _CHOSEN.get(part, "gpu"), chosen)
-    return {**found, "seconds": round(time.monotonic() - started), "date": _now()}
+        marked = "not gpu and not slow and not exhaustive" if part == "parity" else "gpu"
+        found = run_tests(test_files(part), accelerator, workers, marked, chosen)
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return {**found, "seconds": round(time.monotonic() - started), "date": date}
 
 
 def run_tests(files: Sequence[str], accelerator: str, workers: int, marked: str, chosen: str | None) -> Result:
@@ -77,21 +78,39 @@ def run_tests(files: Sequence[str], accelerator: str, workers: int, marked: str,
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
 
         def run(number: int) -> list[Result]:
-            record = Path(folder, str(number))
-            arguments = [*_pytest(), f"--accelerator={accelerator}", "-m", marked, files[number]]
+            report = Path(folder, f"{number}.xml")
+            arguments = [*_PYTEST, f"--junitxml={report}", f"--accelerator={accelerator}", "-m", marked, files[number]]
             arguments += ["-k", chosen] if chosen else []
-            code, output = _run(arguments, deadline - time.monotonic(), {VARIABLE: str(record)})
-            lines = record.read_text().splitlines() if record.exists() else []
-            found: list[Result] = [json.loads(line) for line in lines]
+            code, output = _run(arguments, deadline - time.monotonic())
+            found = read_report(files[number], report.read_text()) if report.exists() else []
             if code not in (0, 1, 5):  # 1: tests failed; 5: there are none
                 ended = {None: f"did not end within {LIMIT} seconds", 4: "usage error"}.get(code, f"exit code {code}")
-                found.append(
-                    {"test": files[number], "outcome": "failed", "seconds": 0, "lines": [*output[-30:], ended]}
-                )
+                found.append({"test": files[number], "outcome": "failed", "lines": [*output[-30:], ended]})
             print(f"{files[number]}: {_count(found)}", flush=True)
             return found
 
         return {"tests": [result for found in pool.map(run, range(len(files))) for result in found]}
+
+
+def read_report(file: str, report: str) -> list[Result]:
+    """Return the outcome, the lines of a failure and the properties of each test in a JUnit report."""
+    found = []
+    outcomes = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        problem = next((part for part in case if part.tag in outcomes), None)
+        is_skipped = problem is not None and problem.tag == "skipped"
+        text = "" if problem is None else problem.get("message") if is_skipped else problem.text
+        lines = (text or "").splitlines()
+        lines = lines if len(lines) <= 2 * _LINES else [*lines[:_LINES], "...", *lines[-_LINES:]]
+        found.append(
+            {
+                "test": f"{file}::{case.get('name')}",
+                "outcome": "passed" if problem is None else outcomes[problem.tag],
+                "lines": [line[:_LONGEST] for line in lines],
+                "values": {one.get("name"): one.get("value") for one in case.iter("property")},
+            }
+        )
+    return found
 
 
 def run_speed(folder: Path, accelerator: str) -> Result:
@@ -99,27 +118,18 @@ def run_speed(folder: Path, accelerator: str) -> Result:
     arguments = [str(ROOT / "benchmarks" / "gpu.py"), "--accelerator", accelerator, "--output", str(folder)]
     results = folder / "results.json"
     results.unlink(missing_ok=True)
-    code, output = _run(arguments, LIMIT, {"PYTHONPATH": _path("benchmarks")})
+    code, output = _run(arguments, LIMIT, "benchmarks")
     outcome = "passed" if code == 0 else "failed"
     test = {"test": "benchmarks/gpu.py", "outcome": outcome, "lines": output[-30:]}
     return {"tests": [test], "speed": json.loads(results.read_text()) if results.exists() else {}}
 
 
-def _pytest() -> list[str]:
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.gpu.recording"]
-    options += ["-o", "addopts="]  # not strict about settings and markers of plug-ins that this Python lacks
-    return ["-m", "pytest", *options, *(part for warning in _WARNINGS for part in ("-W", warning))]
-
-
-def _path(*folders: str) -> str:
-    return os.pathsep.join([str(ROOT), *(str(ROOT / folder) for folder in folders), os.environ.get("PYTHONPATH", "")])
-
-
-def _run(arguments: Sequence[str], limit: float, variables: dict[str, str]) -> tuple[int | None, list[str]]:
+def _run(arguments: Sequence[str], limit: float, *folders: str) -> tuple[int | None, list[str]]:
     """Run Python with a time limit; returns its exit code, None beyond the limit, and the lines of its output."""
     if limit <= 0:
         return None, ["not started"]
-    environment = {**os.environ, "PYTHONPATH": _path(), **variables}
+    path = [str(ROOT), *(str(ROOT / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -162,19 +172,10 @@ def describe_machine() -> dict[str, str]:
         described["cuDNN"] = str(torch.backends.cudnn.version())
         with suppress(Exception):
             described["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        described["driver"] = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {name: value for name, value in described.items() if value}
-
-
-def _first_line(*command: str) -> str:
-    with suppress(OSError, IndexError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=20)
-        return done.stdout.splitlines()[0] if done.returncode == 0 else ""
-    return ""
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        with suppress(OSError, IndexError, subprocess.SubprocessError):
+            command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            described["driver"] = subprocess.check_output(command, text=True, timeout=20).splitlines()[0]
+    return described
 
 
 def _count(tests: Iterable[Result]) -> str:
@@ -205,22 +206,19 @@ def _page(result: Result) -> Iterator[str]:
 
 def _tests_table(tests: Sequence[Result], each: bool) -> Iterator[str]:
     """One row for each test, or for each file."""
-    if each:
-        yield from ("| test | result | measured |", "| --- | --- | --- |")
-        for test in tests:
-            file, _, name = test["test"].partition("::")
-            measured = "; ".join(f"{what}: {value}" for what, value in test.get("values", {}).items())
-            reason = test["lines"][-1] if test["outcome"] == "skipped" and test["lines"] else ""
-            shown = (name or file).replace("test_", "", 1).replace("_", " ").replace("|", "\\|")
-            yield f"| {shown} | {test['outcome']} | {_cell(measured or reason)} |"
+    if not each:
+        yield from ("| file | result |", "| --- | --- |")
+        for file in dict.fromkeys(test["test"].partition("::")[0] for test in tests):
+            yield f"| `{file}` | {_count(test for test in tests if test['test'].partition('::')[0] == file)} |"
         return
-    yield from ("| file | result |", "| --- | --- |")
-    for file in dict.fromkeys(test["test"].partition("::")[0] for test in tests):
-        yield f"| `{file}` | {_count(test for test in tests if test['test'].partition('::')[0] == file)} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", "<br>")
+    yield from ("| test | result | measured |", "| --- | --- | --- |")
+    for test in tests:
+        file, _, name = test["test"].partition("::")
+        measured = "; ".join(f"{what}: {value}" for what, value in test.get("values", {}).items())
+        if not measured and test["outcome"] == "skipped":
+            measured = "".join(test["lines"][-1:])
+        shown, measured = ((text.replace("|", "\\|")) for text in (name or file, measured))
+        yield f"| {shown.replace('test_', '', 1).replace('_', ' ')} | {test['outcome']} | {measured} |"
 
 
 def _failures(tests: Sequence[Result]) -> Iterator[str]:
@@ -228,14 +226,8 @@ def _failures(tests: Sequence[Result]) -> Iterator[str]:
     if failed:
         yield from ("", "### Failures")
     for test in failed:
-        yield from (
-            "",
-            f"`{test['test']}`",
-            "",
-            "```",
-            *(re.sub(r"/\S*/site-packages/", "", line) for line in test["lines"][-12:]),
-            "```",
-        )
+        lines = [re.sub(r"/\S*/site-packages/", "", line) for line in test["lines"][-12:]]
+        yield from ("", f"`{test['test']}`", "", "```", *lines, "```")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,20 +7,16 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from tests.gpu.training import RANKED, Regression, Task, difference, rows, train
+from tests.gpu.training import RANKED, Regression, Task, difference, plain, rows, train
 from tests.support import devices
 from tests.support.processes import RankError
 
 WIDTH, LENGTH = 64, 128
 
 
-def transformer() -> nn.Module:
-    return nn.Sequential(
-        *(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True, dtype=torch.float64)
-            for _ in range(6)
-        )
-    )
+def transformer():
+    options = {"dropout": 0.1, "batch_first": True, "dtype": torch.float64}
+    return nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, **options) for _ in range(6)))
 
 
 class PeakMemory(Callback):
@@ -42,20 +38,15 @@ def test_activation_checkpointing_saves_memory_and_keeps_gradients(name, record_
     """Dropout draws the same masks when a segment is recomputed."""
 
     def run(policy):
-        task = Task(
-            partial(Regression, transformer),
-            batch=partial(rows, shape=(LENGTH, WIDTH)),
-            sizes=((4, 4, 4), (3, 4, 4)),
-            strategy={"activation_checkpointing": policy},
-            callback=PeakMemory,
-        )
+        batch, strategy = partial(rows, shape=(LENGTH, WIDTH)), {"activation_checkpointing": policy}
+        task = Task(partial(Regression, transformer), batch, ((4, 4, 4), (3, 4, 4)), {}, strategy, PeakMemory)
         return train(name, task)
 
-    plain, recomputed = run(None), run(nn.TransformerEncoderLayer)
-    assert difference(recomputed[0], plain[0]) < devices.tolerance()
+    kept, recomputed = run(None), run(nn.TransformerEncoderLayer)
+    assert difference(recomputed[0], kept[0]) < devices.tolerance()
     if not devices.is_cpu():
-        record_property("peak in MiB", f"{recomputed[0].found / 2**20:.1f}, without it {plain[0].found / 2**20:.1f}")
-        assert recomputed[0].found < 0.75 * plain[0].found
+        record_property("peak in MiB", f"{recomputed[0].found / 2**20:.1f}, without it {kept[0].found / 2**20:.1f}")
+        assert recomputed[0].found < 0.75 * kept[0].found
 
 
 class OutOfMemory(Regression):
@@ -67,14 +58,10 @@ class OutOfMemory(Regression):
         return super().training_step(batch, batch_idx)
 
 
-def linear() -> nn.Module:
-    return nn.Linear(16, 16)
-
-
 @pytest.mark.parametrize("name", RANKED)
 def test_a_rank_without_memory_ends_all_ranks(name):
     batches = (2,) * 6
-    task = Task(partial(OutOfMemory, linear), sizes=(batches, batches), strategy={"stall_timeout": 15})
+    task = Task(partial(OutOfMemory, plain), sizes=(batches, batches), strategy={"stall_timeout": 15})
     with pytest.raises(RankError) as raised:
         train(name, task, timeout=100)
     first, _, rest = str(raised.value).partition("\n")

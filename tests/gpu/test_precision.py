@@ -7,27 +7,22 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from torch import nn
 
-from tests.gpu.training import STRATEGIES, Regression, Task, difference, single_rows, train, train_alone
+from tests.gpu.training import STRATEGIES, Regression, Task, difference, plain, single_rows, train, train_alone
 from tests.support import devices
 
 SCALE = 2.0**10
 
 
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-
-
-def rounded() -> list[MixedPrecision]:
+def rounded():
     return [MixedPrecision("bf16-mixed", devices.accelerator())]
 
 
-BRAIN = Task(partial(Regression, network), batch=single_rows, plugins=rounded)
+BRAIN = Task(partial(Regression, plain), batch=single_rows, plugins=rounded)
 
 
 def test_low_precision_shows_in_the_gradient():
-    single = Task(partial(Regression, network), batch=single_rows, trainer={"precision": "32-true"})
+    single = Task(BRAIN.module, batch=single_rows, trainer={"precision": "32-true"})
     assert difference(train_alone(BRAIN), train_alone(single)) > 1e-4
 
 
@@ -41,15 +36,15 @@ def test_bfloat16(name):
 class ScaleOfSteps(Callback):
     """Keeps the gradient scaler's scale and the parameters after each batch."""
 
-    def __init__(self) -> None:
-        self.found: list[tuple[float, float]] = []
+    def __init__(self):
+        self.found = []
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         norm = torch.cat([parameter.detach().flatten() for parameter in pl_module.parameters()]).double().norm()
         self.found.append((trainer.precision_plugin.scaler.get_scale(), float(norm)))
 
 
-def scaled() -> list[MixedPrecision]:
+def scaled():
     kind = devices.accelerator()
     return [MixedPrecision("16-mixed", kind, torch.amp.GradScaler(kind, init_scale=SCALE, growth_interval=1000))]
 
@@ -57,7 +52,7 @@ def scaled() -> list[MixedPrecision]:
 OVERFLOW = 1e30  # a target of one sample, which makes the scaled gradient infinite
 
 
-def with_overflow(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def with_overflow(size, seed):
     inputs, targets = single_rows(size, seed)
     if seed % 100 == 1 and seed >= 100:  # on rank 1 alone, and in the whole batch of one device
         targets[0] = OVERFLOW
@@ -74,13 +69,8 @@ class Skipping(Regression):
 @pytest.mark.filterwarnings("ignore:`training_step` returned `?None")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(name, record_property):
-    task = Task(
-        partial(Regression, network),
-        batch=with_overflow,
-        sizes=((3, 5, 2, 4), (6, 2, 4, 4)),
-        callback=ScaleOfSteps,
-        plugins=scaled,
-    )
+    sizes = ((3, 5, 2, 4), (6, 2, 4, 4))
+    task = Task(partial(Regression, plain), batch=with_overflow, sizes=sizes, callback=ScaleOfSteps, plugins=scaled)
     ended = train(name, task)
     record_property("scales", [scale for scale, _ in ended[0].found])
     assert len({end.digest for end in ended}) == 1
@@ -96,7 +86,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(name, record_property):
 def test_a_rank_without_weight_leaves_the_scale_alone(name):
     """The batches of seven samples have no weight; the last step has none at all."""
     task = Task(
-        partial(Skipping, network), batch=single_rows, sizes=((3, 7, 2, 7), (6, 2, 7, 7)),
+        partial(Skipping, plain), batch=single_rows, sizes=((3, 7, 2, 7), (6, 2, 7, 7)),
         callback=ScaleOfSteps, plugins=scaled,
     )  # fmt: skip
     if name == "balanced_dp":  # two replicas share a batch evenly; seven of fourteen samples have no weight

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
-from tests.strategies.ddp_ranks import KeepGradients, digest_of, quiet_trainer
+from tests.parity import GradientRecorder, quiet_trainer
+from tests.strategies.toolkit import digest_of
 from tests.support.processes import run_processes
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
@@ -29,28 +31,29 @@ WIDTH = 16
 class Regression(LightningModule):
     """Any network that predicts the second part of a batch from the first."""
 
-    def __init__(self, network: Callable[[], nn.Module], optimizer: Callable[..., Any] | None = None) -> None:
+    def __init__(self, network, optimizer=None):
         super().__init__()
         self.make_optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         self.network = network()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return (self.network(batch[0]) - batch[1]).square().mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.make_optimizer(self.parameters())
 
 
-def mlp() -> nn.Module:
+def plain():
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+
+
+def mlp():
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, WIDTH))
 
 
-def rows(
-    size: int, seed: int, shape: tuple[int, ...] = (WIDTH,), dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
+def rows(size, seed, shape=(WIDTH,), dtype=torch.float64):
     """Return inputs and targets of the same shape."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs, targets = torch.randn(2, size, *shape, generator=generator, dtype=dtype)
+    inputs, targets = torch.randn(2, size, *shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     return inputs, targets
 
 
@@ -69,15 +72,13 @@ class Task:
     callback: Callable[[], Callback] | None = None  # whose `found` is returned
     plugins: Callable[[], list[Any]] | None = None
 
-    def batches(self, rank: int) -> list[tuple[Tensor, Tensor]]:
+    def batches(self, rank):
         return [self.batch(size, 100 * rank + number) for number, size in enumerate(self.sizes[rank])]
 
-    def whole_batches(self) -> list[tuple[Tensor, ...]]:
+    def whole_batches(self):
         """Concatenate the batches of all ranks for each step."""
-        by_rank = [self.batches(rank) for rank in range(len(self.sizes))]
-        steps = max(map(len, by_rank))
-        parts = [[batches[step] for batches in by_rank if step < len(batches)] for step in range(steps)]
-        return [tuple(map(torch.cat, zip(*some, strict=True))) for some in parts]
+        steps = zip_longest(*(self.batches(rank) for rank in range(len(self.sizes))))
+        return [tuple(map(torch.cat, zip(*filter(None, step), strict=True))) for step in steps]
 
 
 @dataclass
@@ -91,32 +92,37 @@ class Ended:
     found: Any = None
 
 
-def train_here(task: Task, batches: Sequence[Any], strategy: Any, count: int) -> Ended:
+def train_here(task, batches, strategy, count):
     """Train in this process, on one device or as one of `count` ranks."""
     seed_everything(0, verbose=False)
-    module, gradients = task.module(), KeepGradients()
+    module, gradients = task.module(), GradientRecorder()
     own = None if task.callback is None else task.callback()
-    options = {"precision": "64-true", "max_epochs": 1, "enable_progress_bar": False, **task.trainer}
+    options = {"precision": "64-true", "max_epochs": 1, "use_distributed_sampler": False, **task.trainer}
     options["callbacks"] = [gradients, *([own] if own else [])]
     if task.plugins is not None:
         options |= {"plugins": task.plugins(), "precision": None}
     trainer = quiet_trainer(strategy, count, **options)
-    backend: list[str] = []
-    fitted = DataLoader(list(batches), batch_size=None)
+    backend = []
     module.on_fit_start = lambda: backend.append(dist.get_backend() if dist.is_initialized() else "")
-    trainer.fit(module, fitted)
+    trainer.fit(module, DataLoader(list(batches), batch_size=None))
     parameters = torch.cat([parameter.detach().flatten().cpu() for parameter in module.parameters()])
-    return Ended(gradients.kept, parameters, digest_of(module, trainer), backend[0], getattr(own, "found", None))
+    return Ended(
+        gradients.before_step,
+        parameters,
+        digest_of(module, *trainer.optimizers),
+        backend[0],
+        getattr(own, "found", None),
+    )
 
 
-def train_on_rank(name: str, task: Task) -> Ended:
+def train_on_rank(name, task):
     """Train as one of the ranks that `run_processes` has started."""
     warnings.simplefilter("ignore")
     batches = task.batches(int(os.environ["RANK"]))
     return train_here(task, batches, STRATEGIES[name](**task.strategy), int(os.environ["WORLD_SIZE"]))
 
 
-def train(name: str, task: Task, timeout: float = 200.0) -> list[Ended]:
+def train(name, task, timeout=200.0):
     """Train on as many replicas or ranks as the task has; returns the end of each process."""
     if name == "balanced_dp":
         strategy = BalancedDataParallelStrategy(**task.strategy)
@@ -124,11 +130,11 @@ def train(name: str, task: Task, timeout: float = 200.0) -> list[Ended]:
     return run_processes(train_on_rank, len(task.sizes), name, task, timeout=timeout)
 
 
-def train_alone(task: Task) -> Ended:
+def train_alone(task):
     return train_here(task, task.whole_batches(), "auto", 1)
 
 
-def difference(found: Ended, expected: Ended) -> float:
+def difference(found, expected):
     """Largest difference of a gradient or of the parameters, relative to their norm."""
     assert len(found.gradients) == len(expected.gradients) > 0
     pairs = [*zip(found.gradients, expected.gradients, strict=True), (found.parameters, expected.parameters)]

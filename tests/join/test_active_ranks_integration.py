@@ -1,11 +1,8 @@
 """Collectives of a step run on the ranks that have data. One launch for all."""
 
-import os
-import stat
 import threading
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +14,6 @@ import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 from lightning_ddp_ext.errors import RankJoinedError
-from lightning_ddp_ext.join import active_ranks
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
 from tests.support.processes import run_processes
 
@@ -211,14 +207,14 @@ def run_cases() -> tuple[list[dict[str, Any]], float]:
         for cases in (CASES, REFUSED, odd):
             found.append({})
             for name in sorted(cases.keys() - ABSENT):
-                with collectives.redirect(ACTIVE):
+                with collectives.redirect():
                     try:
                         value = cases[name][0](rank)
                         found[-1][name] = value.tolist() if isinstance(value, Tensor) else value
                     except RankJoinedError as error:
                         found[-1][name] = str(error)
-                dist.barrier(group=collectives.group(ACTIVE))
-        with collectives.redirect(ACTIVE):
+                dist.barrier(group=collectives.group)
+        with collectives.redirect():
             dist.all_reduce(of(rank), group=own)  # the joined rank takes part in this one
     else:
         dist.all_reduce(torch.zeros(()), group=own)
@@ -245,7 +241,7 @@ def test_a_collective_that_needs_a_joined_rank_raises_on_every_active_rank(found
     assert found[2][0][2]["odd group"] == 2
 
 
-def test_all_ranks_take_part_in_collectives_again_afterwards(found):
+def test_without_redirection_the_same_collective_is_among_all_ranks(found):
     assert [total for _, total in found] == [6, 6, 6]
 
 
@@ -262,68 +258,27 @@ def names_in(code: Any) -> set[str]:
     return set(code.co_names).union(*nested)
 
 
-def use_many_groups() -> tuple[list[float], int]:
-    """Prepare each set of ranks in turn, ten times; returns the sums on this rank, and the number of new sockets."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    active_ranks._MOST_MEMBERS = 4
-    collectives = ActiveRankCollectives(dist.new_group())
-    before, most, reduced = count_sockets(), 0, []
-    for active in [(0, 1), (0, 2), (1, 2), (0,), (1,), (2,)] * 10:
-        collectives.prepare(active)
-        if rank in active:
-            with collectives.redirect(active):
-                reduced.append(after(dist.all_reduce, of(rank)).item())
-        most = max(most, count_sockets())
-    collectives.close()
-    return reduced, most - before
-
-
-def count_sockets() -> int:
-    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    return sum(os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode) for path in descriptors)
-
-
-def test_groups_of_ranks_that_are_not_used_again_are_destroyed():
-    found = run_processes(use_many_groups, 3, timeout=60)
-    assert [reduced for reduced, _ in found] == [[3, 4, 1] * 10, [3, 5, 2] * 10, [4, 5, 3] * 10]
-    assert all(sockets < 15 for _, sockets in found)  # of 50 if all were kept; backends take a moment to close theirs
-
-
-def keep_groups_of_a_device() -> tuple[int, int]:
-    """Prepare sets of ranks in turn as on a device; returns the most groups at a time, and the waits for the device."""
+def use_many_groups() -> tuple[list[float], int, int]:
+    """Prepare sets of ranks in turn as on a device; returns sums, the most groups at a time, and waits for a device."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     waits: list[torch.device] = []
     torch.accelerator.synchronize = waits.append  # type: ignore[assignment]
+    rank = dist.get_rank()
     collectives = ActiveRankCollectives(dist.new_group(), device=torch.device("meta"))
     groups = dist.distributed_c10d._world.pg_names
-    before, most = len(groups), 0
-    for active in [(0, 1, 2), (0, 1), (0, 1), (0,)] * 2:
+    before, most, reduced = len(groups), 0, []
+    for active in [(0, 1), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)] * 5:
         collectives.prepare(active)
         most = max(most, len(groups) - before)
+        if rank in active:
+            with collectives.redirect():
+                reduced.append(after(dist.all_reduce, of(rank)).item())
     collectives.close()
-    dist.destroy_process_group()
-    return most, len(waits)
+    return reduced, most, len(waits)
 
 
-def test_a_device_has_one_further_communicator_at_a_time_made_when_the_device_is_idle():
-    assert run_processes(keep_groups_of_a_device, 3, timeout=60) == [(1, 6)] * 3
-
-
-def wait_in_vain() -> str:
-    """Issue a collective on one rank, while the other has run out of data; returns the error."""
-    dist.init_process_group("gloo")
-    afterwards, error = dist.new_group(), ""
-    if dist.get_rank() == 0:
-        try:
-            dist.all_reduce(torch.zeros(()), async_op=True).wait(timedelta(seconds=1))
-        except RuntimeError as timeout:
-            error = str(timeout)
-    dist.barrier(group=afterwards)
-    return error
-
-
-def test_without_redirection_active_ranks_wait_for_the_joined_one():
-    assert "imed out" in run_processes(wait_in_vain, 2, timeout=60)[0]
+def test_one_further_group_exists_at_a_time_and_is_made_when_the_device_is_idle():
+    found = run_processes(use_many_groups, 3, timeout=60)
+    assert [reduced for reduced, _, _ in found] == [[3, 3, 4, 1] * 5, [3, 3, 5, 2] * 5, [4, 5, 3] * 5]
+    assert [numbers for _, *numbers in found] == [[1, 6 * 5]] * 3

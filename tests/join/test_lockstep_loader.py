@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
-from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader, number_of_steps
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader
 from lightning_ddp_ext.reducer.control import StepControl
 from tests.support.fake_group import run_ranks
 
@@ -80,11 +80,8 @@ def test_errors_name_the_rank_and_the_batch():
     for options, message in cases:
         with pytest.raises(UnevenInputsError, match=message):
             iterate(**options, uneven_inputs="error")
-    assert [len(steps) for steps, _ in iterate((2, 2), is_sized=False, uneven_inputs="error")] == [2, 2]
-
-
-def test_the_number_of_steps_of_equal_lengths_is_theirs():
-    assert [number_of_steps([4, 4], way) for way in ("join", "stop", "error")] == [4, 4, 4]
+    for is_sized in (False, True):
+        assert [len(steps) for steps, _ in iterate((2, 2), is_sized, uneven_inputs="error")] == [2, 2]
 
 
 class Opaque:

@@ -6,15 +6,14 @@ from queue import Queue
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.join.lockstep_loader import StepParticipation
 from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
+from lightning_ddp_ext.ranks.steps import StepParticipation
 from tests.support.fake_group import run_ranks
 
 OPERATIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}
@@ -32,7 +31,8 @@ class Rank:
         self.trainer.state.fn = TrainerFn.FITTING if is_training else TrainerFn.VALIDATING
         self.trainer.training, self.trainer.validating = is_training, not is_training
         self.results = self.trainer._results
-        self.values = LoggedValues(self.trainer, LightningModule(), group)
+        self.all_ranks = StepParticipation(tuple(range(group.barrier.parties)), is_shadow=False, is_uneven=False)
+        self.values = LoggedValues(self.trainer, LightningModule(), group, self.all_ranks)
         watch_logging(
             self.trainer, self.values.update, BatchSamples(0).rounded, lambda: None, self.values.end_epoch,
             self.values.check_epoch,
@@ -67,7 +67,6 @@ def step(rank, active, log, weight, messages):
     else:
         rank.values.adopt(messages.get(timeout=30))
     rank.values.synchronize(weight)
-    rank.values.end()
 
 
 @pytest.mark.parametrize(
@@ -113,19 +112,6 @@ def test_all_values_of_a_step_are_in_one_message():
     assert run_ranks(2, run) == [[1, 20]] * 2
 
 
-def test_a_hook_of_the_uneven_phase_logs_the_value_of_active_ranks_at_once():
-    messages = Queue()
-
-    def run(group):
-        rank = Rank(group)
-        step(rank, (0, 1, 2), lambda: None, 1.0, messages)
-        rank.begin((0, 2))
-        rank.log("on_train_batch_start", "start", 1.0 + group.rank)
-        return rank.latest()
-
-    assert run_ranks(3, run) == [{"start": 2.0}] * 3
-
-
 def fails(hook, is_training, active=(0, 1, 2), odd_step=0):
     """Return the error of three ranks, of which rank 1 logs an odd key in one of two steps."""
     messages = Queue()
@@ -165,32 +151,3 @@ def test_keys_that_differ_are_named_with_their_ranks():
 
     with pytest.raises(LoggedKeysError, match=r"rank 2 logs `odd` .* in `on_train_epoch_end`, rank 0 does not"):
         run_ranks(3, run)
-
-
-def test_values_of_an_epoch_are_reduced_in_the_same_order_on_all_ranks():
-    def run(group):
-        rank = Rank(group, is_training=False)
-        names = ["a", "b", "c"][:: -1 if group.rank else 1]
-        with rank.values.step():
-            for name in names:
-                rank.log("validation_step", name, 1.0, on_step=False)
-        rank.values.end_epoch()
-        return list(rank.results)
-
-    first, second = run_ranks(2, run)
-    assert first == second == ["validation_step.a", "validation_step.b", "validation_step.c"]
-
-
-def test_hashes_of_keys_that_come_with_the_gradients_are_not_sent_again():
-    def run(group):
-        rank = Rank(group)
-        rank.begin((0, 1))
-        with rank.values.step():
-            rank.log("training_step", "loss", group.rank + 1.0)
-        notes = torch.zeros(2, dtype=torch.int64)
-        notes[group.rank] = rank.values.keys_hash
-        dist.all_reduce(notes, group=group)
-        rank.values.synchronize(1.0, notes.tolist())
-        return rank.latest()
-
-    assert run_ranks(2, run) == [{"loss": 1.5}] * 2

@@ -1,6 +1,7 @@
 """Samplers that give every sample to exactly one rank."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -39,20 +40,16 @@ def test_parts_are_consecutive_and_each_epoch_shuffles_them():
     assert isinstance(sampler, DistributedSampler)  # so Lightning leaves it alone
 
 
-@pytest.mark.parametrize(
-    ("fractions", "expected"),
-    [
-        ([0.7, 0.2], "must add up to 1, got [0.7, 0.2], which adds up to 0.9"),
-        ([1.5, -0.5], "must be between 0 and 1, got [1.5, -0.5]"),
-        ([], "must add up to 1, got [], which adds up to 0"),
-        ([0.5, 0.25, 0.25], "must have one number per process, got [0.5, 0.25, 0.25] for 2 processes"),
-        ([1.0], "must have one number per process, got [1.0] for 2 processes"),
-    ],
-)
-def test_fractions_that_do_not_fit_are_refused(fractions, expected):
-    with pytest.raises(ValueError, match="train_fractions") as error:
-        FractionSampler(range(10), fractions, 2, 0)
-    assert expected in str(error.value)
+def test_fractions_that_do_not_fit_are_refused():
+    cases = {
+        (0.7, 0.2): "must add up to 1, got [0.7, 0.2], which adds up to 0.9",
+        (): "must add up to 1, got [], which adds up to 0",
+        (1.5, -0.5): "must be between 0 and 1, got [1.5, -0.5]",
+        (0.5, 0.25, 0.25): "must have one number per process, got [0.5, 0.25, 0.25] for 2 processes",
+    }
+    for fractions, message in cases.items():
+        with pytest.raises(ValueError, match=re.escape(f"`train_fractions` {message}")):
+            FractionSampler(range(10), fractions, 2, 0)
 
 
 @given(size=st.integers(0, 40), world_size=st.integers(1, 7), shuffle=st.booleans(), epoch=st.integers(0, 3))

@@ -30,16 +30,6 @@ class Gpt2(Wrapped):
         self.model = transformers.GPT2LMHeadModel(config)
 
 
-class T5(Wrapped):
-    def __init__(self):
-        super().__init__()
-        config = transformers.T5Config(
-            vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )  # fmt: skip
-        self.model = transformers.T5ForConditionalGeneration(config)
-
-
 class Bert(Wrapped):
     def __init__(self):
         super().__init__()
@@ -104,7 +94,6 @@ def all_labels(batch):
     [
         (Gpt2, texts, labels_that_are_predicted, "samples", 1e-6),  # its loss is computed in float32
         (Gpt2, texts, labels_that_are_predicted, all_labels, 1e-6),
-        (T5, texts, all_labels, "samples", 1e-12),
         (Bert, labelled_texts, "samples", "equal", 1e-12),
         (Wav2Vec, sounds, "samples", "equal", 1e-12),
     ],

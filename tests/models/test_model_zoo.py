@@ -163,7 +163,7 @@ class Generator(Classifies):
 
 
 class Adversarial(Classifies):
-    """Trains on inputs that it has made worse by a backward pass of its own."""
+    """Trains on adversarial inputs, which take another backward pass inside the step."""
 
     def __init__(self):
         super().__init__()
@@ -198,36 +198,9 @@ def sequences():
     return DataLoader(rows, batch_size=8, collate_fn=collate)
 
 
-class Detector(Classifies):
-    """Batches are lists of images of several sizes and of targets with several boxes."""
-
-    def __init__(self):
-        super().__init__()
-        self.features = nn.Conv2d(3, 4, 3)
-
-    def training_step(self, batch, batch_idx):
-        pairs = zip(*batch, strict=True)
-        return torch.stack(
-            [(self.features(image).mean() - target["boxes"].sum()) ** 2 for image, target in pairs]
-        ).mean()
-
-
-def images():
-    generator = torch.Generator().manual_seed(5)
-    rows = [
-        (
-            torch.randn(3, 5 + i % 3, 6, generator=generator, dtype=FLOAT64),
-            {"boxes": torch.rand(i % 4, 4, generator=generator, dtype=FLOAT64), "name": f"image {i}"},
-        )
-        for i in range(11)
-    ]
-    return DataLoader(rows, batch_size=8, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))
-
-
 MODELS = {
     ParameterContainers: points, Parametrized: points, HookedNorms: points, Functional: points, ComplexWeights: points,
     Adapted: points, Experts: points, Generator: points, Adversarial: points, PackedRecurrent: sequences,
-    Detector: images,
 }  # fmt: skip
 
 

@@ -145,32 +145,31 @@ def counts_of(combined):
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
+    ("mode", "limits", "expected"),
     [
-        ("max_size_cycle", [3.0, 2.5, 3.0, 1.5]),  # the second loader begins again
-        ("max_size", [3.0, 2.5, 4.0, 2.0]),  # the second loader has ended
-        ("min_size", [3.0, 2.5]),
-        ("sequential", [4.0, 4.0, 4.0, 2.0, 2.0, 1.0]),
+        ("max_size_cycle", None, [3.0, 2.5, 3.0, 1.5]),  # the second loader begins again
+        ("max_size", None, [3.0, 2.5, 4.0, 2.0]),  # the second loader has ended
+        ("min_size", None, [3.0, 2.5]),
+        ("sequential", None, [4.0, 4.0, 4.0, 2.0, 2.0, 1.0]),
+        ("sequential", [2, 1], [4.0, 4.0, 2.0]),
     ],
 )
-def test_loaders_that_contribute_are_averaged_in_every_mode(mode, expected):
-    combined = CountedCombinedLoader({"a": loader(14, 4), "b": loader(3, 2)}, mode)
-    theirs = CombinedLoader({"a": loader(14, 4), "b": loader(3, 2)}, mode)
+def test_loaders_that_contribute_are_averaged_in_every_mode(mode, limits, expected):
+    combined, theirs = (
+        kind({"a": loader(14, 4), "b": loader(3, 2)}, mode) for kind in (CountedCombinedLoader, CombinedLoader)
+    )
+    combined.limits = theirs.limits = limits
     assert [counts_of(combined), counts_of(combined)] == [expected, expected]
     assert [str(fetched) for fetched in combined] == [str(fetched) for fetched in theirs]
     assert len(combined) == len(theirs) == len(expected)
 
 
-def test_limits_are_respected():
-    combined = CountedCombinedLoader([loader(14, 4)], "sequential")
-    combined.limits = 2
-    iter(combined)
-    assert len(combined) == len(counts_of(combined)) == 2
-
-
-def test_a_batch_that_one_loader_does_not_count_is_not_counted():
+def test_counts_are_none_if_a_loader_does_not_count_and_bounded_if_a_step_does_not_take_them():
     combined = CountedCombinedLoader([loader(4, 2), [torch.zeros(3)] * 2], "min_size")
     assert counts_of(combined) == [None, None]
+    combined = CountedCombinedLoader(loader(8, 2), "max_size_cycle")
+    assert len(list(combined)) == 4
+    assert list(combined.samples) == [2.0, 2.0]
 
 
 def test_batches_that_a_resumed_run_skips_leave_no_number():
@@ -179,12 +178,6 @@ def test_batches_that_a_resumed_run_skips_leave_no_number():
     )
     combined._load_state_dicts([{POSITION: 1, WORLD_SIZE: 1}])
     assert counts_of(combined) == [1.0, 3.0]
-
-
-def test_counts_that_a_step_does_not_take_are_bounded():
-    combined = CountedCombinedLoader(loader(8, 2), "max_size_cycle")
-    assert len(list(combined)) == 4
-    assert list(combined.samples) == [2.0, 2.0]
 
 
 def test_a_users_subclass_stays():

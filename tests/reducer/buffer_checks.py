@@ -97,39 +97,6 @@ def buffers_that_change_silently() -> float:
     return spread(module.mean) + spread(module.var)
 
 
-@check([True, True, False, True])
-def the_state_lists_buffers_that_change_silently() -> list[bool]:
-    """The change happens again after the steps in which a resumed reducer would detect it without the state."""
-
-    def run(module: nn.Module, reducer: GradientReducer, steps: range) -> bool:
-        for number in steps:
-            if number % 8 == 0:
-                module.seen.data.add_(1.0 + dist.get_rank())
-            step(reducer, module)
-        return spread(module.seen) == 0.0
-
-    module = net()
-    module.register_buffer("seen", torch.zeros(()))
-    reducer = GradientReducer(module)
-    found = [run(module, reducer, range(4))]
-    for states in ([reducer.state_dict()], []):
-        again = copy.deepcopy(module)
-        resumed = GradientReducer(again)
-        for state in states:
-            resumed.load_state_dict(state)
-        found.append(run(again, resumed, range(4, 9)))
-    return [*found, run(module, reducer, range(4, 9))]
-
-
-@check(0.0)
-def parameters_and_buffers_start_as_the_first_ranks() -> float:
-    torch.manual_seed(dist.get_rank())
-    module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).half())
-    module[1].running_mean.normal_()
-    GradientReducer(module)
-    return max(spread(tensor.double()) for tensor in module.state_dict().values())
-
-
 @check([])
 def buffers_of_many_kinds() -> list[str]:
     module = net()

@@ -63,7 +63,8 @@ def largest_error(found: nn.Module, wanted: nn.Module) -> float:
     pairs = list(zip(gradients(found), gradients(wanted), strict=True))
     if any((one is None) != (other is None) for one, other in pairs):
         return float("inf")
-    return max(float((one.to_dense() - other.to_dense()).abs().max()) for one, other in pairs if one is not None)
+    dense = [(one.to_dense(), other.to_dense()) for one, other in pairs if one is not None]
+    return max((float((one - other).abs().max()) for one, other in dense), default=0.0)
 
 
 def spread(tensor: Tensor) -> float:

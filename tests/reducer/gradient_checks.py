@@ -1,11 +1,8 @@
 """Checks of gradients: backward passes of many kinds, weights, types and layouts."""
 
-import copy
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.reducer.checking import EXACT, Comparison, batch, check, combined, gradients, largest_error, net, spread
@@ -44,19 +41,6 @@ def double_backward_through_the_loss() -> float:
     return largest_error(compared.together, compared.alone)
 
 
-@check((2, EXACT))
-def buckets_of_frozen_layers_are_evicted() -> tuple[int, float]:
-    compared = Comparison(nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double(), bucket_cap_mb=0.0001)
-    buckets = []
-    for step in range(230):
-        compared.zero_grad()
-        for module in (compared.alone, compared.together):
-            module[:2].requires_grad_(not 2 <= step < 220)
-        compared.step()
-        buckets.append(len(compared.reducer._layout.buckets))
-    return buckets[1] - buckets[210], compared.error
-
-
 @check(EXACT)
 def compiled_modules() -> float:
     compared = Comparison(net())
@@ -64,15 +48,6 @@ def compiled_modules() -> float:
     for _ in range(2):
         compared.zero_grad()
         compared.step(lambda module, x: compiled.get(module, module)(x).pow(2).mean())
-    return compared.error
-
-
-@check(EXACT)
-def weights_make_uneven_batches_exact() -> float:
-    compared = Comparison(net())
-    for rows in (lambda rank: 2 + 3 * rank, lambda rank: 5 - rank, lambda rank: 0 if rank == 0 else 3):
-        compared.zero_grad()
-        compared.step(rows=rows)
     return compared.error
 
 
@@ -121,21 +96,6 @@ def sparse_gradients() -> tuple[float, bool]:
         if isinstance(alone, nn.Embedding):
             is_sparse = compared.together.weight.grad.is_sparse
     return error, is_sparse
-
-
-@check(EXACT)
-def the_state_of_a_module_with_dense_gradients_is_left_alone() -> float:
-    dense = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 1)).double()
-    compared = Comparison(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)).double())
-    words = torch.tensor([[0, 1], [1, 2]])
-    before = GradientReducer(dense)
-    with before.synchronize():
-        dense(words[dist.get_rank()]).mean().backward()
-    compared.reducer.load_state_dict(before.state_dict())
-    with compared.reducer.synchronize():
-        compared.together(words[dist.get_rank()]).mean().backward()
-    compared.alone(words).mean().backward()
-    return largest_error(compared.together, compared.alone)
 
 
 @check([("torch.complex64", 0.0), *[("torch.float64", 0.0)] * 2, *[("torch.bfloat16", 0.0)] * 2])
@@ -247,21 +207,6 @@ def no_rank_with_data_drops_on_all_ranks_what_one_had_not_synchronised() -> list
     with reducer.synchronize(0):
         pass
     return [*found, [gradient is None for gradient in gradients(module)]]
-
-
-@check(True)
-def bfloat16_as_torch_does_it() -> bool:
-    ours = nn.Linear(300, 300, dtype=torch.bfloat16)
-    theirs = DistributedDataParallel(copy.deepcopy(ours))
-    reducer = GradientReducer(ours)
-    x = batch(dist.get_rank(), width=300).bfloat16()
-    for _ in range(2):
-        ours.zero_grad()
-        theirs.zero_grad()
-        with reducer.synchronize():
-            ours(x).pow(2).mean().backward()
-        theirs(x).pow(2).mean().backward()
-    return all(torch.equal(one, other) for one, other in zip(gradients(ours), gradients(theirs), strict=True))
 
 
 @check(True)

@@ -10,6 +10,7 @@ from measuring.scenarios import MODES, SCENARIOS, Model, Optimizers, play
 from torch import Tensor
 
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from tests.reducer.checking import largest_error, spread
 from tests.support import devices
 from tests.support.processes import run_processes
 
@@ -129,8 +130,9 @@ def _fuzz(seed: int, steps: int) -> tuple[float, float, int]:
                 # Nobody had data: nobody has gradients.
                 alone.zero_grad()
                 together.zero_grad()
-            error = max(error, _gradient_error(alone, together))
-            difference = max(difference, _gradient_difference(together))
+            error = max(error, largest_error(together, alone))
+            zeros = [torch.zeros_like(one) if one.grad is None else one.grad for one in together.parameters()]
+            difference = max(difference, spread(torch.cat([gradient.flatten() for gradient in zeros])))
     return error, difference, synchronizations
 
 
@@ -141,26 +143,6 @@ def _freeze_some(shared: torch.Generator, *models: torch.nn.Module) -> None:
             parameter = model.weights[index]
             parameter.requires_grad_(not parameter.requires_grad)
             parameter.grad = None
-
-
-def _gradient_error(alone: torch.nn.Module, together: torch.nn.Module) -> float:
-    largest = 0.0
-    for one, other in zip(alone.parameters(), together.parameters(), strict=True):
-        if (one.grad is None) != (other.grad is None):
-            return float("inf")
-        if one.grad is not None:
-            largest = max(largest, float((one.grad - other.grad).abs().max() / (1e-9 + one.grad.abs().max())))
-    return largest
-
-
-def _gradient_difference(model: torch.nn.Module) -> float:
-    zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    flat = torch.cat([gradient.flatten() for gradient in zeros])
-    first = flat.clone()
-    dist.broadcast(first, 0)
-    largest = (flat - first).abs().amax()
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -73,8 +73,6 @@ def test_appended_entries_come_back_in_the_order_of_the_replicas(owner):
     mirrored.mirror.pull([0, 1], [2, 6])
     assert owner(mirrored.module).outputs == ["before", "a", "b"]
     assert first.outputs is owner(mirrored.module).outputs  # hooks in the backward pass still append to it
-    mirrored.push()
-    assert second.outputs == ["before", "a", "b"]
 
 
 def test_counters_of_steps_come_back_and_counters_of_samples_are_added_up():
@@ -108,22 +106,32 @@ def test_values_that_disagree_stay_with_their_replicas_until_they_are_set_again(
     assert [own.scale for own in mirrored.copies] == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_an_attribute_that_only_the_last_replica_has_made_does_not_disturb_later_steps():
+    mirrored = Mirrored()
+    mirrored.push()
+    mirrored.copies[1].state = 5
+    mirrored.copies[1].found = [1]
+    mirrored.copies[1].table = {"a": 1}
+    with pytest.warns(UserWarning, match=r"`self.(found|table)` was set inside a step"):
+        mirrored.mirror.pull([1], [8])
+    mirrored.module.scale = 2.0
+    mirrored.step(lambda own: None)
+    assert (mirrored.module.state, mirrored.module.found, mirrored.module.table) == (5, [1], {"a": 1})
+
+
+def test_a_change_that_has_no_single_meaning_is_warned_about():
+    for change, message in (
         (lambda module: module.outputs.clear(), "`self.outputs` was changed inside a step other than by appending"),
         (lambda module: module.outputs.reverse(), "`self.outputs` was changed inside a step other than by appending"),
         (lambda module: setattr(module, "outputs", ["new"]), "`self.outputs` was set inside a step, to another list"),
         (lambda module: setattr(module, "features", torch.zeros(2)), "`self.features` was set inside a step"),
         (lambda module: setattr(module.layer, "attention", 1), "`self.layer.attention` was set inside a step"),
-    ],
-)
-def test_a_change_that_has_no_single_meaning_is_warned_about(change, message):
-    mirrored = Mirrored()
-    mirrored.module.outputs.extend(["one", "two"])
-    with pytest.warns(UserWarning, match=message):
-        mirrored.step(change, lambda own: None)
-    assert mirrored.module.outputs == ["one", "two"]
+    ):
+        mirrored = Mirrored()
+        mirrored.module.outputs.extend(["one", "two"])
+        with pytest.warns(UserWarning, match=message):
+            mirrored.step(change, lambda own: None)
+        assert mirrored.module.outputs == ["one", "two"]
 
 
 def test_hooks_registered_on_the_module_run_on_every_replica_and_hooks_of_a_step_on_their_replica_alone():
@@ -194,64 +202,45 @@ class Storing(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         direct = self.direct = {}
-        self.features = defaultdict(list, scale=2.0)
+        self.features = defaultdict(list, scale=2.0, known=[], nested={"deep": []})
         self.layer.register_forward_hook(lambda layer, inputs, output: self.features.update(out=output))
         self.layer.register_forward_hook(lambda layer, inputs, output: direct.update(out=output))
 
 
-def test_a_replica_reads_its_own_entries_and_a_warning_names_the_dictionary_once(recwarn):
+def test_a_replica_reads_its_own_entries_until_the_step_ends_and_a_warning_names_the_dictionary_once(recwarn):
     mirrored = Mirrored(Storing())
+    module = mirrored.module
 
     def step(own):
+        assert "out" not in own.features
         output = own.layer(torch.rand(1, 2))
         assert own.features["out"] is own.direct["out"] is output
 
     for _ in range(2):
         mirrored.step(step)
-    assert mirrored.module.direct == {}
-    assert mirrored.module.features == {"scale": 2.0}
+    assert (module.direct, len(module.features)) == ({}, 3)
     messages = sorted(str(warning.message) for warning in recwarn.list)
     assert [message.split()[0] for message in messages] == ["`self.direct`", "`self.features`"]
     assert all("the copies are not merged" in message for message in messages)
+    module.features["known"].append(1)
+    module.direct = {"state": [1]}
+    mirrored.push()
+    assert all((own.features["known"], own.direct) == ([1], {"state": [1]}) for own in mirrored.copies)
+    assert mirrored.copies[0].direct["state"] is not module.direct["state"]
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
+def test_no_change_of_a_dictionary_is_lost_without_a_warning():
+    for write in (
         lambda module: module.features["known"].append(1),
         lambda module: module.features["nested"]["deep"].append(1),
         lambda module: module.features.update(scale=3.0),
         lambda module: module.features.pop("scale"),
-    ],
-)
-def test_no_change_of_a_dictionary_is_lost_without_a_warning(write):
-    module = Storing()
-    module.features.update(known=[], nested={"deep": []})
-    before = copy.deepcopy(module.features)
-    mirrored = Mirrored(module)
-    with pytest.warns(UserWarning, match=r"`self.features` was changed inside a step, where"):
-        mirrored.step(lambda own: None, write)
-    assert module.features == before == mirrored.copies[0].features
-
-
-@pytest.mark.filterwarnings(r"ignore:`self.features` was changed inside a step")
-def test_entries_stay_with_their_replica_until_the_dictionary_changes_on_the_module():
-    mirrored = Mirrored(Storing())
-    module = mirrored.module
-
-    def states():
-        mirrored.push()
-        return [own.features["state"] for own in mirrored.copies]
-
-    mirrored.step(lambda own: own.features.update(state=0), lambda own: own.features.update(state=1))
-    assert states() == [0, 1]
-    module.features["state"], module.other = 5, "also new"
-    assert states() == [5, 5]
-    module.features = {"state": [1]}
-    assert states() == [[1], [1]]
-    module.features["state"].append(2)
-    assert states() == [[1, 2], [1, 2]]
-    assert mirrored.copies[1].features["state"] is not module.features["state"]
+    ):
+        module = Storing()
+        before = copy.deepcopy(module.features)
+        with pytest.warns(UserWarning, match=r"`self.features` was changed inside a step, where"):
+            Mirrored(module).step(lambda own: None, write)
+        assert module.features == before
 
 
 def test_long_dictionaries_are_shared():

@@ -1,7 +1,6 @@
 """Replicas on accelerators: generators, recomputation, transfers."""
 
 import contextlib
-import time
 
 import pytest
 import torch
@@ -91,56 +90,17 @@ def test_recomputation_draws_the_masks_of_the_forward_pass_and_a_seed_reproduces
     assert all(torch.equal(one, other) for one, other in zip(parameters, run()[0], strict=True))
 
 
-def test_blocks_that_are_profiled_in_a_recomputed_part_may_overlap(virtual_devices):
-    class Profiled(Recomputed):
-        def profile_draw(self, output):
-            with self.trainer.profiler.profile("part"):
-                time.sleep(0.01)
-                return draw_there(output)
+class Mixed(nn.Module):
+    """Has running statistics, weights in one piece of memory, and a buffer that does not change."""
 
-    module = Profiled(False, None)
-    module.draw = module.profile_draw
-    fit(module, virtual_devices[:2], profiler="simple")
-    durations = module.trainer.profiler.recorded_durations
-    assert [len(durations[f"[Replica {index}]part"]) for index in range(2)] == [12, 12]
-
-
-def test_transfer_hooks_run_while_the_device_of_their_chunk_is_current(virtual_devices):
-    found = []
-
-    class Watching(Regression):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            found.append((batch[0].device, torch.accelerator.current_device_index()))
-            return batch
-
-    fit(Watching(), virtual_devices[:3], batches=1)
-    assert found == [(device, device.index) for device in virtual_devices[:3]]
-
-
-def test_gradients_of_channels_last_weights_have_their_strides_if_the_first_device_has_no_samples(virtual_devices):
-    found = []
-
-    class Convolutional(Regression):
-        def training_step(self, batch, batch_idx):
-            return self.network(batch[0].reshape(-1, FEATURES, 1, 1)).square().mean()
-
-        def on_after_backward(self):
-            weight = self.network.weight
-            found.append((weight.stride(), weight.grad.stride()))
-
-    network = nn.Conv2d(FEATURES, 4, 3, padding=1).to(memory_format=torch.channels_last)
-    fit(Convolutional(network), virtual_devices[:2], batches=1, strategy={"split": [0, 1]})
-    ((weight, gradient),) = found
-    assert weight == gradient != torch.empty(4, FEATURES, 3, 3).stride()
-
-
-class Masked(nn.Module):
     def __init__(self):
         super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.recurrent = nn.LSTM(FEATURES, 3, batch_first=True)
         self.register_buffer("mask", torch.ones(FEATURES))
 
     def forward(self, inputs):
-        return inputs * self.mask
+        return self.recurrent((self.norm(inputs) * self.mask).unsqueeze(1))[0]
 
 
 class Logging(Regression):
@@ -149,22 +109,6 @@ class Logging(Regression):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("largest", loss, reduce_fx="max")
         return loss
-
-
-WITHOUT_WAITS = {
-    "buffers": lambda: Regression(nn.Sequential(*(Masked() for _ in range(4)), nn.Linear(FEATURES, 3))),
-    "batch norm": lambda: Regression(nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 3))),
-    "logging": Logging,
-    "recurrent": lambda: Regression(Recurrent()),
-}
-
-
-class Recurrent(nn.LSTM):
-    def __init__(self):
-        super().__init__(FEATURES, 3, batch_first=True)
-
-    def forward(self, inputs):
-        return super().forward(inputs.unsqueeze(1))[0]
 
 
 class WithoutWaits(Callback):
@@ -178,26 +122,10 @@ class WithoutWaits(Callback):
         self.context.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("name", WITHOUT_WAITS)
 @pytest.mark.parametrize("balance", ["even", "auto"])
-def test_the_host_does_not_wait_for_devices_in_a_training_step(virtual_devices, name, balance):
-    module = WITHOUT_WAITS[name]()
-    fit(module, virtual_devices[:3], batches=8, strategy={"balance": balance}, callbacks=[WithoutWaits()])
-
-
-def test_compiled_parts_are_compiled_for_every_device(virtual_devices):
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    network = torch.compile(nn.Linear(FEATURES, 3), backend=backend, fullgraph=True)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        fit(Regression(network), virtual_devices)
-    assert len(compiled) == 8  # on the caller's thread in the first batch, then on the replicas' threads
-    torch._dynamo.reset()
+def test_the_host_does_not_wait_for_devices_in_a_training_step(virtual_devices, balance):
+    options = {"strategy": {"balance": balance}, "callbacks": [WithoutWaits()]}
+    fit(Logging(Mixed()), virtual_devices[:3], batches=8, **options)
 
 
 def test_the_host_waits_once_in_a_step_for_all_batch_normalisation_in_compiled_code(virtual_devices):
@@ -215,19 +143,3 @@ def test_the_host_waits_once_in_a_step_for_all_batch_normalisation_in_compiled_c
     fit(Regression(torch.compile(network, backend="eager")), virtual_devices[:2], 8, callbacks=[Counting()])
     assert waits[5:] == [1, 1, 1]
     torch._dynamo.reset()
-
-
-def test_the_first_replica_shares_the_parameters_of_the_module(virtual_devices):
-    pointers = {"module": set()}
-
-    class Watching(Regression):
-        def on_train_batch_start(self, batch, batch_idx):
-            pointers["module"].add(self.network.weight.data_ptr())
-
-        def training_step(self, batch, batch_idx):
-            pointers.setdefault(self.device.index, set()).add(self.network.weight.data_ptr())
-            return super().training_step(batch, batch_idx)
-
-    fit(Watching(), virtual_devices[:3])
-    assert pointers[0] == pointers["module"]
-    assert len(pointers[0] | pointers[1] | pointers[2]) == 3

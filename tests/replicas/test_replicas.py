@@ -141,16 +141,6 @@ def test_sparse_gradients_are_added():
     assert net.weight.grad.to_dense().sum(1).tolist() == [0, 2, 0, 2, 0]
 
 
-def test_buffers_are_copies_that_follow_the_master():
-    net = Net()
-    replicas = replicate(net)
-    replicas[1].module.count.add_(5)
-    assert net.count == 0
-    net.count.fill_(3)
-    replicas.refresh()
-    assert replicas[1].module.count == 3
-
-
 def test_parameters_are_sent_in_the_first_batch_of_an_evaluation_and_after_changes(monkeypatch):
     net = nn.Linear(2, 1, bias=False)
     replicas = replicate(net)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from lightning_ddp_ext.replicas.shared_state import SharedGenerators
+from lightning_ddp_ext.replicas.shared_state import SharedState
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers
 
 CPU = torch.device("cpu")
@@ -118,31 +118,23 @@ def test_an_interrupt_waits_for_running_jobs(workers):
     assert len(ended) == 2
 
 
-def test_close_ends_the_threads():
-    workers = ReplicaWorkers([CPU, CPU])
-    assert sum(thread.name.startswith("replica-") for thread in threading.enumerate()) == 2
-    workers.close()
-    assert not any(thread.name.startswith("replica-") for thread in threading.enumerate())
-
-
 def test_steps_on_one_generator_run_in_order_until_known_to_draw_nothing_and_always_after_a_draw():
-    generators = SharedGenerators([CPU, CPU])
+    shared = SharedState([CPU, CPU])
 
     def run_step(step, draw=lambda: None):
-        before = generators.states()
+        shared.watch()
         draw()
-        return generators.notice_draws(step, before)
+        return shared.notice_use(step)
 
     for _ in range(2):
-        assert generators.forces_order("training_step")
+        assert shared.forces_order("training_step")
         assert not run_step("training_step")
-        assert not generators.forces_order("training_step")
-        assert generators.forces_order("validation_step")
-        generators.forget()
+        assert not shared.forces_order("training_step")
+        assert shared.forces_order("validation_step")
+        shared.forget()
     with pytest.warns(UserWarning, match="`training_step` draws random numbers from the generator of cpu, which"):
         assert run_step("training_step", lambda: torch.rand(1))
     assert not run_step("training_step", lambda: torch.rand(1))  # a second warning would be an error
-    assert generators.forces_order("training_step")
-    alone = SharedGenerators([CPU])
-    assert not alone.states()
+    assert shared.forces_order("training_step")
+    alone = SharedState([CPU])
     assert not alone.forces_order("training_step")

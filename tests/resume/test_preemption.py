@@ -62,14 +62,6 @@ def test_ranks_end_after_the_same_step_with_one_code_whichever_rank_got_the_sign
     assert [rank.done[0] for rank in ranks] == ["saved hpc_ckpt_1.ckpt"] * 2
 
 
-def test_a_requeueing_signal_prevails(tmp_path):
-    rank = Rank(tmp_path)
-    for signum in (signal.SIGUSR1, signal.SIGTERM):
-        os.kill(os.getpid(), signum)
-    assert rank.control.stop == REQUEUE > STOP
-    assert rank.end_step(REQUEUE) == 138
-
-
 def test_another_handler_of_sigterm_is_called_at_once_and_one_of_the_requeueing_signal_after_saving(tmp_path):
     calls = []
     signal.signal(signal.SIGTERM, lambda *_: calls.append("terminated"))
@@ -78,7 +70,8 @@ def test_another_handler_of_sigterm_is_called_at_once_and_one_of_the_requeueing_
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1):
         os.kill(os.getpid(), signum)
     assert (calls, rank.done) == (["terminated"], [])
-    assert rank.end_step(rank.control.stop) == 138
+    assert rank.control.stop == REQUEUE > STOP
+    assert rank.end_step(REQUEUE) == 138
     assert rank.done == ["saved hpc_ckpt_1.ckpt", "requeued", "waited"]
 
 
@@ -105,10 +98,10 @@ def test_a_job_is_requeued_by_its_number_or_warned_of(monkeypatch):
         return subprocess.CompletedProcess(command, int(command[-1] == "8"), "", "denied\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert requeue_job({"SLURM_JOB_ID": "7"})
-    assert requeue_job({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"})
+    requeue_job({"SLURM_JOB_ID": "7"})
+    requeue_job({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"})
     with pytest.warns(UserWarning, match="Job 8 was not requeued: denied. Submit it with `sbatch --requeue`"):
-        assert not requeue_job({"SLURM_JOB_ID": "8"})
+        requeue_job({"SLURM_JOB_ID": "8"})
     assert commands == ["7", "5_2", "8"]
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.combined_loader import RankedLoader, ResumableLockstepLoader
+from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader
@@ -124,7 +124,7 @@ def test_an_epoch_that_is_shorter_than_the_one_that_was_left_is_refused():
 def make_lockstep(group, between):
     sampler = UnpaddedDistributedSampler(range(10), 1, 0, shuffle=False)
     loader = RankedLoader(DataLoader(range(10), batch_size=2, sampler=sampler), group)
-    lockstep = ResumableLockstepLoader(
+    lockstep = LockstepCombinedLoader(
         [loader], "max_size_cycle", group, "join", HasNextBatch(group), ResumableRng(), between.append
     )
     lockstep.limits = [float("inf")]

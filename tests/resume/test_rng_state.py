@@ -3,6 +3,7 @@
 import io
 import itertools
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -24,7 +25,6 @@ KINDS = {
     "Python": lambda: random.Random(1),
     "NumPy, of old": lambda: numpy.random.RandomState(1),
     "NumPy": lambda: numpy.random.default_rng(1),
-    "NumPy, with an array": lambda: numpy.random.Generator(numpy.random.MT19937(1)),
     "NumPy, with arrays": lambda: numpy.random.Generator(numpy.random.Philox(1)),
 }
 
@@ -93,24 +93,11 @@ def test_generators_are_found_in_loaders_samplers_and_datasets_once():
     assert {id(generator) for generator in found} == set(map(id, (of_loader, of_sampler, first, second)))
 
 
-class Anything:
-    """A dataset, and a sampler, of no class of torch's."""
-
-    def __init__(self, length):
-        self.length, self.generator = length, random.Random(length)
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        return iter(range(self.length))
-
-
-def test_datasets_and_samplers_may_be_of_any_class_and_generators_without_a_state_are_none():
-    dataset, sampler = Anything(3), Anything(2)
-    found = find_loader_rngs([DataLoader(dataset, sampler=sampler)])
-    assert set(map(id, found)) == {id(dataset.generator), id(sampler.generator)}
-    assert find_loader_rngs([DataLoader(Drawing(random.SystemRandom()))]) == []
+def test_samplers_may_be_of_any_class_and_generators_without_a_state_are_none():
+    sampler = SimpleNamespace(generator=random.Random(2))
+    loader = DataLoader(Drawing(random.SystemRandom()), sampler=[0])
+    vars(loader)["sampler"] = sampler
+    assert find_loader_rngs([loader]) == [sampler.generator]
 
 
 def draw_from_process():
@@ -129,54 +116,36 @@ def test_a_restored_process_draws_the_same_numbers():
         assert draw_from_process() == drawn
 
 
-class OtherAccelerator:
-    """The module of a kind of device other than CUDA, with one generator."""
-
-    def __init__(self):
-        self.generator = torch.Generator()
-
-    def get_rng_state(self):
-        return self.generator.get_state()
-
-    def set_rng_state(self, state):
-        self.generator.set_state(state)
-
-    def manual_seed(self, seed):
-        self.generator.manual_seed(seed)
-
-    def draw(self):
-        return torch.rand(3, generator=self.generator).tolist()
-
-
 @pytest.fixture
-def accelerator(monkeypatch):
-    module = OtherAccelerator()
+def draw_on_device(monkeypatch):
+    """Draw from a device other than CUDA, with one generator."""
+    generator = torch.Generator()
+    module = SimpleNamespace(
+        get_rng_state=generator.get_state, set_rng_state=generator.set_state, manual_seed=generator.manual_seed
+    )
     monkeypatch.setattr(torch, "privateuseone", module, raising=False)
     torch.get_device_module.cache_clear()
-    yield module
+    yield lambda: draw(generator)
     torch.get_device_module.cache_clear()
 
 
-def test_a_device_of_any_kind_draws_the_same_numbers_again(accelerator):
+def test_a_device_of_any_kind_draws_the_same_numbers_again_and_shares_them_between_ranks(draw_on_device):
     device = torch.device("privateuseone")
     states = capture_rng_state(device)
-    drawn = accelerator.draw(), draw_from_process()
-    assert (accelerator.draw(), draw_from_process()) != drawn
+    drawn = draw_on_device(), draw_from_process()
+    assert (draw_on_device(), draw_from_process()) != drawn
     restore_rng_state(in_a_checkpoint(states), device)
-    assert (accelerator.draw(), draw_from_process()) == drawn
+    assert (draw_on_device(), draw_from_process()) == drawn
     assert capture_rng_state(torch.device("cpu")).keys() < states.keys()  # resumed on another kind of device
-
-
-def test_ranks_share_the_numbers_of_a_device_of_any_kind(accelerator):
-    numbers = []
+    shared = []
     for seed in (1, 2):
-        accelerator.manual_seed(seed)
-        own = accelerator.draw()
-        accelerator.manual_seed(seed)
-        with SharedRandomNumbers(5, torch.device("privateuseone")).shared(0):
-            numbers.append(accelerator.draw())
-        assert accelerator.draw() == own
-    assert numbers[0] == numbers[1]
+        torch.privateuseone.manual_seed(seed)
+        own = draw_on_device()
+        torch.privateuseone.manual_seed(seed)
+        with SharedRandomNumbers(5, device).shared(0):
+            shared.append(draw_on_device())
+        assert draw_on_device() == own
+    assert shared[0] == shared[1]
 
 
 def numbers_of_a_step(shared, seed, number=0):

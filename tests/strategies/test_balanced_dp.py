@@ -1,4 +1,5 @@
-import contextlib
+"""Arguments, refusals and steps of `balanced_dp`: chunks, errors of replicas, steps that return None."""
+
 import importlib
 import warnings
 from functools import partial
@@ -51,22 +52,16 @@ def test_the_registered_name_makes_one_process_with_a_replica_per_device():
         BalancedDataParallelStrategy().split_sizes(8)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
+def test_arguments_that_do_not_fit_the_trainer_are_refused(monkeypatch):
+    for arguments, options, error, message in (
         ({"split": [1, 2, 3]}, {}, ValueError, r"`split=\[1, 2, 3\]` has 3 entries for 2 devices"),
         ({}, {"sync_batchnorm": True}, UnsupportedFeatureError, "Remove `sync_batchnorm=True`"),
         ({}, {"num_nodes": 2}, UnsupportedFeatureError, "got `num_nodes=2`"),
-    ],
-)
-def test_arguments_that_do_not_fit_the_trainer_are_refused(arguments, options, error, message):
-    with pytest.raises(error, match=message):
-        quiet_trainer(BalancedDataParallelStrategy(**arguments), 2, **options)
-
-
-def test_torchrun_is_refused_by_the_trainer(monkeypatch):
-    variables = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    for name, value in variables.items():
+    ):
+        with pytest.raises(error, match=message):
+            quiet_trainer(BalancedDataParallelStrategy(**arguments), 2, **options)
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedFeatureError, match="TorchElasticEnvironment reports 2"):
         quiet_trainer("balanced_dp", 2)
@@ -126,14 +121,6 @@ def test_an_exception_in_a_replica_keeps_its_type_names_the_chunk_and_leaves_the
     assert trainer.global_step == 1
 
 
-def test_chunk_sizes_and_times_of_the_last_batch_can_be_read():
-    strategy = balanced(gpu0_batch_size=1)
-    assert strategy.chunk_sizes == strategy.replica_seconds == []
-    train(Classifier(), strategy, 2, max_epochs=1, loader=batches(4))
-    assert strategy.chunk_sizes == [1, 3]
-    assert all(seconds > 0 for seconds in strategy.replica_seconds)
-
-
 def test_hooks_get_the_whole_batch_in_place_and_each_chunk_is_transferred_once():
     seen, transferred, values = [], [], []
 
@@ -150,36 +137,16 @@ def test_hooks_get_the_whole_batch_in_place_and_each_chunk_is_transferred_once()
             values.append(batch[0].unique().tolist())
             return super().training_step(batch, batch_idx)
 
-    train(Watching(), balanced([1, 3]), 2, max_epochs=1, loader=batches(8))
-    (whole,) = seen
-    assert whole[0] == 8
-    assert [size for size, _ in transferred] == [2, 6]
-    assert transferred[0][1] == whole[1]  # the chunks are views of the loader's batch
-    assert transferred[1][1] > whole[1]
+    strategy = balanced([1, 3])
+    assert strategy.chunk_sizes == strategy.replica_seconds == []
+    train(Watching(), strategy, 2, max_epochs=1, loader=batches(8))
+    ((size, place),) = seen
+    (first_size, first), (second_size, second) = transferred
+    assert [size, first_size, second_size] == [8, 2, 6]
+    assert first == place < second  # the chunks are views of the loader's batch
     assert values == [[7.0], [7.0]]
-
-
-def test_transfer_hooks_run_while_the_device_of_their_chunk_is_current(monkeypatch):
-    current, found = [], []
-
-    @contextlib.contextmanager
-    def make_current(device):
-        current.append(device)
-        yield
-        current.pop()
-
-    class Watching(Classifier):
-        def transfer_batch_to_device(self, batch, device, dataloader_idx):
-            found.append(current == [device])
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            found.append(len(current) == 1)
-            return batch
-
-    monkeypatch.setattr("lightning_ddp_ext.replicas.replicated_step.current_device", make_current)
-    train(Watching(), balanced([1, 3]), 2, max_epochs=1, loader=batches(8))
-    assert found == [True] * 4
+    assert strategy.chunk_sizes == [2, 6]
+    assert all(seconds > 0 for seconds in strategy.replica_seconds)
 
 
 class Skipping(Classifier):
@@ -198,7 +165,7 @@ class Skipping(Classifier):
 
 @pytest.mark.parametrize(
     ("weight_by", "as_mapping"),
-    [("samples", False), ("samples", True), ("equal", False), ("sum", False), (lambda chunk: len(chunk[1]) / 2, False)],
+    [("samples", True), ("equal", False), ("sum", False), (lambda chunk: len(chunk[1]) / 2, False)],
 )
 def test_replicas_whose_step_returns_none_have_no_weight(weight_by, as_mapping):
     data = dataset(6)

@@ -19,6 +19,9 @@ class Slowed(Classifier):
         time.sleep(len(batch[0]) * (0.003, 0.001)[current_replica() or 0])
         return super().training_step(batch, batch_idx)
 
+    def validation_step(self, batch, batch_idx):
+        pass
+
 
 def loader(batches=24):
     return DataLoader(dataset(16 * batches), batch_size=16)
@@ -50,6 +53,8 @@ def test_a_checkpoint_keeps_what_was_measured(tmp_path):
     trainer.fit(Slowed(), loader())
     learned = strategy.split_sizes(16)
     assert learned != [8, 8]
+    trainer.validate(Slowed(), loader(), verbose=False)
+    assert strategy.chunk_sizes == learned == strategy.split_sizes(16)  # a validation is not measured
     trainer.save_checkpoint(tmp_path / "moved.ckpt")
     assert torch.load(tmp_path / "moved.ckpt", weights_only=True)["lightning_ddp_ext.balanced_dp"]["shares"][0] < 0.5
 
@@ -85,16 +90,3 @@ def test_chunks_of_replicas_that_run_in_order_do_not_move(said):
     assert strategy.chunk_sizes == [8, 8]
     assert [text for text in said() if "one after another" in text] == said()
     assert len(said()) == 1
-
-
-def test_validation_uses_the_same_chunks_but_is_not_measured():
-    class Validated(Slowed):
-        def validation_step(self, batch, batch_idx):
-            pass
-
-    strategy = balanced(balance="auto")
-    trainer = quiet_trainer(strategy, 2, precision="64-true", max_epochs=1)
-    trainer.fit(seeded(Validated), loader(), loader(4))
-    learned = strategy.split_sizes(16)
-    trainer.validate(seeded(Validated), loader(), verbose=False)
-    assert strategy.chunk_sizes == learned == strategy.split_sizes(16)

@@ -1,15 +1,18 @@
-"""Training on batches of every kind and size, from one loader or several, equals one device."""
+"""Training on batches of every kind and size, of graphs, and from one loader or several, equals one device."""
 
-from collections import namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext import BatchSplitError
+from lightning_ddp_ext.batches.splitting import batch_size_of, split_batch
 from tests.parity import (
+    CLASSES,
     FEATURES,
     Classifier,
     Evaluated,
@@ -19,36 +22,10 @@ from tests.parity import (
     both_ways,
     compare,
     dataset,
-    relative_difference,
+    quiet_trainer,
     seeded,
     train,
 )
-
-Batch = namedtuple("Batch", ["features", "labels"])
-
-
-# Lightning cannot count the samples of the tuple on a single device.
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")
-@pytest.mark.parametrize(
-    ("pack", "unpack"),
-    [
-        (lambda x, y: {"in": {"x": x}, "y": [y]}, lambda b: (b["in"]["x"], b["y"][0])),
-        (lambda x, y: ([x], (y, torch.tensor(2.0))), lambda b: (b[0][0], b[1][0])),
-        (lambda x, y: Batch(x, y), lambda b: (b.features, b.labels)),
-        (lambda x, y: torch.cat([x, y[:, None].to(x)], dim=1), lambda b: (b[:, :FEATURES], b[:, FEATURES].long())),
-    ],
-    ids=["dict", "tuple", "namedtuple", "tensor"],
-)
-def test_nested_batches_are_cut(pack, unpack):
-    class Unpacking(Classifier):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(unpack(batch), batch_idx)
-
-    def collate(samples):
-        features, labels = zip(*samples, strict=True)
-        return pack(torch.stack(features), torch.stack(labels))
-
-    compare(Unpacking, {"loader": batches(collate_fn=collate)})
 
 
 class Pairs:
@@ -83,42 +60,6 @@ def test_chunks_of_another_number_than_the_devices_are_refused():
 
     with pytest.raises(BatchSplitError, match=r"`scatter_batch` returned 1 chunks for the sizes \[4, 4\]"):
         train(Wrong(), balanced(), 2, loader=batches(8, collate_fn=Pairs))
-
-
-class RandomSizes(Dataset):
-    """Batches of every size from 1 to 9, one item each."""
-
-    def __len__(self):
-        return 9
-
-    def __getitem__(self, index):
-        return dataset(9 - index)[:]
-
-
-@pytest.mark.parametrize("devices", [2, 3, 5])
-def test_batches_smaller_than_the_number_of_devices_work(devices):
-    options = {"loader": DataLoader(RandomSizes(), batch_size=None), "max_epochs": 1}
-    single = train(seeded(Classifier), **options)
-    for arguments in ({}, {"gpu0_batch_size": 1}, {"split": list(range(devices))}):
-        assert_same_training(train(seeded(Classifier), balanced(**arguments), devices, **options), single)
-
-
-def test_a_batch_that_comes_again_is_cut_again():
-    class Augmented(Classifier):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return batch[0] * (1 + self.trainer.global_step), batch[1]
-
-    class SameBatch:
-        batch = dataset(8, torch.float32)[:]
-
-        def __iter__(self):
-            return iter([self.batch] * 4)
-
-    def run(**way):
-        return train(seeded(Augmented), **way, precision="32-true", max_epochs=1, loader=SameBatch())
-
-    single, parallel = both_ways(run)
-    assert relative_difference(parallel.gradients.after_backward, single.gradients.after_backward) < 1e-5
 
 
 class TwoSources(Classifier):
@@ -157,23 +98,6 @@ def test_several_loaders_of_validation_test_and_prediction():
     torch.testing.assert_close(predictions, predicted)
 
 
-def test_validation_loaders_that_are_read_at_once():
-    class BothAtOnce(Evaluated):
-        def validation_step(self, batch, batch_idx):
-            for name, part in batch.items():
-                if part is not None:
-                    loss = functional.cross_entropy(self.network(part[0]), part[1])
-                    self.log(f"val_{name}", loss, batch_size=len(part[1]))
-
-    compare(BothAtOnce, lambda: {"val_loader": CombinedLoader({"a": batches(16), "b": batches(24)}, "max_size")})
-
-
-def test_combined_loaders_with_different_sizes_are_refused_by_name():
-    loader = CombinedLoader({"a": batches(8), "b": batches(4, 4)}, "min_size")
-    with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\['a'\]` has 8, `batch\['b'\]` has 4"):
-        train(Classifier(), balanced(), 2, loader=loader)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(dataset(27))
@@ -190,3 +114,133 @@ class Stream(IterableDataset):
 )
 def test_loaders_of_every_kind(make, options):
     compare(Evaluated, lambda: {"loader": make(), **options})
+
+
+@dataclass
+class Graph:
+    nodes: Tensor
+    edges: Tensor  # [2, edges], numbers of nodes
+    label: Tensor
+
+
+class GraphBatch:
+    """Graphs as one large graph, whose attributes have different numbers of rows, as PyTorch Geometric makes it."""
+
+    def __init__(self, graphs, follow_batch=()):
+        sizes = torch.tensor([len(graph.nodes) for graph in graphs])
+        starts = [0, *sizes.cumsum(0).tolist()]
+        self.counts = [(len(graph.nodes), graph.edges.shape[1]) for graph in graphs]
+        self.nodes = torch.cat([graph.nodes for graph in graphs])
+        self.edges = torch.cat([graph.edges + start for graph, start in zip(graphs, starts, strict=False)], dim=1)
+        self.labels = torch.cat([graph.label for graph in graphs])
+        self.batch = torch.arange(len(graphs)).repeat_interleave(sizes)
+        for name in follow_batch:
+            setattr(self, f"{name}_batch", self.batch)
+
+    @classmethod
+    def from_data_list(cls, graphs, follow_batch=()):
+        return cls(graphs, follow_batch)
+
+    def to_data_list(self):
+        nodes = self.nodes.split([count for count, _ in self.counts])
+        edges = self.edges.split([count for _, count in self.counts], dim=1)
+        starts = torch.tensor([0, *(count for count, _ in self.counts)]).cumsum(0)
+        parts = zip(nodes, edges, starts, self.labels.split(1), strict=False)
+        return [Graph(node, edge - start, label) for node, edge, start, label in parts]
+
+    def keys(self):
+        return [name for name in vars(self) if name not in ("counts", "device")]
+
+    @property
+    def num_nodes(self):
+        return len(self.nodes)
+
+    def to(self, device, **options):
+        moved = GraphBatch(self.to_data_list())
+        moved.device = device
+        for name in ("nodes", "edges", "labels", "batch"):
+            setattr(moved, name, getattr(self, name).to(device))
+        return moved
+
+
+def graphs(number):
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(number):
+        nodes = int(torch.randint(2, 7, (), generator=generator))
+        yield Graph(
+            torch.randn(nodes, FEATURES, dtype=torch.float64, generator=generator),
+            torch.randint(0, nodes, (2, 2 * nodes), generator=generator),
+            torch.randint(0, CLASSES, (1,), generator=generator),
+        )
+
+
+def beside(batch):
+    return {"graph": batch, "features": torch.zeros(len(batch.labels), 2)}
+
+
+def loader(wrap=lambda batch: batch):
+    return DataLoader(list(graphs(27)), batch_size=8, collate_fn=lambda samples: wrap(GraphBatch(samples)))
+
+
+class GraphClassifier(Classifier):
+    def hidden(self, graph):
+        messages = torch.zeros_like(graph.nodes).index_add(0, graph.edges[1], graph.nodes[graph.edges[0]])
+        return graph.nodes + messages.tanh()
+
+    def forward(self, graph):
+        assert graph.device == self.device
+        pooled = graph.nodes.new_zeros(len(graph.labels), FEATURES).index_add(0, graph.batch, self.hidden(graph))
+        return self.network(pooled)
+
+    def training_step(self, batch, batch_idx):
+        graph = batch["graph"] if isinstance(batch, dict) else batch
+        logits = self(graph)
+        self.accuracy(logits, graph.labels)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True, batch_size=len(graph.labels))
+        loss = functional.cross_entropy(logits, graph.labels)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(graph.labels))
+        return loss
+
+    def predict_step(self, batch, batch_idx):
+        return {"logits": self(batch), "nodes": self.hidden(batch), "labels": batch.labels.tolist()}
+
+
+@pytest.mark.parametrize(("split", "wrap"), [([2, 6], beside), ([0, 5, 3], lambda batch: batch)])
+def test_training_on_batches_of_graphs_equals_one_device(split, wrap):
+    parallel = train(seeded(GraphClassifier), balanced(split), len(split), loader=loader(wrap))
+    strategy = parallel.trainer.strategy
+    assert strategy.chunk_sizes == strategy.split_sizes(3)  # graphs of the last batch
+    assert_same_training(parallel, train(seeded(GraphClassifier), loader=loader(wrap)))
+
+
+def test_predictions_for_graphs_and_for_nodes_keep_their_order():
+    def predict(strategy, devices):
+        return quiet_trainer(strategy, devices, precision="64-true").predict(seeded(GraphClassifier), loader())
+
+    expected, found = both_ways(predict)
+    torch.testing.assert_close(found, expected)
+    assert all(len(outputs["nodes"]) > len(outputs["logits"]) for outputs in found)
+
+
+def test_graphs_are_counted_and_chunks_hold_what_a_loader_would_make_of_them():
+    samples = list(graphs(8))
+    batch = GraphBatch(samples, ["nodes"])
+    assert batch_size_of(batch) == 8
+    assert split_batch(batch, [0, 8]) == [None, batch]
+    first, second = split_batch(batch, [3, 5])
+    for chunk, part in ((first, samples[:3]), (second, samples[3:])):
+        expected = GraphBatch(part, ["nodes"])
+        assert vars(chunk).keys() == vars(expected).keys() == {*batch.keys(), "counts"}
+        for name in vars(chunk).keys() - {"counts"}:
+            assert torch.equal(getattr(chunk, name), getattr(expected, name))
+
+
+def test_batches_that_cannot_be_cut_by_graphs_are_refused():
+    batch = GraphBatch(list(graphs(4)))
+    batch.noise = torch.zeros(4)
+    with pytest.raises(BatchSplitError, match="`noise` of the batch of graphs"):
+        split_batch(batch, [2, 2])
+    with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\[0\]` has 4, `batch\[1\]` has 3"):
+        batch_size_of((GraphBatch(list(graphs(4))), torch.zeros(3)))
+    with pytest.raises(BatchSplitError, match="`Linear` holds tensors but cannot be cut"):
+        batch_size_of({"x": torch.zeros(4), "network": nn.Linear(2, 2)})

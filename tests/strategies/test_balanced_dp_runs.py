@@ -1,4 +1,4 @@
-"""Several runs of one trainer, checkpoints between runs, state kept between steps, and runs that end early."""
+"""Options of the Trainer, profilers, several runs of one trainer, checkpoints between runs, and runs that end early."""
 
 import os
 import signal
@@ -7,14 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
 from torch import nn
+from torch.autograd import DeviceType
 from torch.nn import functional
 
 from tests.parity import (
     Classifier,
     Evaluated,
-    Trained,
     assert_same_training,
     balanced,
     batches,
@@ -25,6 +26,129 @@ from tests.parity import (
     seeded,
     train,
 )
+from tests.support.devices import device
+
+OPTIONS = [
+    {"overfit_batches": 0.5},
+    {"limit_train_batches": 0.6, "limit_val_batches": 0.5},
+    {"max_steps": 3, "accumulate_grad_batches": 3},
+    {"max_steps": 5, "accumulate_grad_batches": 2, "max_epochs": -1},
+    {"val_check_interval": 0.5},
+    {"val_check_interval": 3, "check_val_every_n_epoch": None},
+    {"num_sanity_val_steps": -1},
+    {"fast_dev_run": 3},
+    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.005, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
+    {"min_steps": 2, "max_steps": 6},
+    {"enable_model_summary": True, "enable_progress_bar": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_training_equals_one_device(options):
+    options = {"val_loader": batches(19), "max_epochs": 2, **options}
+    single, _ = compare(Evaluated, options)
+    if "gradient_clip_val" in options:
+        unclipped = train(seeded(Evaluated), **{**options, "gradient_clip_val": None})
+        assert relative_difference(unclipped.gradients.before_step, single.gradients.before_step) > 1e-2
+
+
+def test_accumulation_schedules():
+    single, _ = compare(Evaluated, lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]})
+    assert len(single.gradients.before_step) == 4 + 2 + 2
+
+
+def test_training_without_samples_on_the_first_device_equals_one_device():
+    options = {"val_loader": batches(19), "limit_train_batches": 0.6, "max_steps": 5}
+    compare(Evaluated, options, gpu0_batch_size=0)
+
+
+def test_the_tests_fail_when_chunks_have_equal_weights():
+    with pytest.raises(AssertionError, match="after_backward"):
+        compare(Evaluated, {"val_loader": batches(19), "overfit_batches": 2}, split=[2, 6], weight_by="equal")
+
+
+@pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`")
+def test_anomalies_are_detected_on_every_replica():
+    class Infinite(Evaluated):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss + (0 * loss).sqrt() if len(batch[0]) == 6 else loss
+
+    compare(Evaluated, {"detect_anomaly": True})
+    with pytest.raises(RuntimeError, match="returned nan values") as caught:
+        train(seeded(Infinite), balanced([2, 6]), 2, detect_anomaly=True)
+    assert "replica 1 of 2" in caught.value.__notes__[0]
+
+
+class Profiled(Classifier):
+    """Profiles a part of its step; on threads, both replicas are in that part at the same time."""
+
+    def __init__(self):
+        super().__init__()
+        self.threads = set()
+        self.together = threading.Barrier(2, timeout=30)
+
+    def training_step(self, batch, batch_idx):
+        with self.trainer.profiler.profile("network"):
+            logits = self.network(batch[0])
+            self.threads.add(threading.current_thread().name)
+            if threading.current_thread() is not threading.main_thread():
+                self.together.wait()
+        return functional.cross_entropy(logits, batch[1])
+
+    def on_train_batch_end(self, *args):
+        with self.trainer.profiler.profile("hook"):
+            pass
+
+
+def profile(profiler, **way):
+    return train(seeded(Profiled), **way, profiler=profiler, loader=batches(40), max_epochs=1)
+
+
+def test_the_simple_profiler_names_the_actions_of_each_replica_and_no_others():
+    single, parallel = both_ways(lambda **way: profile("simple", **way))
+    assert_same_training(parallel, single)
+    assert parallel.module.threads >= {f"replica-{index}-{device(index)}" for index in (0, 1)}
+    durations = parallel.trainer.profiler.recorded_durations
+    assert len(single.trainer.profiler.recorded_durations["network"]) == 5
+    step = "[Strategy]BalancedDataParallelStrategy.training_step"
+    for name in ("[Replica 0]network", "[Replica 1]network", step, "hook"):
+        assert len(durations[name]) == 5, name
+    assert "network" not in durations
+    assert "[Replica 1]network" in parallel.trainer.profiler.summary()
+
+
+def test_the_advanced_profiler_sees_calls_of_every_replica(tmp_path):
+    def describe(**way):
+        trained = profile(AdvancedProfiler(tmp_path, str(way["devices"])), **way)
+        (path,) = tmp_path.glob(f"fit-{way['devices']}*")
+        return trained, path.read_text().split("Profile stats for: ")
+
+    (single, expected), (parallel, found) = both_ways(describe)
+    assert_same_training(parallel, single)
+    assert parallel.module.threads == {"MainThread"}
+    for name, reports in (("network", expected), ("[Replica 0]network", found), ("[Replica 1]network", found)):
+        (report,) = (report for report in reports if report.splitlines()[0] == name)
+        assert "linear.py" in report
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch before 2.13
+def test_the_torch_profiler_records_operators_of_every_replica(tmp_path):
+    def count(**way):
+        profiler = PyTorchProfiler(tmp_path, str(way["devices"]), record_module_names=True)
+        trained = profile(profiler, **way)
+        # A device records the regions that the host names, too.
+        events = [one for one in trained.trainer.profiler.function_events if one.device_type == DeviceType.CPU]
+        names = [event.name for event in events]
+        wanted = ("aten::addmm", "TanhBackward0", "[pl][profile]network", "[pl][profile][Replica 1]network")
+        return trained, [names.count(name) for name in wanted]
+
+    (single, expected), (parallel, found) = both_ways(count)
+    assert_same_training(parallel, single)
+    batches_recorded = expected[2]
+    assert expected == [2 * batches_recorded, batches_recorded, batches_recorded, 0]
+    assert found == [4 * batches_recorded, 2 * batches_recorded, 0, batches_recorded]
 
 
 def replica_threads():
@@ -51,19 +175,8 @@ def test_fit_validate_test_predict_and_fit_again():
     assert not replica_threads()
 
 
-def test_one_trainer_trains_another_module():
-    def run(**way):
-        first = train(seeded(Evaluated), **way, max_epochs=1)
-        module = seeded(lambda: Evaluated(torch.optim.SGD))
-        first.trainer.fit_loop.max_epochs = 2
-        first.trainer.fit(module, batches())
-        return Trained(module, first.trainer, first.gradients)
-
-    assert_same_training(*reversed(both_ways(run)))
-
-
 class Statistics(Evaluated):
-    """Has buffers and metrics, and notes what they are when training starts."""
+    """Has buffers and metrics, and notes their values when training starts."""
 
     def __init__(self):
         super().__init__()
@@ -111,103 +224,30 @@ def test_a_checkpoint_resumes_on_the_other_number_of_devices(tmp_path, order):
     assert state.keys() == Evaluated().state_dict().keys()
 
 
-class Configured(Evaluated):
-    def __init__(self, scale):
-        super().__init__()
-        self.save_hyperparameters()
+def test_should_stop_ends_training():
+    class Stopping(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.should_stop = trainer.global_step >= 3
 
-    def training_step(self, batch, batch_idx):
-        return self.hparams.scale * super().training_step(batch, batch_idx)
+    class StoppingInside(Evaluated):
+        def training_step(self, batch, batch_idx):
+            self.trainer.should_stop |= self.trainer.global_step == 3
+            return super().training_step(batch, batch_idx)
 
-    def on_train_epoch_start(self):
-        self.hparams.scale += 1
-
-
-def test_hyperparameters_reach_the_replicas_and_the_checkpoint(tmp_path):
-    def run(**way):
-        trained = train(seeded(lambda: Configured(2.0)), **way)
-        path = tmp_path / f"{way['devices']}.ckpt"
-        trained.trainer.save_checkpoint(path)
-        return trained, Configured.load_from_checkpoint(path)
-
-    (single, expected), (parallel, found) = both_ways(run)
-    assert_same_training(parallel, single)
-    assert dict(found.hparams) == dict(expected.hparams)
-    assert found.hparams.scale == 5
+    for build, options, steps in ((Evaluated, {"callbacks": [Stopping()]}, 3), (StoppingInside, {}, 4)):
+        single, _ = compare(build, {"val_loader": batches(19), "max_epochs": 5, **options})
+        assert single.trainer.global_step == steps
 
 
-class Recurring(Classifier):
-    """Keeps a state that a hook resets."""
+def failing(step, error):
+    """Return a module of which one step raises, on the replica with the larger chunk."""
 
-    def __init__(self):
-        super().__init__()
-        self.state = None
+    def fail(self, batch, batch_idx, *arguments):
+        if len(batch[0]) in (6, 8) and self.trainer.global_step == (5 if step == "training_step" else 0):
+            error()
+        return getattr(Evaluated, step)(self, batch, batch_idx, *arguments)
 
-    def on_train_epoch_start(self):
-        self.state = None
-
-    def training_step(self, batch, batch_idx):
-        logits = self.network(batch[0])
-        if self.state is not None:
-            logits = logits + self.state
-        self.state = logits.detach()
-        return functional.cross_entropy(logits, batch[1])
-
-
-@pytest.mark.filterwarnings("ignore:`self.state` was set inside a step")
-def test_state_of_replicas_can_be_reset_by_a_hook():
-    compare(Recurring, {"loader": batches(24)})
-
-
-class Stopping(Callback):
-    def on_train_batch_end(self, trainer, *args):
-        trainer.should_stop = trainer.global_step >= 3
-
-
-class StoppingInside(Evaluated):
-    def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 3:
-            self.trainer.should_stop = True
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize(
-    ("build", "options", "steps"),
-    [
-        (Evaluated, {"callbacks": [Stopping()]}, 3),
-        (StoppingInside, {}, 4),
-    ],
-)
-def test_should_stop_ends_training(build, options, steps):
-    single, _ = compare(build, {"val_loader": batches(19), "max_epochs": 5, **options})
-    assert single.trainer.global_step == steps
-
-
-class Failing(Evaluated):
-    """Raises in one of its steps, on the replica with the larger chunk."""
-
-    def __init__(self, step, error):
-        super().__init__()
-        self.failing, self.error = step, error
-
-    def fail(self, step, batch):
-        if step == self.failing and len(batch[0]) in (6, 8) and self.trainer.global_step in (0, 4, 5):
-            raise self.error
-
-    def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 5:
-            self.fail("training", batch)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        self.fail("validation", batch)
-        return super().validation_step(batch, batch_idx)
-
-    def test_step(self, batch, batch_idx):
-        self.fail("test", batch)
-
-    def predict_step(self, batch, batch_idx):
-        self.fail("predict", batch)
+    return type("Failing", (Evaluated,), {step: fail})
 
 
 class Ended(Callback):
@@ -221,37 +261,38 @@ class Ended(Callback):
         self.calls.append(("teardown", stage))
 
 
-def run_until_it_ends(build, expected, entry="fit"):
-    """Run on one device and on replicas, and return how each run ended."""
+def raise_error():
+    raise ArithmeticError
 
+
+def raise_interrupt():
+    raise KeyboardInterrupt
+
+
+def send_interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "entry", "expected"),
+    [
+        ("training_step", raise_error, "fit", ArithmeticError),
+        ("validation_step", raise_error, "fit", ArithmeticError),
+        ("test_step", raise_error, "test", ArithmeticError),
+        ("predict_step", raise_error, "predict", ArithmeticError),
+        ("training_step", raise_interrupt, "fit", SystemExit),
+        ("training_step", send_interrupt, "fit", SystemExit),
+    ],
+)
+def test_an_exception_or_an_interrupt_in_a_step_ends_the_run_and_the_threads(step, error, entry, expected):
     def run(strategy, devices):
         ended = Ended()
         trainer = quiet_trainer(strategy, devices, precision="64-true", callbacks=[ended], max_epochs=3)
         loaders = [batches(), batches(19)] if entry == "fit" else [batches()]
         with pytest.raises(expected):
-            getattr(trainer, entry)(seeded(build), *loaders)
+            getattr(trainer, entry)(seeded(failing(step, error)), *loaders)
         assert not replica_threads()
         return trainer.global_step, trainer.state.status, trainer.interrupted, ended.calls
 
-    return both_ways(run)
-
-
-@pytest.mark.parametrize(
-    ("step", "entry"), [("training", "fit"), ("validation", "fit"), ("test", "test"), ("predict", "predict")]
-)
-def test_an_exception_in_a_step_ends_the_run_and_the_threads(step, entry):
-    single, parallel = run_until_it_ends(lambda: Failing(step, ArithmeticError()), ArithmeticError, entry)
-    assert parallel == single
-
-
-class Interrupted(Evaluated):
-    def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 5 and len(batch[0]) in (6, 8):
-            os.kill(os.getpid(), signal.SIGINT)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("build", [lambda: Failing("training", KeyboardInterrupt()), Interrupted])
-def test_an_interrupt_ends_the_run_and_the_threads(build):
-    single, parallel = run_until_it_ends(build, SystemExit)
+    single, parallel = both_ways(run)
     assert parallel == single

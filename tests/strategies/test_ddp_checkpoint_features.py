@@ -1,13 +1,14 @@
-"""Features of Lightning under `ddp_checkpoint`: they work and leave ranks identical. One launch for all."""
+"""Features of Lightning under `ddp_checkpoint` work and leave two ranks identical; different set-ups are refused."""
 
-import os
-import traceback
-import warnings
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -15,16 +16,23 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPCheckpointStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency
-from tests.strategies.ddp_modules import CLASSES, FEATURES, Classifier, Noisy
-from tests.strategies.ddp_ranks import batches_of, digest_of, make_batch, quiet_trainer
-from tests.support.devices import accelerator
-from tests.support.processes import run_processes
+from tests.strategies.toolkit import (
+    CLASSES,
+    FEATURES,
+    RANK,
+    Classifier,
+    Noisy,
+    batches_of_ranks,
+    fit,
+    run_on_ranks,
+    values_of,
+)
 
 
 class Normalised(Classifier):
@@ -36,16 +44,8 @@ class Normalised(Classifier):
             nn.Linear(FEATURES, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Dropout(0.2), nn.Linear(7, CLASSES)
         )
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
     def on_train_epoch_start(self) -> None:
         self.network[0].requires_grad_(self.current_epoch != 1)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
 class Drawing(Normalised):
@@ -53,162 +53,129 @@ class Drawing(Normalised):
 
     def __init__(self) -> None:
         super().__init__()
+        self.make_optimizer = partial(Noisy, lr=0.1)
         weight = self.network[0].weight
         weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.add_(torch.randn_like(weight), alpha=0.1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        torch.rand(int(os.environ["RANK"]))
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.rand(RANK)
         return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return Noisy(self.parameters(), lr=0.1)
 
 
 class DifferentSize(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.network[2] = nn.Linear(7, CLASSES + int(os.environ["RANK"]))
+        self.network[2] = nn.Linear(7, CLASSES + RANK)
 
 
-def features(folder: str) -> dict[str, dict[str, Any]]:
-    return {
-        "plain": {},
-        "early stopping": {"callbacks": [EarlyStopping("val_loss")]},
-        "checkpoints and resuming": {
-            "callbacks": [ModelCheckpoint(folder, save_last=True)],
-            "enable_checkpointing": True,
-            "resume": True,
-        },
-        "stochastic weight averaging": {"callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]},
-        "moving averages": {"callbacks": [EMAWeightAveraging()]},
-        "accumulation schedule": {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 1, 2: 3})]},
-        "bf16-mixed": {"precision": "bf16-mixed"},
-        "bf16-true": {"precision": "bf16-true"},
-        "float32": {"precision": "32-true"},
-        "anomaly detection": {"detect_anomaly": True},
-        "profiler": {"profiler": "simple"},
-        "consistency": {"callbacks": [ReplicaConsistency(every_n_steps=1)]},
-        "overfitting": {"overfit_batches": 2},
-        "post-local SGD": {
-            "strategy": DDPCheckpointStrategy(
-                ddp_comm_state=post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=100),
-                ddp_comm_hook=post_localSGD_hook.post_localSGD_hook,
-                model_averaging_period=2,
-            )
-        },
-        "compressed gradients": {
-            "strategy": DDPCheckpointStrategy(
-                ddp_comm_hook=default_hooks.allreduce_hook, ddp_comm_wrapper=default_hooks.fp16_compress_wrapper
-            )
-        },
-        "recomputed layers": {"strategy": DDPCheckpointStrategy(activation_checkpointing="torch.nn.Linear")},
-        "an optimizer that draws": {"module": Drawing},
-        "different modules": {"module": DifferentSize},
-        "different arguments": {"strategy": DDPCheckpointStrategy(bucket_cap_mb=5 + int(os.environ.get("RANK", 0)))},
-    }
+def train(
+    folder: str,
+    make: Callable[[], dict[str, Any]] = dict,
+    module: Callable[[], Any] = Normalised,
+    resumes: bool = False,
+) -> str:
+    """Train with these options of the Trainer; returns the digest of this rank."""
+    data = DataLoader(batches_of_ranks([[4, 5, 6, 3]] * 2)[RANK], batch_size=None)
+    options = {"strategy": "ddp_checkpoint", "max_epochs": 3, **make()}
+    made, trace = fit(module(), data, data, **options)
+    if resumes:
+        path = made.checkpoint_callback.last_model_path
+        trace = fit(module(), data, data, ckpt_path=path, **{**options, **make(), "max_epochs": 5})[1]
+    return trace.digests[-1]
 
 
-def fit_features(folder: str) -> dict[str, tuple[str, str]]:
-    """Train with each feature; returns a digest and an error for each."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    rank = int(os.environ["RANK"])
-    loader = torch.utils.data.DataLoader(batches_of([[4, 5, 6, 3]] * 2, rank), batch_size=None)
-    found = {}
-    for name, options in features(folder).items():
-        seed_everything(0, verbose=False)
-        module = options.pop("module", Normalised)()
-        options = {"strategy": "ddp_checkpoint", "precision": "64-true", "max_epochs": 3, **options}
-        resume = options.pop("resume", False)
-        trainer = quiet_trainer(**options)
-        try:
-            trainer.fit(module, loader, loader)
-            if resume:
-                path = trainer.checkpoint_callback.last_model_path
-                trainer = quiet_trainer(**{**options, "max_epochs": 5})
-                trainer.fit(module, loader, loader, ckpt_path=path)
-            found[name] = digest_of(module, trainer), ""
-        except Exception:
-            found[name] = "", traceback.format_exc()
-    return found
+def keep_last(folder: str) -> str:
+    saving = {"callbacks": [ModelCheckpoint(folder, save_last=True)], "enable_checkpointing": True}
+    return train(folder, lambda: saving, resumes=True)
 
 
-def fit_scaled(sizes: list[int]) -> tuple[str, float]:
-    """Train with a gradient scaler; batches of one sample have no weight. Returns a digest and the final scale."""
-    torch.set_num_threads(1)
-    seed_everything(0, verbose=False)
-    made = [make_batch(int(os.environ["RANK"]), size, size) for size in sizes]
-    batches = [(features.float(), labels) for features, labels in made]
-    scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0, growth_interval=1)
-    trainer = quiet_trainer(
-        strategy=DDPCheckpointStrategy(weight_by=lambda batch: len(batch[1]) - 1),
-        plugins=[MixedPrecision("16-mixed", accelerator(), scaler)],
-        max_epochs=2,
-    )
-    module = Classifier(torch.optim.Adam)
-    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
-    return digest_of(module, trainer), scaler.get_scale()
+def post_local_sgd() -> dict[str, Any]:
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=100)
+    hook = post_localSGD_hook.post_localSGD_hook
+    return {"strategy": DDPCheckpointStrategy(ddp_comm_state=state, ddp_comm_hook=hook, model_averaging_period=2)}
 
 
-def log_ones() -> dict[str, float]:
-    """Log means of ones, on ranks with batches of 1 and 2 samples."""
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "early stopping": lambda: {"callbacks": [EarlyStopping("val_loss")]},
+    "stochastic weight averaging": lambda: {"callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)]},
+    "moving averages": lambda: {"callbacks": [EMAWeightAveraging()]},
+    "accumulation schedule": lambda: {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 1, 2: 3})]},
+    "bf16-mixed": lambda: {"precision": "bf16-mixed"},
+    "bf16-true": lambda: {"precision": "bf16-true"},
+    "float32": lambda: {"precision": "32-true"},
+    "anomaly detection": lambda: {"detect_anomaly": True},
+    "profiler": lambda: {"profiler": "simple"},
+    "consistency": lambda: {"callbacks": [ReplicaConsistency(every_n_steps=1)]},
+    "overfitting": lambda: {"overfit_batches": 2},
+    "post-local SGD": post_local_sgd,
+    "compressed gradients": lambda: {
+        "strategy": DDPCheckpointStrategy(
+            ddp_comm_hook=default_hooks.allreduce_hook, ddp_comm_wrapper=default_hooks.fp16_compress_wrapper
+        )
+    },
+    "recomputed layers": lambda: {"strategy": DDPCheckpointStrategy(activation_checkpointing="torch.nn.Linear")},
+    "different arguments": lambda: {"strategy": DDPCheckpointStrategy(bucket_cap_mb=5 + RANK)},
+}
 
-    class Logging(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.log("training", 1.0, sync_dist=True, on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("validation", 1.0, sync_dist=True)
-
-    loader = torch.utils.data.DataLoader(batches_of([[1], [2]], int(os.environ["RANK"])), batch_size=None)
-    trainer = quiet_trainer(strategy="ddp_checkpoint", precision="64-true", max_epochs=1)
-    trainer.fit(Logging(), loader, loader)
-    return {name: float(trainer.callback_metrics[name]) for name in ("training", "validation")}
+def train_with(name: str, folder: str) -> str:
+    return train(folder, OPTIONS[name])
 
 
-def run(folder: str) -> Any:
-    scaled = [fit_scaled(sizes) for sizes in ([3, 1, 4], [3, 4], [3, 2, 4])]
-    return scaled, log_ones(), fit_features(folder)
+class FailAt(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and trainer.global_rank == 1:
+            raise ArithmeticError("boom")
 
 
+def fail_and_save(folder: str) -> dict[str, Any]:
+    """Fail on one rank while every rank saves on exceptions."""
+    handler = signal.getsignal(signal.SIGTERM)
+    callbacks = [FailAt(), ModelCheckpoint(f"{folder}/failure", "{step}", save_on_exception=True)]
+    with pytest.raises(Exception) as error:  # noqa: PT011  # each rank has its own
+        train(folder, lambda: {"callbacks": callbacks, "enable_checkpointing": True})
+    files = [] if RANK else sorted(Path(folder, "failure").iterdir())
+    steps = [torch.load(file, weights_only=True)["global_step"] for file in files]
+    return {"error": error.typename, "is_restored": signal.getsignal(signal.SIGTERM) is handler, "steps": steps}
+
+
+CASES = {
+    **{name: partial(train_with, name) for name in OPTIONS},
+    "checkpoints and resuming": keep_last,
+    "an optimizer that draws": partial(train, module=Drawing),
+    "different modules": partial(train, module=DifferentSize),
+    "failure": fail_and_save,
+}
 MISMATCHES = {
     "different modules": "`network.2.weight` is",
     "different arguments": "argument `bucket_cap_mb` is 5 on rank 0 but 6 on rank 1",
 }
-NAMES = [name for name in features("") if name not in MISMATCHES]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_processes(run, 2, str(tmp_path_factory.mktemp("checkpoints")), timeout=200)
+    return run_on_ranks(2, CASES, tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (*MISMATCHES, "failure")])
 def test_a_feature_works_and_leaves_ranks_identical(found, name):
-    (first, first_error), (second, second_error) = (of_rank[2][name] for of_rank in found)
-    assert not first_error + second_error
-    assert first == second != ""
-
-
-def test_the_mean_over_an_odd_number_of_samples_is_right(found):
-    """Lightning takes the mean of the ranks' numbers of samples, and would truncate the mean of 1 and 2."""
-    assert [of_rank[1] for of_rank in found] == [{"training": 1.0, "validation": 1.0}] * 2
-
-
-def test_a_batch_without_weight_on_all_ranks_is_skipped_under_a_gradient_scaler(found):
-    """torch's scaler stops at an optimizer without any gradient."""
-    (with_it, without, other), second = (of_rank[0] for of_rank in found)
-    assert [with_it, without] == second[:2]
-    assert with_it == without != other
+    first, second = values_of(found, name)
+    assert first == second
 
 
 def test_recomputed_layers_change_nothing(found):
-    assert found[0][2]["recomputed layers"][0] == found[0][2]["plain"][0]
+    assert values_of(found, "recomputed layers") == values_of(found, "plain")
 
 
-@pytest.mark.parametrize(("name", "message"), MISMATCHES.items())
-def test_different_setups_of_ranks_are_refused_before_the_first_step(found, name, message):
-    for of_rank in found:
-        assert "ReplicaMismatchError: ranks are not set up alike" in of_rank[2][name][1]
-        assert message in of_rank[2][name][1]
+def test_different_setups_of_ranks_are_refused_before_the_first_step(found):
+    for name, message in MISMATCHES.items():
+        for error in found[name]:
+            assert "ReplicaMismatchError: ranks are not set up alike" in error
+            assert message in error
+
+
+def test_a_checkpoint_is_saved_when_a_rank_fails_and_signal_handlers_are_restored(found):
+    first, second = values_of(found, "failure")
+    assert first == {"error": "OtherRankError", "is_restored": True, "steps": [2]}
+    assert second == {"error": "ArithmeticError", "is_restored": True, "steps": []}

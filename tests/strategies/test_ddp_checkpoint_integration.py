@@ -1,17 +1,28 @@
-"""`ddp_checkpoint` in a Trainer on real processes, against one process with the batches of all ranks."""
+"""`ddp_checkpoint` on two ranks gives the gradients of one process with all batches, or raises an error."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.strategies import ddp_ranks as ranks
-from tests.strategies.ddp_modules import CLASSES, Adam, Adversaries, Classifier, Fused, Momentum, SumLoss
-from tests.strategies.ddp_ranks import Case
-from tests.support.processes import run_processes
+from lightning_ddp_ext import DDPCheckpointStrategy
+from tests.strategies.toolkit import (
+    CLASSES,
+    Adversaries,
+    Case,
+    Classifier,
+    Fused,
+    Summed,
+    assert_same_training,
+    run_on_ranks,
+    values_of,
+)
 
 
 class FusedEarly(Classifier):
@@ -19,10 +30,8 @@ class FusedEarly(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.optimizer = Fused(self.parameters(), lr=0.1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer
+        optimizer = Fused(self.parameters(), lr=0.1)
+        self.make_optimizer = lambda parameters: optimizer
 
 
 class InBackward(Classifier):
@@ -34,18 +43,18 @@ class InBackward(Classifier):
 
 
 class TokenLoss(Classifier):
-    """Only some samples count; a batch may have none of them."""
+    """Averages the loss over the samples of some classes; a batch may have none of them."""
 
     def loss(self, batch: Any) -> Tensor:
-        counts = batch[1] != 0
-        return functional.cross_entropy(self.network(batch[0])[counts], batch[1][counts])
+        kept = batch[1] != 0
+        return functional.cross_entropy(self.network(batch[0])[kept], batch[1][kept])
 
 
-class ManualSums(SumLoss):
+class ManualSums(Classifier):
     """Two backward passes of losses that are sums; on rank 1 three, if the passes are `uneven`."""
 
     def __init__(self, uneven: bool = False) -> None:
-        super().__init__()
+        super().__init__(torch.optim.SGD, is_sum=True)
         self.automatic_optimization = False
         self.uneven = uneven
 
@@ -102,25 +111,6 @@ class ByTorch(Adversaries):
         discriminator.step(closure)
 
 
-class ByTorchWithoutSynchronisation(ByTorch):
-    """Calls `loss.backward()` before a step that Lightning does not see."""
-
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
-
-
-class ByTorchInClosure(ByTorchWithoutSynchronisation):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()[1]
-
-        def closure() -> Tensor:
-            loss = self.discriminator(batch[0]).pow(2).mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure=closure)
-
-
 class GrownHead(Classifier):
     """Gets a parameter after training was set up, and an optimizer for it."""
 
@@ -130,18 +120,6 @@ class GrownHead(Classifier):
 
     def loss(self, batch: Any) -> Tensor:
         return functional.cross_entropy(self.head(self.network(batch[0])), batch[1])
-
-
-class OwnTensor(Classifier):
-    """Optimizes a tensor that is not part of the module; does not use it on the first batches."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.bias = [torch.zeros(CLASSES, dtype=torch.float64, device=self.device, requires_grad=True)]
-        return self.make_optimizer([*self.parameters(), *self.bias])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.network(batch[0])
-        return functional.cross_entropy(logits + self.bias[0] if batch_idx == 2 else logits, batch[1])
 
 
 class WithProbe(Classifier):
@@ -162,6 +140,45 @@ class RawBackward(Adversaries):
         loss.backward()
 
 
+class TwoTasks(LightningModule):
+    """An encoder of Hugging Face whose layers are recomputed, and two heads with a backward pass each."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        from transformers import BertConfig, BertModel  # which machines with a GPU may lack
+
+        super().__init__()
+        self.automatic_optimization = False
+        config = BertConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.encoder = BertModel(config, add_pooling_layer=False)
+        self.encoder.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        self.heads = nn.ModuleList(nn.Linear(16, 3) for _ in range(2))
+        self.losses = self.forwards = 0
+        self.encoder.encoder.layer[0].attention.self.query.register_forward_hook(self.count)
+
+    def count(self, *args: Any) -> None:
+        self.forwards += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        tokens = (20 * batch[0].abs()).long() % 50
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for task, head in enumerate(self.heads):
+            self.losses += 1
+            states = self.encoder(input_ids=tokens).last_hidden_state
+            targets = (tokens % 3 + task).clamp(max=2)
+            self.manual_backward(functional.cross_entropy(head(states).flatten(0, 1), targets.flatten()))
+        optimizer.step()
+
+    def on_train_end(self) -> None:
+        assert self.forwards > self.losses > 0, "nothing was recomputed"
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 def count_tokens(batch: Any) -> float:
     return float((batch[1] != 0).sum())
 
@@ -173,89 +190,85 @@ def negative_weight(batch: Any) -> float:
 UNEVEN = [[3, 5, 2, 4, 6], [1, 2, 7, 4, 3]]
 EVEN = [[4] * 5, [4] * 5]
 
+SUM = partial(DDPCheckpointStrategy, weight_by="sum")
+TOKENS = partial(DDPCheckpointStrategy, weight_by=count_tokens)
+LBFGS = partial(Classifier, torch.optim.LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+
 EXACT = {
-    "batches of different sizes": Case(UNEVEN, Momentum),
-    "Adam": Case(UNEVEN, Adam),
-    "clipped by norm": Case(UNEVEN, Momentum, {"gradient_clip_val": 0.05}),
-    "clipped by value": Case(UNEVEN, Momentum, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    **{
-        f"accumulation over {window}": Case(UNEVEN, Momentum, {"accumulate_grad_batches": window}, windows=window)
-        for window in (2, 3)
-    },
+    "batches of different sizes": Case(UNEVEN),
+    "Adam": Case(UNEVEN, Classifier),
+    "clipped by norm": Case(UNEVEN, trainer={"gradient_clip_val": 0.05}),
+    "clipped by value": Case(UNEVEN, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulation over 2": Case(UNEVEN, windows=2),
+    "accumulation over 3": Case(UNEVEN, windows=3),
     "an optimizer inside of the backward pass": Case(UNEVEN, partial(Classifier, Fused)),
-    "an optimizer inside, made early, accumulated": Case(UNEVEN, FusedEarly, {"accumulate_grad_batches": 2}, windows=2),
-    "weights by ranks": Case(EVEN, Momentum, strategy={"weight_by": "equal"}),
-    "a loss that is a sum": Case(UNEVEN, SumLoss, strategy={"weight_by": "sum"}),
-    "a sum, accumulated": Case(UNEVEN, SumLoss, {"accumulate_grad_batches": 2}, {"weight_by": "sum"}, windows=2),
-    "accumulated by hand over batches": Case([[3, 3, 5, 5], [1, 1, 2, 2]], ByHand, windows=2),
-    "a rank with an empty batch": Case([[3, 4], [2, 0]], Momentum),
-    "two sums": Case(UNEVEN, ManualSums, strategy={"weight_by": "sum"}),
-    "weights by tokens": Case(UNEVEN, TokenLoss, strategy={"weight_by": count_tokens}),
-    "weights by tokens, accumulated": Case(
-        UNEVEN, TokenLoss, {"accumulate_grad_batches": 3}, {"weight_by": count_tokens}, windows=3
+    "an optimizer inside, made early, accumulated": Case(UNEVEN, FusedEarly, windows=2),
+    "equal weights": Case(EVEN, strategy=partial(DDPCheckpointStrategy, weight_by="equal")),
+    "a loss that is a sum": Case(UNEVEN, Summed, SUM),
+    "a sum, accumulated": Case(UNEVEN, Summed, SUM, windows=2),
+    "accumulated by hand over batches": Case(
+        [[3, 3, 5, 5], [1, 1, 2, 2]], ByHand, windows=2, trainer={"accumulate_grad_batches": 1}
     ),
+    "a rank with an empty batch": Case([[3, 4], [2, 0]]),
+    "two sums": Case(UNEVEN, ManualSums, SUM),
+    "weights by tokens": Case(UNEVEN, TokenLoss, TOKENS),
+    "weights by tokens, accumulated": Case(UNEVEN, TokenLoss, TOKENS, windows=3),
     "two optimizers": Case(UNEVEN, Adversaries),
     "manual accumulation": Case(UNEVEN, partial(Adversaries, toggle=False, accumulate=True)),
     "optimizers of torch": Case(UNEVEN, ByTorch),
-    "a probe, accumulated": Case(UNEVEN, WithProbe, {"accumulate_grad_batches": 2}, windows=2),
-    "L-BFGS": Case(UNEVEN, partial(Classifier, torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe")),
+    "a probe, accumulated": Case(UNEVEN, WithProbe, windows=2),
+    "L-BFGS": Case(UNEVEN, LBFGS),
+    "Hugging Face, reentrant": Case([[2, 3], [1, 4]], partial(TwoTasks, True)),
+    "Hugging Face, non-reentrant": Case([[2, 3], [1, 4]], partial(TwoTasks, False)),
 }
 
 FAILING = {
-    "raw backward": Case(EVEN, RawBackward),
-    "raw backward, torch's step": Case(EVEN, ByTorchWithoutSynchronisation),
-    "raw backward in a closure": Case(EVEN, ByTorchInClosure),
-    "a parameter that came later": Case(EVEN, GrownHead),
-    "a parameter of nobody": Case(EVEN, OwnTensor),
-    "negative weight": Case(EVEN, Momentum, strategy={"weight_by": negative_weight}),
-    "uneven passes": Case(EVEN, partial(ManualSums, uneven=True)),
-    "torch's optimizer inside of the backward pass": Case(EVEN, InBackward),
+    "raw backward": (Case(EVEN, RawBackward), "UnsynchronizedGradientsError: rank {}: `Adam` is about to step"),
+    "a parameter that came later": (
+        Case(EVEN, GrownHead),
+        "rank {}: `Adam` is about to step with the gradient of `head.weight`, which was not part",
+    ),
+    "negative weight": (
+        Case(EVEN, strategy=partial(DDPCheckpointStrategy, weight_by=negative_weight)),
+        "ValueError: `weight_by` returned -1.0",
+    ),
+    "uneven passes": (
+        Case(EVEN, partial(ManualSums, uneven=True)),
+        "RanksOutOfStepError: rank {} synchronises gradients at position",
+    ),
+    "torch's optimizer inside of the backward pass": (
+        Case(EVEN, InBackward),
+        "UnsupportedFeatureError: parameter `network.0.weight` is changed inside of the backward pass",
+    ),
+}
+CONTROLS = {
+    f"{name}, under ddp": replace(EXACT[name], strategy=DDPStrategy)
+    for name in ("batches of different sizes", "accumulation over 3", "Hugging Face, reentrant")
 }
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return run_processes(ranks.fit_cases, 2, {**EXACT, **FAILING}, timeout=200)
+def found():
+    return run_on_ranks(2, {**EXACT, **{name: case for name, (case, _) in FAILING.items()}, **CONTROLS})
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", EXACT)
-def test_gradients_equal_one_process_and_ranks_are_bit_identical(outcomes, name):
-    alone = ranks.fit_alone(EXACT[name])
+def test_gradients_equal_one_process_and_ranks_are_bit_identical(found, name):
     tolerance = 1e-6 if name == "L-BFGS" else 1e-11  # a line search amplifies rounding
-    for rank, outcome in enumerate(found[name] for found in outcomes):
-        assert not outcome.error, f"rank {rank}: {outcome.error}"
-        assert len(outcome.gradients) == len(alone.gradients)
-        for ours, wanted in zip(outcome.gradients, alone.gradients, strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=0, atol=tolerance)
-        torch.testing.assert_close(outcome.parameters, alone.parameters, rtol=0, atol=tolerance)
-    assert outcomes[0][name].digest == outcomes[1][name].digest != ""
+    assert_same_training(values_of(found, name), EXACT[name].alone(), tolerance)
 
 
-def test_mistakes_are_refused_on_every_rank(outcomes):
-    raw = "UnsynchronizedGradientsError: rank {}: `Adam` is about to step"
-    unknown = "rank {{}}: `SGD` is about to step with the gradient of {}, which was not part of"
-    expected = {
-        "raw backward": raw,
-        "raw backward, torch's step": raw,
-        "raw backward in a closure": raw,
-        "a parameter that came later": unknown.format("`head.weight`"),
-        "a parameter of nobody": unknown.format("a parameter of shape [3]"),
-        "negative weight": "ValueError: `weight_by` returned -1.0",
-        "uneven passes": "RanksOutOfStepError: rank {} synchronises gradients at position",
-        "torch's optimizer inside of the backward pass": (
-            "UnsupportedFeatureError: parameter `network.0.weight` is changed inside of the backward pass"
-        ),
-    }
-    assert expected.keys() == FAILING.keys()
-    for name, message in expected.items():
-        for rank, found in enumerate(outcomes):
-            assert message.format(rank) in found[name].error, name
+def test_lightnings_ddp_fails_the_same_checks(found):
+    """The negative control: its gradients are not exact, or it raises an error."""
+    for name in list(CONTROLS)[:2]:
+        alone = EXACT[name.removesuffix(", under ddp")].alone()
+        assert (values_of(found, name)[0].gradients[0] - alone.gradients[0]).abs().max() > 1e-4
+    for error in found["Hugging Face, reentrant, under ddp"]:
+        assert "RuntimeError: It looks like your LightningModule has parameters that were not used" in error
 
 
-def test_equal_weights_are_not_exact():
-    """The negative control: Lightning's own strategy on batches of different sizes."""
-    names = ["batches of different sizes", "accumulation over 3"]
-    outcomes = run_processes(ranks.fit_cases, 2, {name: EXACT[name] for name in names}, theirs=True, timeout=60)
-    for name in names:
-        alone = ranks.fit_alone(EXACT[name])
-        assert (outcomes[0][name].gradients[0] - alone.gradients[0]).abs().max() > 1e-4
+def test_mistakes_are_refused_on_every_rank(found):
+    for name, (_, message) in FAILING.items():
+        for rank, error in enumerate(found[name]):
+            assert message.format(rank) in error, name

@@ -1,4 +1,4 @@
-"""Loaders, samplers and evaluation under `ddp_join` on ranks with different amounts of data. One launch for all."""
+"""Loaders, samplers and evaluation under `ddp_join` on three ranks with different amounts of data."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -19,12 +19,15 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
-from torchmetrics import AUROC, CatMetric, ConfusionMatrix, Metric, PearsonCorrCoef, SpearmanCorrCoef
+from torchmetrics import AUROC, CatMetric, ConfusionMatrix
 from torchmetrics.retrieval import RetrievalMAP
 
+from lightning_ddp_ext import DDPJoinStrategy
 from lightning_ddp_ext.join import combined_loader
-from tests.strategies.join_ranks import (
+from tests.strategies.toolkit import (
+    ALONE,
     COUNTS,
+    FEATURES,
     RANK,
     WORLD_SIZE,
     Classifier,
@@ -33,12 +36,13 @@ from tests.strategies.join_ranks import (
     fit,
     gather,
     loader,
-    run_cases,
+    run_on_ranks,
     samples,
     trainer,
     values_of,
 )
-from tests.support.processes import run_processes
+
+# ---------------------------------------------------------------- loaders and samplers
 
 SAMPLES, FIRST = 17, 4
 DATA = TensorDataset(*samples(SAMPLES))
@@ -53,11 +57,9 @@ def first_samples() -> WeightedRandomSampler:
 
 
 BATCH_SAMPLERS: dict[str, Callable[[], BatchSampler]] = {
-    "torch's": lambda: BatchSampler(RandomSampler(DATA), 3, drop_last=False),
     "that drops": lambda: BatchSampler(RandomSampler(DATA), 3, drop_last=True),
     "subclass": lambda: OwnBatchSampler(RandomSampler(DATA), 3, drop_last=False),
     "weighted": lambda: BatchSampler(first_samples(), 3, drop_last=False),
-    "weighted subclass": lambda: OwnBatchSampler(first_samples(), 3, drop_last=False),
     "with a DistributedSampler": lambda: BatchSampler(
         DistributedSampler(DATA, WORLD_SIZE, RANK, shuffle=False), 3, drop_last=False
     ),
@@ -72,11 +74,11 @@ class Seeing(Classifier):
         self.make = make
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(batch[0].tolist())
+        self.seen.append(batch[2].tolist())
         return self.loss(batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
-        return batch[0].tolist()
+        return batch[2].tolist()
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(DATA, batch_sampler=self.make())
@@ -99,9 +101,13 @@ def batch_samplers_keep_the_size_of_batches_and_their_samplers(folder: str) -> N
                 assert seen == set(range(SAMPLES)), (strategy, in_hook, name)
 
 
-def a_batch_sampler_predicts_every_sample_once(folder: str) -> None:
-    made = DataLoader(DATA, batch_sampler=BATCH_SAMPLERS["torch's"]())
-    batches = list(chain(*gather(trainer(strategy="ddp_join", use_distributed_sampler=True).predict(Seeing(), made))))
+def prediction_returns_every_sample_once(folder: str) -> None:
+    for number in (1, 2, 7):
+        data = DataLoader(TensorDataset(*samples(number)), batch_size=2)
+        batches = trainer(use_distributed_sampler=True).predict(Seeing(), data)
+        assert list(chain(*batches or [])) == list(range(number))[RANK::3]
+    made = DataLoader(DATA, batch_sampler=BATCH_SAMPLERS["subclass"]())
+    batches = list(chain(*gather(trainer(use_distributed_sampler=True).predict(Seeing(), made))))
     assert sorted(chain(*batches)) == list(range(SAMPLES))
     assert max(map(len, batches)) == 3
 
@@ -142,9 +148,9 @@ def hooks_may_change_batches_in_place(folder: str) -> None:
             return batch
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self.network(batch.pop("features").double()), batch["labels"])
+            return self.loss((batch.pop("features"), batch["labels"]))
 
-    _, features, labels = samples(COUNTS[RANK])
+    features, labels, _ = samples(COUNTS[RANK])
     batches = [{"raw": features[i : i + 2], "labels": labels[i : i + 2]} for i in range(0, COUNTS[RANK], 2)]
     assert_identical(fit(Changing(), DataLoader(batches, batch_size=None))[1].digests)
 
@@ -156,35 +162,30 @@ def a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank(folder: str) -
     class Remembering(Classifier):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if self.trainer.strategy.is_shadow:
-                on_shadow_ranks.append(max(batch[0].tolist()))
+                on_shadow_ranks.append(max(batch[2].tolist()))
 
-    indices, features, labels = samples(COUNTS[RANK])
     scale = torch.ones((), requires_grad=True)
-    batches = [
-        (10 * RANK + indices[i : i + 2], features[i : i + 2] * scale, labels[i : i + 2])
-        for i in range(0, COUNTS[RANK], 2)
-    ]
+    batches = [(features * scale, labels, 20 * RANK + indices) for features, labels, indices in loader(*COUNTS)]
     assert_identical(fit(Remembering(), DataLoader(batches, batch_size=None))[1].digests)
     assert len(on_shadow_ranks) == (0, 2, 3)[RANK]
-    assert all(largest < 10 for largest in on_shadow_ranks)
+    assert all(largest < 20 for largest in on_shadow_ranks)
 
 
 def several_loaders_end_on_each_rank_as_in_one_process(folder: str) -> None:
     """Loaders have 4, 1, 2 and 1, 3, 2 batches on the ranks."""
-    expected = {"min_size": (1, 1, 2), "max_size": (4, 3, 2), "max_size_cycle": (4, 3, 2)}
-    for mode, steps in expected.items():
 
-        class Several(Classifier):
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                self.seen.append(batch_idx)
-                return sum(self.loss(part) for part in batch.values() if part is not None)
+    class Several(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen.append(batch_idx)
+            return sum(self.loss(part) for part in batch.values() if part is not None)
 
+    for mode, steps in {"min_size": (1, 1, 2), "max_size": (4, 3, 2), "max_size_cycle": (4, 3, 2)}.items():
         module = Several()
         combined = CombinedLoader({"a": loader(8, 2, 4), "b": loader(2, 6, 4, stream=mode == "max_size")}, mode)
-        _, trace = fit(module, combined, strategy={"weight_by": "equal"})
+        _, trace = fit(module, combined, strategy=DDPJoinStrategy(weight_by="equal"))
         assert_identical(trace.digests)
         assert len(module.seen) == steps[RANK], mode
-        assert trace.shadow_ranks == [step >= steps[RANK] for step in range(max(steps))], mode
+        assert trace.is_shadow == [step >= steps[RANK] for step in range(max(steps))], mode
 
 
 def stopping_drops_batches_of_longer_loaders_and_says_so_once(folder: str) -> None:
@@ -201,43 +202,28 @@ def stopping_drops_batches_of_longer_loaders_and_says_so_once(folder: str) -> No
     for message, (given, limit) in cases.items():
         module = Classifier()
         with mock.patch.object(combined_loader, "rank_zero_info") as said:
-            _, trace = fit(module, given, strategy={"uneven_inputs": "stop"}, limit_train_batches=limit)
+            _, trace = fit(module, given, strategy=DDPJoinStrategy(uneven_inputs="stop"), limit_train_batches=limit)
         assert [call.args[0] for call in said.call_args_list] == [f'`uneven_inputs="stop"` {message}']
         assert_identical(trace.digests)
-        assert not any(trace.shadow_ranks)
+        assert not any(trace.is_shadow)
         assert not message.startswith("drops batches 3") or len(module.seen) == 2
     assert torch.is_grad_enabled()
 
 
-class Found(Metric):
-    """Keeps entries of any length for each sample, as detection metrics do."""
-
-    found: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("found", default=[], dist_reduce_fx=None)
-
-    def update(self, scores: Tensor) -> None:
-        self.found.extend(row[row > 0].reshape(-1, 1).float() for row in scores)
-
-    def compute(self) -> tuple[float, float, float]:
-        sizes = [len(entry) for entry in self.found]
-        return float(len(sizes)), float(sum(sizes)), float(sum(entry.double().sum() for entry in self.found))
+# ---------------------------------------------------------------- evaluation
 
 
 class Measuring(Callback):
-    """Owns a metric that is not part of the module."""
+    """Owns a metric that is not part of the module, and keeps a list."""
 
     def __init__(self) -> None:
-        self.found = Found()
+        self.scores = CatMetric()
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.found.update(outputs)
+        self.scores.update(outputs)
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        number, size, _ = self.found.compute()
-        module.log_dict({"callback's number": number, "callback's size": size})
+        module.log("callback's number", float(len(self.scores.compute())))
 
 
 class Evaluated(LightningModule):
@@ -245,30 +231,25 @@ class Evaluated(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network = nn.Linear(6, 3, bias=False)
+        self.network = nn.Linear(FEATURES, 3, bias=False)
         self.auroc = AUROC("multiclass", num_classes=3)
         self.confusion = ConfusionMatrix("multiclass", num_classes=3)
-        self.found, self.indices, self.scores, self.sums = Found(), CatMetric(), CatMetric(), CatMetric()
-        self.others = nn.ModuleList([SpearmanCorrCoef(), PearsonCorrCoef(), RetrievalMAP(empty_target_action="skip")])
+        self.retrieval = RetrievalMAP(empty_target_action="skip")
+        self.indices = CatMetric()
         self.collected: list[int] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        scores = self.network(batch[1])
-        losses = nn.functional.cross_entropy(scores, batch[2], reduction="none")
-        self.auroc.update(scores.softmax(1), batch[2])
-        self.confusion.update(scores, batch[2])
-        self.indices.update(batch[0])
-        self.scores.update(scores)
-        self.found.update(scores)
-        self.sums.update(losses.sum())  # a number
-        spearman, pearson, retrieval = self.others
-        spearman.update(scores[:, 0].float(), batch[1][:, 0].float())
-        pearson.update(scores[:, 0], batch[1][:, 0])
-        retrieval.update(scores[:, 1], batch[2] == 1, indexes=batch[0] % 2)
+        features, labels, indices = batch
+        scores = self.network(features)
+        losses = nn.functional.cross_entropy(scores, labels, reduction="none")
+        self.auroc.update(scores.softmax(1), labels)
+        self.confusion.update(scores, labels)
+        self.retrieval.update(scores[:, 1], labels == 1, indexes=indices % 2)
+        self.indices.update(indices)
         self.log("loss", losses.mean(), sync_dist=True, on_step=True, on_epoch=True)
         self.log("largest", losses.max(), sync_dist=True, reduce_fx="max")
         self.log("number", float(len(losses)), sync_dist=True, reduce_fx="sum")
-        self.collected.extend(batch[0].tolist())
+        self.collected.extend(indices.tolist())
         return scores
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -276,15 +257,12 @@ class Evaluated(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.log("auroc", self.auroc.compute())
+        self.log("retrieval", torch.nan_to_num(self.retrieval.compute()))
         self.log("seen", float(len(set(self.indices.compute().reshape(-1).tolist()))))
-        self.log("scores", float(len(self.scores.compute())))
-        self.log("sum", self.sums.compute().sum())
-        self.log_dict(dict(zip(("found", "size", "total"), self.found.compute(), strict=True)))
-        self.log_dict({type(metric).__name__: torch.nan_to_num(metric.compute()) for metric in self.others})
         self.log_dict({f"confusion {i}": float(n) for i, n in enumerate(self.confusion.compute().flatten())})
 
-    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
-        return batch[0].tolist()
+
+EVALUATED = [*[(number, 2) for number in (1, 2, 3, 5, 8, 10)], *[(number, 1) for number in (1, 2, 4, 7)]]
 
 
 def evaluate(number: int, batch_size: int, **options: Any) -> tuple[dict[str, float], list[int]]:
@@ -296,42 +274,27 @@ def evaluate(number: int, batch_size: int, **options: Any) -> tuple[dict[str, fl
     return made.validate(module, data, verbose=False)[0], module.collected
 
 
-EVALUATED = [*[(number, 2) for number in (1, 2, 3, 5, 8, 10)], *[(number, 1) for number in (1, 2, 4, 7)]]
-
-
-FLOAT32 = ("SpearmanCorrCoef", "PearsonCorrCoef", "RetrievalMAP", "sum", "total")
-
-
 def evaluation(folder: str) -> Any:
     return [evaluate(*case) for case in EVALUATED]
 
 
-def prediction_returns_every_sample_once(folder: str) -> None:
-    for number in (1, 2, 7):
-        data = DataLoader(TensorDataset(*samples(number)), batch_size=2)
-        batches = trainer(use_distributed_sampler=True).predict(Evaluated(), data)
-        assert list(chain(*batches or [])) == list(range(number))[RANK::3]
-
-
 CASES = [
     batch_samplers_keep_the_size_of_batches_and_their_samplers,
-    a_batch_sampler_predicts_every_sample_once,
+    prediction_returns_every_sample_once,
     samplers_are_divided_among_ranks_once_in_every_epoch,
     hooks_may_change_batches_in_place,
     a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank,
     several_loaders_end_on_each_rank_as_in_one_process,
     stopping_drops_batches_of_longer_loaders_and_says_so_once,
-    prediction_returns_every_sample_once,
-    evaluation,
 ]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run_processes(run_cases, 3, CASES, str(tmp_path_factory.mktemp("data")), timeout=200)
+def found():
+    return run_on_ranks(3, [*CASES, evaluation])
 
 
-@pytest.mark.parametrize("case", CASES[:-1], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_on_every_rank(found, case):
     values_of(found, case)
 
@@ -339,14 +302,13 @@ def test_on_every_rank(found, case):
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
 @pytest.mark.filterwarnings("ignore:`pos_label` automatically set")
 @pytest.mark.filterwarnings("ignore:Metric .* will save")
-@pytest.mark.filterwarnings("ignore:The variance of")
 def test_evaluation_weights_every_sample_once(found):
     for index, (number, batch_size) in enumerate(EVALUATED):
-        expected, _ = evaluate(number, batch_size, strategy="auto", devices=1)
+        expected, _ = evaluate(number, batch_size, **ALONE)
         for rank, of_rank in enumerate(values_of(found, evaluation)):
             values, collected = of_rank[index]
-            for name, value in expected.items():  # some metrics keep float32
-                tolerance = 1e-6 if name in FLOAT32 else 1e-9
+            for name, value in expected.items():
+                tolerance = 1e-6 if name == "retrieval" else 1e-9  # it keeps float32
                 assert values[name] == pytest.approx(value, rel=tolerance), (name, number, batch_size)
             assert values.keys() == expected.keys()
             assert collected == list(range(number))[rank::3]

@@ -1,8 +1,7 @@
 """`ddp_join` against one process that steps on the concatenation of the ranks' batches. One launch per world size."""
 
 import random
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.strategies.join_ranks import RANK, Batch, Classifier, Stream, Trace, digest_of, samples, trainer
-from tests.support.processes import run_processes
+from lightning_ddp_ext import DDPJoinStrategy
+from tests.strategies.toolkit import (
+    RANK,
+    Batch,
+    Classifier,
+    Stream,
+    Trace,
+    digest_of,
+    fit,
+    run_on_ranks,
+    samples,
+    values_of,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class Case:
     epochs: int = 2
     clip: float | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
+    is_sum: bool = False
     workers: int = 0
 
     @property
@@ -48,72 +58,54 @@ class Case:
 
     def batches(self, epoch: int) -> list[list[Batch]]:
         """The batches of each rank in an epoch."""
-        everything = samples(self.total)
+        shards = list(torch.split(torch.arange(self.total), self.counts))
         if self.kind == "map":
-            generator = torch.Generator().manual_seed(epoch)
-            order = torch.randperm(self.total, generator=generator)
+            order = torch.randperm(self.total, generator=torch.Generator().manual_seed(epoch))
             shards = [order[rank :: self.world_size] for rank in range(self.world_size)]
-        else:
-            shards = list(torch.split(torch.arange(self.total), self.counts))
         return [
-            [tuple(part[indices] for part in everything) for indices in torch.split(shard, size) if len(indices)]
+            [tuple(part[indices] for part in samples(self.total)) for indices in shard.split(size) if len(indices)]
             for shard, size in zip(shards, self.sizes, strict=True)
         ]
 
+    def __call__(self, folder: str) -> "Outcome":
+        """Train on this rank."""
+        if self.kind == "map":
+            data = TensorDataset(*samples(self.total))
+            loader = DataLoader(data, self.sizes[0], shuffle=True, num_workers=self.workers)
+            val_loader = DataLoader(TensorDataset(*samples(5)), batch_size=2)
+        else:
+            batches = self.batches(0)[RANK]
+            data = Stream(batches) if self.kind == "stream" else batches
+            loader = DataLoader(data, batch_size=None, num_workers=self.workers)
+            val_loader = DataLoader(TensorDataset(*samples(5)), 2, sampler=range(RANK, 5, self.world_size))
+        module = make_module(self)
+        made, trace = fit(
+            module, loader, val_loader, strategy=DDPJoinStrategy(weight_by="sum" if self.is_sum else "samples"),
+            max_epochs=self.epochs, num_sanity_val_steps=2, accumulate_grad_batches=self.windows,
+            gradient_clip_val=self.clip, use_distributed_sampler=self.kind == "map", **self.trainer,
+        )  # fmt: skip
+        return Outcome(trace, module.seen, made.global_step, float(made.callback_metrics["val_loss_epoch"]))
 
-class Summed(Classifier):
-    def loss(self, batch: Batch) -> Tensor:
-        return functional.cross_entropy(self.network(batch[1]), batch[2], reduction="sum") / 30
+
+class Scheduled(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"}]
 
 
 def make_module(case: Case) -> Classifier:
     seed_everything(0, verbose=False)
-    return Summed() if case.strategy.get("weight_by") == "sum" else Classifier()
+    return Scheduled(is_sum=case.is_sum)
 
 
 @dataclass
 class Outcome:
     """The end of a run on a rank."""
 
-    parameters: Tensor
     trace: Trace
     seen: list[int]
     global_step: int
-    metrics: dict[str, float]
-
-
-def fit_all(cases: Sequence[Case]) -> list[Outcome]:
-    """Train each case on this rank."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    return [fit(case) for case in cases]
-
-
-def fit(case: Case) -> Outcome:
-    module, trace = make_module(case), Trace()
-    made = trainer(
-        trace,
-        strategy=case.strategy,
-        max_epochs=case.epochs,
-        num_sanity_val_steps=2,
-        accumulate_grad_batches=case.windows,
-        gradient_clip_val=case.clip,
-        use_distributed_sampler=case.kind == "map",
-        **case.trainer,
-    )
-    validation = TensorDataset(*samples(5))
-    if case.kind == "map":
-        data = TensorDataset(*samples(case.total))
-        loader = DataLoader(data, case.sizes[0], shuffle=True, num_workers=case.workers)
-        val_loader = DataLoader(validation, batch_size=2)
-    else:
-        batches = case.batches(0)[RANK]
-        data = Stream(batches) if case.kind == "stream" else batches
-        loader = DataLoader(data, batch_size=None, num_workers=case.workers)
-        val_loader = DataLoader(validation, batch_size=2, sampler=range(RANK, 5, case.world_size))
-    made.fit(module, loader, val_loader)
-    metrics = {name: float(value) for name, value in made.callback_metrics.items()}
-    return Outcome(parameters_of(module), trace, module.seen, made.global_step, metrics)
+    val_loss: float
 
 
 def train_in_one_process(case: Case, combine: Callable[[list[Tensor]], Tensor] | None = None) -> Classifier:
@@ -138,33 +130,34 @@ def train_in_one_process(case: Case, combine: Callable[[list[Tensor]], Tensor] |
     return module
 
 
-def fit_with_torch_join(case: Case) -> tuple[Tensor, str]:
+def fit_with_torch_join(folder: str) -> tuple[Tensor, str]:
     """Control: torch's DistributedDataParallel with Join; returns the parameters and a digest of the replica."""
-    torch.set_num_threads(1)
+    case = TORCHS
     dist.init_process_group("gloo")
-    seed_everything(0, verbose=False)
-    module = Classifier().double()
+    module = make_module(case).double()
     (optimizer,), (schedule,) = module.configure_optimizers()
     wrapped = DistributedDataParallel(module.network)
     for epoch in range(case.epochs):
         with Join([wrapped]):
             for batch in case.batches(epoch)[dist.get_rank()]:
                 optimizer.zero_grad()
-                functional.cross_entropy(wrapped(batch[1]), batch[2]).backward()
+                functional.cross_entropy(wrapped(batch[0]), batch[1]).backward()
                 optimizer.step()
                 schedule["scheduler"].step()
+    dist.destroy_process_group()
     return parameters_of(module), digest_of(module, optimizer)
 
 
+TORCHS = Case((14, 6), (2, 2))
 CASES = [
     *[Case((number,), (2, 2), "map", windows, clip=0.5) for number, windows in ((7, 1), (5, 3), (1, 1))],
-    Case((14, 6), (2, 2)),
+    TORCHS,
     Case((14, 6), (2, 2), "stream", 2),
     Case((0, 9), (2, 4), windows=4),
     Case((9, 0), (4, 2), "stream", 3, clip=0.3),
     Case((10, 3), (3, 1), "stream", workers=1),
     Case((6, 13), (2, 3), trainer={"val_check_interval": 2}),
-    Case((14, 6), (2, 2), windows=2, strategy={"weight_by": "sum"}),
+    Case((14, 6), (2, 2), windows=2, is_sum=True),
     *[Case((number,), (2, 2, 2), "map", windows) for number, windows in ((13, 2), (2, 1))],
     Case((7, 3, 13), (3, 1, 2), windows=2),
     Case((0, 5, 0), (1, 2, 1), "stream", 2),
@@ -195,39 +188,44 @@ def parameters_of(module: torch.nn.Module) -> Tensor:
 def check(case: Case, found: list[Outcome]) -> None:
     expected = train_in_one_process(case)
     wanted = parameters_of(expected)
-    for outcome in found:
-        assert float((outcome.parameters - wanted).norm() / wanted.norm()) < 1e-12
-        assert outcome.trace.digests == found[0].trace.digests
-        assert outcome.trace.metrics == found[0].trace.metrics
-        assert outcome.trace.validations == found[0].trace.validations != []
-        assert outcome.global_step == found[0].global_step
-        if outcome.trace.validations[-1] == outcome.global_step:
-            val_loss = Classifier.loss(expected, samples(5)).item()
-            assert outcome.metrics["val_loss"] == pytest.approx(val_loss, rel=1e-12)
+    first = found[0].trace
+    for trace in (outcome.trace for outcome in found):
+        assert float((trace.parameters - wanted).norm() / wanted.norm()) < 1e-12
+        assert trace.digests == first.digests
+        assert trace.metrics == first.metrics
+        assert trace.validations == first.validations != []
+    assert {outcome.global_step for outcome in found} == {found[0].global_step}
+    if first.validations[-1][0] == found[0].global_step:
+        val_loss = functional.cross_entropy(expected.network(samples(5)[0]), samples(5)[1]).item()
+        assert [outcome.val_loss for outcome in found] == pytest.approx([val_loss] * len(found), rel=1e-12)
     assert sorted(index for outcome in found for index in outcome.seen) == sorted(list(range(case.total)) * case.epochs)
     steps = [max(map(len, case.batches(epoch))) for epoch in range(case.epochs)]
     assert found[0].global_step == sum(-(-number // case.windows) for number in steps)
     for rank, outcome in enumerate(found):
         batches = [len(case.batches(epoch)[rank]) for epoch in range(case.epochs)]
-        assert outcome.trace.shadow_ranks == [
+        assert outcome.trace.is_shadow == [
             number >= batches[epoch] for epoch in range(case.epochs) for number in range(steps[epoch])
         ]
 
 
+def run_all(cases: list[Case]) -> dict[str, list[Outcome]]:
+    """Run cases on as many ranks as each has, in one launch for each number of ranks."""
+    outcomes: dict[str, list[Outcome]] = {}
+    for world_size in {case.world_size for case in cases}:
+        own = {repr(case): case for case in cases if case.world_size == world_size}
+        control = {"torch's Join": fit_with_torch_join} if TORCHS in own.values() else {}
+        outcomes |= run_on_ranks(world_size, {**control, **own})
+    return outcomes
+
+
 @pytest.fixture(scope="module")
 def found():
-    """The outcomes of each case on all ranks."""
-    outcomes = {}
-    for world_size in (2, 3, 4):
-        cases = [case for case in CASES if case.world_size == world_size]
-        by_rank = run_processes(fit_all, world_size, cases, timeout=240)
-        outcomes.update({repr(case): [of_rank[number] for of_rank in by_rank] for number, case in enumerate(cases)})
-    return outcomes
+    return run_all(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_uneven_ranks_train_as_one_process_and_stay_identical(found, case):
-    check(case, found[repr(case)])
+    check(case, values_of(found, repr(case)))
 
 
 def test_equal_weights_fail_the_same_check():
@@ -237,31 +235,28 @@ def test_equal_weights_fail_the_same_check():
     assert float((control - exact).norm() / exact.norm()) > 1e-3
 
 
-def test_torchs_join_fails_the_same_check():
-    case = Case((14, 6), (2, 2))
-    (first, first_digest), (second, second_digest) = run_processes(fit_with_torch_join, 2, case, timeout=60)
-    exact = parameters_of(train_in_one_process(case))
+def test_torchs_join_fails_the_same_check(found):
+    (first, first_digest), (second, second_digest) = values_of(found, "torch's Join")
+    exact = parameters_of(train_in_one_process(TORCHS))
     assert first_digest != second_digest
     for parameters in (first, second):
         assert float((parameters - exact).norm() / exact.norm()) > 1e-3
 
 
-def run_drawn(seed: int, number: int) -> None:
+def check_drawn(seed: int, number: int) -> None:
     generator = random.Random(seed)
     drawn = [draw(generator) for _ in range(number)]
-    for world_size in (2, 3):
-        cases = [case for case in drawn if case.world_size == world_size]
-        by_rank = run_processes(fit_all, world_size, cases, timeout=280)
-        for index, case in enumerate(cases):
-            check(case, [of_rank[index] for of_rank in by_rank])
+    outcomes = run_all(drawn)
+    for case in drawn:
+        check(case, values_of(outcomes, repr(case)))
 
 
 @pytest.mark.slow
 def test_drawn_amounts_of_data():
-    run_drawn(seed=1, number=12)
+    check_drawn(seed=1, number=12)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_more_drawn_amounts_of_data(seed):
-    run_drawn(seed, number=30)
+    check_drawn(seed, number=30)

@@ -1,42 +1,116 @@
-"""Common uses of Lightning that every strategy supports."""
+"""What every strategy supports or refuses in one process: arguments, steps that are switched off, Trainers, ends."""
+
+from datetime import timedelta
 
 import pytest
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from tests.parity import quiet_trainer
 
-STRATEGIES = {
-    "balanced_dp": lambda: BalancedDataParallelStrategy(),
-    "ddp_checkpoint": lambda: DDPCheckpointStrategy(),
-    "ddp_join": lambda: DDPJoinStrategy(),
-}
+STRATEGIES = [BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy]
+UNUSED = ["find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers"]
+REFUSED = [
+    *[({name: True}, TypeError, f"`{name}` is not needed: .* Delete the argument.") for name in UNUSED],
+    ({"bucket_cap": 1}, TypeError, r"`bucket_cap` is not an argument of this strategy\. Did you mean `bucket_cap_mb`"),
+    *[({"bucket_cap_mb": size}, ValueError, "`bucket_cap_mb` must be above 0 MiB") for size in (0, -1, float("nan"))],
+    ({"batch_dim": -1}, ValueError, "`batch_dim` must be"),
+    ({"batch_dim": 0.5}, TypeError, "`batch_dim` must be"),
+    ({"weight_by": "tokens"}, ValueError, "`weight_by` must be one of"),
+    *[
+        ({"stall_timeout": timedelta(seconds=s)}, ValueError, "`stall_timeout` must be above 0 seconds")
+        for s in (0, -1)
+    ],
+    ({"stall_timeout": "soon"}, TypeError, "`stall_timeout` must be a timedelta or a number of seconds, got 'soon'"),
+]
+
+
+def test_wrong_arguments_are_refused_with_a_remedy():
+    for arguments, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            DDPCheckpointStrategy(**arguments)
+    # Ranks without data do not run it.
+    with pytest.raises(ValueError, match="`ddp_comm_hook` must be one of torch's that keep no state"):
+        DDPJoinStrategy(ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_state=object())
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
 @pytest.mark.parametrize("step", ["validation_step", "test_step", "predict_step"])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_step_is_switched_off_by_none(name, step):
+@pytest.mark.parametrize("make", STRATEGIES)
+def test_a_step_is_switched_off_by_none(make, step):
     module = BoringModel()
     setattr(module, step, None)
-    trainer = quiet_trainer(STRATEGIES[name](), 2 if name == "balanced_dp" else 1, fast_dev_run=2)
+    trainer = quiet_trainer(make(), 2 if make is BalancedDataParallelStrategy else 1, fast_dev_run=2)
     trainer.fit(module)
     assert trainer.global_step == 2
     (trainer.validate if step == "test_step" else trainer.test)(module, verbose=False)
 
 
 @pytest.mark.cpu_only("names the CPU as the accelerator of the second Trainer")
-@pytest.mark.parametrize("options", [{"accelerator": "cpu"}, {}, {"precision": "64-true"}], ids=repr)
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_second_trainer_needs_a_strategy_of_its_own(name, options):
-    strategy = STRATEGIES[name]()
+@pytest.mark.parametrize("make", STRATEGIES)
+def test_a_second_trainer_needs_a_strategy_of_its_own(make):
+    strategy = make()
     first = quiet_trainer(strategy, 1, fast_dev_run=1)
-    with pytest.raises(
-        UnsupportedFeatureError, match=f"this `{type(strategy).__name__}` .* Create a new strategy for each Trainer"
-    ):
-        Trainer(strategy=strategy, devices=1, logger=False, **options)
+    message = f"this `{make.__name__}` .* Create a new strategy for each Trainer"
+    for options in ({"accelerator": "cpu"}, {}, {"precision": "64-true"}):
+        with pytest.raises(UnsupportedFeatureError, match=message):
+            Trainer(strategy=strategy, devices=1, logger=False, **options)
     first.fit(BoringModel())
     first.test(BoringModel(), verbose=False)
     assert first.strategy is strategy
+
+
+@pytest.mark.parametrize("name", ["ddp_checkpoint", "ddp_join"])
+def test_hooks_can_make_a_sampler_before_any_run(name):
+    trainer = Trainer(strategy=name, accelerator="cpu", devices=2, num_nodes=2, logger=False)
+    assert trainer.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 0}
+
+
+def test_a_callable_weight_needs_a_step_that_takes_a_batch():
+    class Fetching(BoringModel):
+        def training_step(self, dataloader_iter):
+            raise AssertionError("must not run")
+
+    strategy = DDPCheckpointStrategy(weight_by=len)
+    with pytest.raises(UnsupportedFeatureError, match="a callable `weight_by` has none to weigh"):
+        quiet_trainer(strategy, 1).fit(Fetching())
+
+
+def test_the_watchdog_stops_even_if_the_end_of_the_run_fails(monkeypatch):
+    """Otherwise it would end the process of a program that has caught the error and continues."""
+
+    class Failing(TorchCheckpointIO):
+        def teardown(self):
+            raise OSError("cannot be written")
+
+    stops = []
+    monkeypatch.setattr(StallWatch, "stop", lambda watch: stops.append(watch))
+    strategy = DDPJoinStrategy(checkpoint_io=Failing())
+    with pytest.raises(OSError, match="cannot be written"):
+        quiet_trainer(strategy, 1, fast_dev_run=True).fit(BoringModel())
+    assert strategy.reducer is None
+    assert not strategy.is_shadow
+    assert stops.count(strategy._watch) >= 2  # before the run, and after it
+
+
+def test_a_batch_without_weight_leaves_earlier_gradients_unchanged():
+    gradients, weights = [], iter([1.0, 0.0, 1.0])
+
+    class Manual(BoringModel):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.layer(batch).sum())
+            gradients.append(self.layer.weight.grad.clone())
+            if batch_idx == 2:
+                self.optimizers().step()
+
+    strategy = DDPCheckpointStrategy(weight_by=lambda batch: next(weights))
+    quiet_trainer(strategy, 1, max_steps=1, limit_train_batches=3).fit(Manual())
+    assert gradients[0].equal(gradients[1])
+    assert not gradients[1].equal(gradients[2])

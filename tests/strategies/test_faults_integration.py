@@ -7,8 +7,7 @@ import pytest
 
 from tests.conftest import skip
 from tests.distributed.hosts import Hosts, reason_to_skip
-from tests.strategies.fault_ranks import FAULTS, GO_ON, OF_LINKS, WHEN
-from tests.strategies.fault_runs import Fault, become_subreaper, list_faults, run_fault
+from tests.strategies.faults import FAULTS, GO_ON, OF_LINKS, WHEN, Fault, become_subreaper, list_faults, run_fault
 from tests.support.processes import run_processes
 
 LIMIT = 6.0  # seconds without a sign of life
@@ -92,7 +91,7 @@ def test_a_stall_report_names_step_phase_and_what_is_waited_for(few):
     own = next(line for line in output.splitlines() if line.startswith("0 "))
     assert "wait_for_gradients (comm_hooks.py" in own
     other = next(line for line in output.splitlines() if line.startswith("1 "))
-    assert "_act (fault_ranks.py" in other
+    assert "_act (faults.py" in other
     stack = output.partition("Python stack")[2].partition("ends now")[0]
     assert "comm_hooks.py" in stack
     assert "work.wait()" in stack

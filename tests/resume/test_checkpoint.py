@@ -10,8 +10,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
-from lightning_ddp_ext.resume.preemption import AtomicCheckpointIO
+from lightning_ddp_ext import DDPCheckpointStrategy
+from lightning_ddp_ext.resume.checkpoint import AtomicCheckpointIO
 from tests.support.processes import run_processes
 
 
@@ -53,11 +53,9 @@ def test_a_partial_file_is_not_taken_for_a_checkpoint(tmp_path, monkeypatch):
     assert "hpc_ckpt" not in names[0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp_join", "object"])
-def test_a_plugin_that_leaves_writing_to_another_one_is_taken_and_one_of_the_users_kept(strategy):
+def test_a_plugin_that_leaves_writing_to_another_one_is_taken_and_one_of_the_users_kept():
     plugin, own = AsyncCheckpointIO(), TorchCheckpointIO()
-    strategy = DDPJoinStrategy() if strategy == "object" else strategy
-    trainer = Trainer(strategy=strategy, plugins=[plugin], accelerator="cpu", devices=2, logger=False)
+    trainer = Trainer(strategy="ddp_join", plugins=[plugin], accelerator="cpu", devices=2, logger=False)
     assert trainer.strategy.checkpoint_io is plugin
     assert isinstance(plugin.checkpoint_io, AtomicCheckpointIO)
     assert DDPCheckpointStrategy(checkpoint_io=own).checkpoint_io is own
@@ -76,8 +74,7 @@ def kill_while_saving(path, moment):
     return os.waitpid(process, 0)[1]
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.02])
-def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path, moment):
+def test_a_process_that_is_killed_while_it_saves_leaves_a_checkpoint(tmp_path):
     path = tmp_path / "a.ckpt"
-    assert run_processes(kill_while_saving, 1, str(path), moment) == [signal.SIGKILL]
+    assert run_processes(kill_while_saving, 1, str(path), 0.02) == [signal.SIGKILL]
     assert torch.load(path, weights_only=True)["weight"].shape == (2**18,)

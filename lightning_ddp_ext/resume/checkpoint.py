@@ -1,12 +1,22 @@
-"""A training run that can be interrupted between two batches and resumed exactly."""
+"""The checkpoint of a run that resumes exactly: its contents beside Lightning's, and the writing of its file."""
 
+import contextlib
+import errno
+import os
+import shutil
+import zlib
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
 
+from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io, is_wrapping
 from lightning_ddp_ext._compat.lightning_loaders import training_loader
 from lightning_ddp_ext._compat.lightning_loops import before_each_batch, not_before_each_batch, restore_signal_handling
 from lightning_ddp_ext._compat.lightning_resuming import (
@@ -121,3 +131,71 @@ class ResumableRun:
         else:
             self.rng.advance()
         return not self._progress.is_after_batch
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint to a partial file in the same folder, and renames it when it is complete and on the disk.
+
+    A killed process or a full disk leaves the previous checkpoint unchanged. The base class writes to the folder for
+    temporary files instead, and copies from another disk. It still writes to remote file systems (`s3://...`).
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Lightning would take any file with the name of a checkpoint in its own name for that checkpoint.
+        partial = target.with_name(f".{zlib.crc32(target.name.encode()):08x}.partial")
+        try:
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        except BaseException as error:
+            is_full = _is_full(target.parent, error)
+            partial.unlink(missing_ok=True)
+            if is_full:
+                raise OSError(
+                    errno.ENOSPC, "no space left for the checkpoint. Free some, or choose another disk", path
+                ) from error
+            raise
+        _sync_folder(target.parent)
+
+
+class AtomicSaveMixin(Strategy):
+    """Replaces Lightning's `TorchCheckpointIO` by `AtomicCheckpointIO`; stands before the strategy in the bases."""
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        given = given_checkpoint_io(self)
+        if given is None:
+            self.checkpoint_io = given = AtomicCheckpointIO()
+        elif is_wrapping(given):
+            given.checkpoint_io = AtomicCheckpointIO()  # ignored if it has one already
+        return given
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        give_checkpoint_io(self, io)
+
+
+def _is_full(folder: Path, error: BaseException) -> bool:
+    """Return True if the disk is full, which torch's writer does not report."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOSPC
+    return isinstance(error, RuntimeError) and folder.is_dir() and shutil.disk_usage(folder).free < 2**20
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write the new name to the disk too, if the file system can synchronise folders."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,60 @@
+"""Sparse gradients of embeddings, added up over ranks."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ddp_ext.distributed.exchange import gather_integer
+
+
+class SparseGradients:
+    """Adds up the gradients of sparse embeddings by gathering their rows, which every backend can do."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        weights = {
+            part.weight for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        }
+        self.members = frozenset(member for member, parameter in enumerate(parameters) if parameter in weights)
+        self._parameters = parameters
+        self._group = group
+
+    def reduce(self, used: Sequence[float], factor: float) -> None:
+        """Set the gradients that any rank has used to the sum of the ranks; the factor is for this rank's gradients."""
+        for member in sorted(self.members):
+            if used[member]:
+                self._reduce(self._parameters[member], factor)
+
+    def _reduce(self, parameter: nn.Parameter, factor: float) -> None:
+        gradient = parameter.grad
+        if gradient is None or not factor:
+            gradient = torch.sparse_coo_tensor(
+                torch.zeros(1, 0, dtype=torch.long, device=parameter.device),
+                parameter.detach()[:0],
+                parameter.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        dense = gradient.layout == torch.strided
+        gradient = gradient.detach() * factor if dense else gradient.detach().coalesce() * factor
+        sizes = gather_integer(-1 if dense else gradient._nnz(), self._group)  # a message on the CPU
+        if min(sizes) < 0:
+            # A dense gradient somewhere, of a layer tied to the embedding: the sum is dense.
+            parameter.grad = gradient.to_dense()
+            dist.all_reduce(parameter.grad, group=self._group)
+            return
+        rows = self._gather_rows(gradient.indices().t(), sizes)
+        values = self._gather_rows(gradient.values(), sizes)
+        parameter.grad = torch.sparse_coo_tensor(rows.t(), values, parameter.shape, check_invariants=False).coalesce()
+
+    def _gather_rows(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        padded = part.new_zeros(max(sizes), *part.shape[1:])
+        padded[: len(part)] = part
+        gathered = torch.split(self._gather(padded), max(sizes)) if max(sizes) else [padded]
+        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=False)])
+
+    def _gather(self, part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts)

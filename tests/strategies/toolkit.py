@@ -1,0 +1,349 @@
+"""Training on ranks: one classifier, its data, runs of named cases on all ranks, and the same run in one process."""
+
+import hashlib
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
+from tests import parity
+from tests.parity import CLASSES, FEATURES, quiet_trainer
+from tests.support.processes import run_processes
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+STRATEGIES: dict[str, Callable[..., Any]] = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
+COUNTS = (8, 4, 2)  # samples of three ranks, in batches of two
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def samples(number: int) -> Batch:
+    """Features, labels and indices, the same everywhere."""
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(number, FEATURES, generator=generator, dtype=torch.float64)
+    return features, torch.randint(CLASSES, (number,), generator=generator), torch.arange(number)
+
+
+def batches_of_ranks(sizes: Sequence[Sequence[int]]) -> list[list[Batch]]:
+    """Make batches of these sizes for each rank, of samples that are numbered over all ranks."""
+    flat = [size for of_rank in sizes for size in of_rank]
+    batches = zip(*(part.split(flat) for part in samples(sum(flat))), strict=True)
+    return [[next(batches) for _ in of_rank] for of_rank in sizes]
+
+
+def whole_batches(by_rank: Sequence[Sequence[Batch]], windows: int = 1) -> list[tuple[Tensor, ...]]:
+    """Concatenate the batches of all ranks for each step, which takes `windows` batches of a rank."""
+    starts = range(0, max(map(len, by_rank)), windows)
+    steps = [[batch for batches in by_rank for batch in batches[start : start + windows]] for start in starts]
+    return [tuple(map(torch.cat, zip(*step, strict=True))) for step in steps]
+
+
+class Stream(IterableDataset):
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def loader(*counts: int, stream: bool = False) -> DataLoader:
+    """Load this rank's samples in batches of two; samples are numbered over all ranks."""
+    part = torch.split(torch.arange(sum(counts)), counts)[RANK]
+    data = TensorDataset(*(column[part] for column in samples(sum(counts))))
+    return DataLoader(Stream(list(data)) if stream else data, batch_size=2)
+
+
+def whole_loader(*counts: int) -> DataLoader:
+    """Load the batches of `loader` on all ranks, concatenated for each step."""
+    sizes = [[2] * (count // 2) + [1] * (count % 2) for count in counts]
+    return DataLoader(whole_batches(batches_of_ranks(sizes)), batch_size=None)
+
+
+# ---------------------------------------------------------------- models
+
+
+class Classifier(parity.Classifier):
+    """Logs the loss of all ranks; batches are features, labels and indices."""
+
+    def __init__(
+        self, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam, is_sum: bool = False, **options: Any
+    ) -> None:
+        super().__init__(optimizer, **{"lr": 0.05, **options})
+        self.is_sum = is_sum
+        self.seen: list[Any] = []
+
+    def mean_loss(self, batch: Any, **options: Any) -> Tensor:
+        return functional.cross_entropy(self.network(batch[0].to(self.network[0].weight.dtype)), batch[1], **options)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.mean_loss(batch, reduction="sum") / 30 if self.is_sum else self.mean_loss(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.extend(batch[2].tolist())
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.mean_loss(batch), on_step=True, on_epoch=True, sync_dist=True)
+
+
+Momentum = partial(Classifier, torch.optim.SGD, lr=0.1, momentum=0.9)
+Summed = partial(Momentum, is_sum=True)
+
+
+class Fused(torch.optim.Optimizer):
+    """Steps inside of the backward pass, as LOMO does: no gradient is left when it has ended."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(self.update)
+
+    @torch.no_grad()
+    def update(self, parameter: Tensor) -> None:
+        parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
+        parameter.grad = None
+
+    def step(self, closure: Any = None) -> Any:
+        return None if closure is None else closure()
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise before and after its closure has run, as optimizers for sampling do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.add_noise()
+        loss = super().step(closure)
+        self.add_noise()
+        return loss
+
+    def add_noise(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+class Adversaries(LightningModule):
+    """Manual optimization with two optimizers; the generator's gradients pass through the discriminator."""
+
+    def __init__(self, toggle: bool = True, accumulate: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.toggle, self.accumulate = toggle, accumulate
+        self.generator = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, FEATURES))
+        self.discriminator = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real = batch[0]
+        for optimizer, make_loss in zip(self.optimizers(), (self.generator_loss, self.discriminator_loss), strict=True):
+            if self.toggle:
+                self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            if self.accumulate:
+                with optimizer.toggle_model(sync_grad=False):
+                    self.manual_backward(make_loss(real) / 2)
+            self.manual_backward(make_loss(real) / (2 if self.accumulate else 1))
+            optimizer.step()
+            if self.toggle:
+                self.untoggle_optimizer(optimizer)
+
+    def generator_loss(self, real: Tensor) -> Tensor:
+        return self.discriminator(self.generator(real[:, :2])).sigmoid().log().mean().neg()
+
+    def discriminator_loss(self, real: Tensor) -> Tensor:
+        made = self.generator(real[:, :2]).detach()
+        return self.discriminator(made).sigmoid().mean() - self.discriminator(real).sigmoid().mean()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(part.parameters(), lr=0.05) for part in (self.generator, self.discriminator)]
+
+
+# ---------------------------------------------------------------- runs
+
+
+def digest_of(module: nn.Module, *optimizers: torch.optim.Optimizer) -> str:
+    """Hash parameters, buffers and the state of optimizers."""
+    tensors = [*module.state_dict().values()]
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            values = state.values() if isinstance(state, dict) else [state]
+            tensors += [value for value in values if isinstance(value, Tensor)]
+    as_bytes = (tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(b"".join(as_bytes)).hexdigest()
+
+
+class Trace(Callback):
+    """Records a run: gradients before every optimizer step, and the state and values of this rank after every batch."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor] = []
+        self.digests: list[str] = []
+        self.steps: list[tuple[int, ...]] = []  # epoch, and numbers of steps; loggers use the last one
+        self.metrics: list[dict[str, float]] = []
+        self.is_shadow: list[bool] = []
+        self.validations: list[tuple[int, float]] = []  # global step and loss
+        self.parameters = torch.empty(0)  # after the run
+
+    def __getstate__(self) -> dict[str, Any]:
+        methods = ("log", "log_dict")  # of the module; Lightning adds them
+        return {name: value for name, value in vars(self).items() if name not in methods}
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        flat = [gradient.detach().flatten().cpu() for gradient in gradients if gradient is not None]
+        self.gradients.append(torch.cat([torch.empty(0), *flat]))
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        self.digests.append(digest_of(module, *trainer.optimizers))
+        self.steps.append(
+            (trainer.current_epoch, trainer.global_step, loop.total_batch_idx, loop._batches_that_stepped)
+        )
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.is_shadow.append(getattr(trainer.strategy, "is_shadow", False))
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.validations.append((trainer.global_step, float(trainer.callback_metrics.get("val_loss", 0.0))))
+
+
+def trainer(*callbacks: Callback, **options: Any) -> Trainer:
+    """Make a trainer of one epoch on all ranks, under `ddp_join` unless the options say otherwise."""
+    defaults: dict[str, Any] = {
+        "strategy": "ddp_join",
+        "devices": WORLD_SIZE,
+        "precision": "64-true",
+        "max_epochs": 1,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "callbacks": list(callbacks),
+    }
+    return quiet_trainer(**{**defaults, **options})
+
+
+def fit(
+    module: LightningModule,
+    *loaders: Any,
+    callbacks: Sequence[Callback] = (),
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> tuple[Trainer, Trace]:
+    """Train on this rank, by default on `COUNTS` samples, or in one process with `**ALONE`."""
+    trace = Trace()
+    made = trainer(trace, *callbacks, **options)
+    made.fit(module, *(loaders or [loader(*COUNTS)]), ckpt_path=ckpt_path)
+    trace.parameters = nn.utils.parameters_to_vector(module.parameters()).detach().cpu()
+    return made, trace
+
+
+ALONE: dict[str, Any] = {"strategy": "auto", "devices": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of two epochs on batches of these `sizes` for each rank, `windows` of which make a step."""
+
+    sizes: Sequence[Sequence[int]]
+    module: Callable[[], LightningModule] = Momentum
+    strategy: Callable[[], Any] = DDPCheckpointStrategy
+    windows: int = 1
+    trainer: Callable[[], dict[str, Any]] | dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, folder: str = "") -> Trace:
+        """Train on this rank."""
+        batches = batches_of_ranks(self.sizes)[RANK]
+        return self._fit(batches, strategy=self.strategy(), accumulate_grad_batches=self.windows)
+
+    def alone(self, without: int | None = None) -> Trace:
+        """Train in one process on the batches of all ranks; batches of the size `without` are left empty."""
+        by_rank = [
+            [tuple(part[:0] for part in batch) if len(batch[1]) == without else batch for batch in batches]
+            for batches in batches_of_ranks(self.sizes)
+        ]
+        return self._fit(whole_batches(by_rank, self.windows), **ALONE)
+
+    def _fit(self, batches: Sequence[Any], **options: Any) -> Trace:
+        seed_everything(0, verbose=False)
+        data = DataLoader(list(batches), batch_size=None)
+        own = self.trainer() if callable(self.trainer) else self.trainer
+        return fit(self.module(), data, **{"max_epochs": 2, **options, **own})[1]
+
+
+def assert_same_training(found: Sequence[Trace], alone: Trace, tolerance: float = 1e-12) -> None:
+    """Compare all gradients and the parameters of each rank with one process, and the ranks bit by bit."""
+    for trace in found:
+        assert len(trace.gradients) == len(alone.gradients)
+        for ours, wanted in zip(trace.gradients, alone.gradients, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=tolerance)
+        torch.testing.assert_close(trace.parameters, alone.parameters, rtol=0, atol=tolerance)
+        assert trace.digests == found[0].digests
+        assert len(trace.digests) >= len(alone.digests) > 0
+
+
+# ---------------------------------------------------------------- cases on ranks
+
+
+class CaseError(str):
+    """Traceback of a case that failed on a rank."""
+
+
+def run_cases(cases: Mapping[str, Callable[[str], Any]], folder: str) -> dict[str, Any]:
+    """Run cases on this rank one after another; returns for each its value or its error."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        seed_everything(0, verbose=False)
+        try:
+            found[name] = case(folder)
+        except (Exception, pytest.fail.Exception):
+            found[name] = CaseError(traceback.format_exc())
+    return found
+
+
+def run_on_ranks(
+    world_size: int,
+    cases: Mapping[str, Callable[[str], Any]] | Sequence[Callable[[str], Any]],
+    folder: Any = "",
+    timeout: float = 280,
+) -> dict[str, list[Any]]:
+    """Run named cases, or functions with these names, in one launch; returns for each its values on all ranks."""
+    named = cases if isinstance(cases, Mapping) else {case.__name__: case for case in cases}
+    by_rank = run_processes(run_cases, world_size, named, str(folder), timeout=timeout)
+    return {name: [of_rank[name] for of_rank in by_rank] for name in named}
+
+
+def values_of(found: Mapping[str, list[Any]], case: str | Callable[[str], Any]) -> list[Any]:
+    """Return the value of a case on each rank; fails with the errors, if there are any."""
+    values = found[case if isinstance(case, str) else case.__name__]
+    errors = [f"rank {rank}: {value}" for rank, value in enumerate(values) if isinstance(value, CaseError)]
+    assert not errors, "\n".join(errors)
+    return values
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def assert_identical(value: Any) -> None:
+    """Assert on every rank that all ranks have this value."""
+    values = gather(value)
+    assert all(other == values[0] for other in values), values
+    assert value
