@@ -151,3 +151,17 @@ def test_keys_that_differ_are_named_with_their_ranks():
 
     with pytest.raises(LoggedKeysError, match=r"rank 2 logs `odd` .* in `on_train_epoch_end`, rank 0 does not"):
         run_ranks(3, run)
+
+
+def test_values_of_an_epoch_are_reduced_in_the_same_order_on_all_ranks():
+    def run(group):
+        rank = Rank(group, is_training=False)
+        names = ["a", "b", "c"][:: -1 if group.rank else 1]
+        with rank.values.step():
+            for name in names:
+                rank.log("validation_step", name, 1.0, on_step=False)
+        rank.values.end_epoch()
+        return list(rank.results)
+
+    first, second = run_ranks(2, run)
+    assert first == second == ["validation_step.a", "validation_step.b", "validation_step.c"]

@@ -85,6 +85,17 @@ def test_attributes_that_ranks_share_are_taken_and_others_stay(ranks):
     assert shadow.module.tau == 0.4
 
 
+def test_a_number_that_is_raised_by_the_samples_of_the_batch_stays(ranks):
+    active, shadow = ranks
+
+    def step(module):
+        module.tau += 3
+
+    assert changes(active, step, samples=3) is None
+    shadow.mirror.take(changes(active, step, samples=4))
+    assert shadow.module.tau == 1  # rank 0 had another number before
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_tensor_that_may_matter_to_training_is_named_once(ranks, in_place):
     active, _ = ranks

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -119,6 +120,25 @@ def test_the_simple_profiler_names_the_actions_of_each_replica_and_no_others():
     assert "[Replica 1]network" in parallel.trainer.profiler.summary()
 
 
+def test_actions_in_threads_that_serve_all_replicas_are_not_recorded():
+    """As in the threads of autograd, which recompute on accelerators."""
+    together = threading.Barrier(2, timeout=30)
+
+    class Elsewhere(Classifier):
+        def training_step(self, batch, batch_idx):
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self.profile_elsewhere, batch_idx).result()
+            return super().training_step(batch, batch_idx)
+
+        def profile_elsewhere(self, batch_idx):
+            with self.trainer.profiler.profile("elsewhere"):
+                if batch_idx:  # in the first batch, replicas run in order
+                    together.wait()
+
+    trained = train(Elsewhere(), balanced([2, 6]), 2, profiler="simple", max_epochs=1)
+    assert not [name for name in trained.trainer.profiler.recorded_durations if "elsewhere" in name]
+
+
 def test_the_advanced_profiler_sees_calls_of_every_replica(tmp_path):
     def describe(**way):
         trained = profile(AdvancedProfiler(tmp_path, str(way["devices"])), **way)
@@ -173,6 +193,24 @@ def test_fit_validate_test_predict_and_fit_again():
     assert_same_training(parallel, single)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert not replica_threads()
+
+
+class Configured(Classifier):
+    def __init__(self, scale):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch, batch_idx):
+        return self.hparams.scale * super().training_step(batch, batch_idx)
+
+    def on_train_epoch_start(self):
+        self.hparams.scale += 1
+
+
+def test_hyperparameters_reach_the_replicas_and_stay_on_the_module():
+    single, parallel = both_ways(lambda **way: train(seeded(lambda: Configured(2.0)), **way))
+    assert_same_training(parallel, single)
+    assert dict(parallel.module.hparams) == dict(single.module.hparams) != {"scale": 2.0}
 
 
 class Statistics(Evaluated):
