@@ -1,6 +1,6 @@
 """Base of the strategies with one process per device: explicit gradient synchronisation after any backward pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -32,6 +32,7 @@ from lightning_ddp_ext._compat.lightning_loaders import (
 from lightning_ddp_ext._compat.lightning_loops import restore_signal_handling
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
+from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, check_objects, choose_start_method
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_versions
@@ -233,6 +234,8 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
     def setup_distributed(self) -> None:
         self._resumed = None
         self.set_world_ranks()
+        if self._start_method in ("spawn", "forkserver"):  # torch passes tensors on the CPU in shared memory
+            _unshare([self.module, *self.module.trainer.callbacks])  # type: ignore[attr-defined]
         self._connection.open(self)
         super().setup_distributed()  # it keeps the process group that it finds
         self._watch.start(self.module.trainer)
@@ -407,3 +410,19 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the first argument of a step."""
     return next(iter((*args, *kwargs.values())))
+
+
+def _unshare(parts: Sequence[object]) -> None:
+    """Give the tensors of modules and callbacks memory of this process, which no other rank changes."""
+    values, seen, storages = [*parts], set[int](), dict[int, torch.UntypedStorage]()
+    for value in values:
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_shared():  # type: ignore[no-untyped-call]
+            shared = value.untyped_storage()
+            if shared.data_ptr() not in storages:
+                storages[shared.data_ptr()] = shared.clone()  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                value.set_(storages[shared.data_ptr()], value.storage_offset(), value.size(), value.stride())
+        values += vars(value).values() if isinstance(value, Module | Callback) else (one for _, one in items(value))

@@ -59,11 +59,13 @@ class Net(LightningModule):
     def __init__(self, fails=False):
         super().__init__()
         self.layer = nn.Linear(4, 1)
+        self.steps = {"seen": torch.zeros(1)}
         self.fails = fails
 
     def training_step(self, batch, batch_idx):
         if self.fails:
             raise ArithmeticError("the words of the user")
+        self.steps["seen"] += 1
         return self.layer(batch[0]).pow(2).mean()
 
     def validation_step(self, batch, batch_idx):
@@ -83,7 +85,15 @@ def train(strategy, devices, batch_size):
 
 
 class Spread(Callback):
+    def __init__(self):
+        self.steps = torch.zeros(1)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.steps += 1
+
     def on_train_end(self, trainer, pl_module):
+        counted = pl_module.all_gather(torch.cat([pl_module.steps["seen"], self.steps]))
+        pl_module.print("COUNTED", counted.flatten().tolist())
         weights = pl_module.all_gather(pl_module.layer.weight.detach())
         pl_module.print("SPREAD", float((weights - weights[0]).abs().max()), "STEPS", trainer.global_step)
 
@@ -107,11 +117,12 @@ def main(start_method, fails=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork", "forkserver"])
 def test_a_script_starts_its_own_processes(start_method):
     done = start(__file__, start_method)
     assert done.returncode == 0, done.stderr
     assert "SPREAD 0.0 STEPS 6" in done.stdout
+    assert "COUNTED [6.0, 6.0, 6.0, 6.0]" in done.stdout  # in memory that no other rank changes
     assert start_method != "popen" or "SPREAD 0.0 STEPS 9" in done.stdout
     assert "TESTED ['val_loss']" in done.stdout
 
