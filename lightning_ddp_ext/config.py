@@ -12,6 +12,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.utils import get_object
 from omegaconf import MISSING
 
+from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
+
 # ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
 
 
@@ -20,7 +22,7 @@ class ProcessGroupConfig:
     """Settings of the process group, which the strategies refer to."""
 
     backend: Optional[str] = None
-    timeout_seconds: float = 1800.0
+    timeout_seconds: float = DEFAULT_TIMEOUT.total_seconds()
     stall_timeout_seconds: Optional[float] = 60.0
     init_method: Optional[str] = None
 

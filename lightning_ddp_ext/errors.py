@@ -1,24 +1,4 @@
-"""Errors raised after construction.
-
-Wrong arguments raise `TypeError` or `ValueError` in the constructor. Later, one of these is raised:
-
-    DDPExtError (RuntimeError)
-    |-- UnsupportedFeatureError        a Trainer feature or launch that the strategy does not support
-    |-- BatchSplitError                a batch that cannot be split, or whose size is ambiguous
-    |-- ActivationCheckpointingError   a policy that matches no module, or a module that cannot be recomputed
-    |-- UnsynchronizedGradientsError   an optimizer step with gradients that are not synchronised
-    |-- RanksOutOfStepError            ranks that synchronise gradients of different backward passes
-    |-- RankJoinedError                a collective that needs a rank without data
-    |-- UnevenInputsError              ranks with different amounts of data where that is not allowed
-    |-- LoggedKeysError                ranks that log different keys, or the same keys in a different order
-    |-- OtherRankError                 another rank that failed, ended, stalled or is missing
-    |-- ReplicaMismatchError           ranks with different setups, or replicas that differ
-    |-- CheckpointRefusedError         a checkpoint that holds more than tensors and plain values
-    |-- ClusterError                   a job whose processes are not the ranks of the run
-    |-- BackendError                   a communication backend that this installation or launch cannot use
-    |-- RendezvousError                ranks that do not find each other
-    `-- NetworkInterfaceError          a network interface that is missing, or does not reach the other nodes
-"""
+"""Errors raised after construction; wrong arguments of a constructor raise `TypeError` or `ValueError`."""
 
 from collections.abc import Sequence
 

@@ -25,10 +25,19 @@ def keep_batch_samplers(trainer: Trainer, preparing: Callable[[], AbstractContex
     """Have rebuilt loaders keep the batch size and the sampler of their batch sampler.
 
     Lightning 2.6.6 replaces a batch sampler of exactly torch's class by a sampler, so that a batch is one sample. It
-    also ignores the sampler inside of a batch sampler, even a `DistributedSampler` or a weighted one. Lightning's own
-    work on a loader runs within the context that `preparing` makes.
+    also ignores the sampler inside of a batch sampler, even a `DistributedSampler` or a weighted one. There is no hook
+    for this, so Lightning is shown another loader. Its own work on a loader runs within the context that `preparing`
+    makes. If it injects no sampler, the user's loader stays.
     """
-    replace_preparation(trainer, _show_samplers, preparing)
+    connector = trainer._data_connector
+
+    def prepare(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        shown = _show_samplers(loader) if isinstance(loader, DataLoader) else loader
+        with preparing():
+            prepared = type(connector)._prepare_dataloader(connector, shown, *args, **kwargs)
+        return loader if prepared is shown else prepared
+
+    vars(connector)["_prepare_dataloader"] = prepare
 
 
 def _show_samplers(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -83,29 +92,8 @@ def wrapped_sampler(sampler: DistributedSampler[Any]) -> Any:
     return sampler.dataset._sampler  # type: ignore[attr-defined]
 
 
-def replace_preparation(
-    trainer: Trainer,
-    show: Callable[[DataLoader[Any]], DataLoader[Any]],
-    preparing: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Replace the loaders that Lightning inspects when it injects samplers, for which there is no hook.
-
-    `show` returns the loader to inspect, and `preparing` makes the context of Lightning's work on it. If Lightning
-    injects no sampler, the user's loader stays.
-    """
-    connector = trainer._data_connector
-
-    def prepare(loader: Any, *args: Any, **kwargs: Any) -> Any:
-        shown = show(loader) if isinstance(loader, DataLoader) else loader
-        with preparing():
-            prepared = type(connector)._prepare_dataloader(connector, shown, *args, **kwargs)
-        return loader if prepared is shown else prepared
-
-    vars(connector)["_prepare_dataloader"] = prepare
-
-
 def restore_preparation(trainer: Trainer) -> None:
-    """Undo `replace_preparation`."""
+    """Undo `keep_batch_samplers`."""
     vars(trainer._data_connector).pop("_prepare_dataloader", None)
 
 

@@ -1,8 +1,11 @@
-"""Private names of torch's tensors, modules and data loaders. Checked on torch 2.11 to 2.14, and torchdata 0.11.0."""
+"""Private names of torch's tensors, modules and data loaders, and comparisons of values with them.
+
+Checked on torch 2.11 to 2.14, and torchdata 0.11.0.
+"""
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -93,6 +96,16 @@ def versions_of(values: Sequence[Any]) -> list[int]:
         return [version_of(value) if isinstance(value, Tensor) else 0 for value in values]
 
 
+def are_identical(values: Collection[Any], others: Collection[Any]) -> bool:
+    """Return True if two collections hold the same objects in the same order; fast, because it runs in every step."""
+    return len(values) == len(others) and all(map(operator.is_, values, others))
+
+
+def equal_or_nan(one: Any, other: Any) -> Any:
+    """Compare numbers, or tensors or arrays element by element, where nan equals nan."""
+    return (one == other) | ((one != one) & (other != other))
+
+
 class TensorVersions:
     """The versions of values at one time, to find tensors that have been replaced or changed in place since then.
 
@@ -109,7 +122,7 @@ class TensorVersions:
         if len(values) != len(self._values):
             return {*range(max(len(values), len(self._values)))}
         versions = versions_of(values)
-        if versions == self._versions and -1 not in versions and all(map(operator.is_, values, self._values)):
+        if versions == self._versions and -1 not in versions and are_identical(values, self._values):
             return set()
         pairs = enumerate(zip(values, versions, self._values, self._versions, strict=True))
         return {n for n, (new, version, old, before) in pairs if new is not old or version != before or version < 0}

@@ -1,10 +1,6 @@
-"""Private names of torchmetrics. Checked on torchmetrics 1.9.0.
+"""Private names of torchmetrics. Checked on torchmetrics 1.9.0."""
 
-States are merged here one by one. The public `Metric.merge_state` refuses `full_state_update`, puts incoming list
-entries first, does not update the update count, and divides by it for means.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 MetricOrCollection = TypeVar("MetricOrCollection", bound=Metric | MetricCollection)
@@ -21,7 +17,6 @@ State = dict[str, Tensor | list[Tensor]]
 Gather = Callable[..., list[Tensor]]
 
 _SYNC = Metric._sync_dist  # the public `sync` caches the state before it, and takes one function per tensor
-_MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 
 
 def forget_computed(metric: Metric) -> None:
@@ -65,39 +60,14 @@ def unwatch_synchronization() -> None:
     Metric._sync_dist = _SYNC  # type: ignore[method-assign]
 
 
-def has_mergeable_state(metric: Metric) -> bool:
-    """Return True if the state over a batch follows from the states over its chunks."""
-    wraps_metrics = any(isinstance(child, Metric | MetricCollection) for child in metric.children())
-    reductions = metric._reductions.values()
-    return (
-        bool(metric._defaults)
-        and metric.full_state_update is not True
-        and not wraps_metrics
-        and all(reduction in _MERGEABLE for reduction in reductions)
-    )
-
-
 def read_state(metric: Metric) -> State:
     """Return a metric's states, not copied."""
     return {name: getattr(metric, name) for name in metric._defaults}
 
 
-def merge_states(metric: Metric, states: Sequence[State]) -> State:
-    """Merge states in the given order, each by its reduction."""
-    return {name: _merge_one(metric._reductions[name], [state[name] for state in states]) for name in metric._defaults}
-
-
-def _merge_one(reduction: Any, values: list[Any]) -> Tensor | list[Tensor]:
-    if any(isinstance(value, list) for value in values):
-        return [item for value in values for item in (value if isinstance(value, list) else [value])]
-    if reduction is dim_zero_cat:
-        return torch.cat(values)
-    # States of `R2Score` and others start as one number and get one per output in the first update.
-    shape = max((value.shape for value in values), key=len)
-    stacked = torch.stack([value.expand(shape) if value.ndim == 0 else value for value in values])
-    if reduction is dim_zero_sum:
-        return stacked.sum(0)
-    return stacked.amax(0) if reduction is dim_zero_max else stacked.amin(0)
+def reductions(metric: Metric) -> dict[str, Any]:
+    """Return the function that reduces each state over ranks, by name of the state; None if it has none."""
+    return metric._reductions
 
 
 def write_state(metric: Metric, state: State, updates: int) -> None:

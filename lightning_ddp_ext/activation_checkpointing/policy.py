@@ -1,10 +1,9 @@
 """Activation checkpointing of the modules that a policy matches."""
 
-import inspect
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -99,7 +98,7 @@ def _predicate(policy: Any) -> Callable[[nn.Module], bool]:
         return _class_predicate([policy])
     if isinstance(policy, nn.Module) or not callable(policy):
         raise TypeError(f"`activation_checkpointing` must name classes of modules, got {_shown(policy)}. {_REMEDY}")
-    return _checked(policy)
+    return cast(Callable[[nn.Module], bool], policy)
 
 
 def _class_predicate(classes: Iterable[Any]) -> Callable[[nn.Module], bool]:
@@ -108,27 +107,6 @@ def _class_predicate(classes: Iterable[Any]) -> Callable[[nn.Module], bool]:
             raise TypeError(f"`activation_checkpointing` holds {_shown(entry)}, not a class of modules. {_REMEDY}")
     kinds = tuple(classes)
     return lambda module: isinstance(module, kinds)
-
-
-def _checked(predicate: Callable[[nn.Module], Any]) -> Callable[[nn.Module], bool]:
-    try:
-        inspect.signature(predicate).bind(nn.Module())
-    except TypeError as error:
-        raise TypeError(
-            f"`activation_checkpointing` must be a predicate of one module, but {_shown(predicate)} cannot be called"
-            f" with one: {error}. {_REMEDY}"
-        ) from error
-
-    def matches(module: nn.Module) -> bool:
-        answer = predicate(module)
-        if not isinstance(answer, bool):
-            raise TypeError(
-                f"the predicate `activation_checkpointing` returned {_shown(answer)} for a {type(module).__name__}."
-                " Return True or False."
-            )
-        return answer
-
-    return matches
 
 
 def _import(path: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_ddp_ext._compat.torch import equal_or_nan
 from lightning_ddp_ext.batches.containers import (
     count_rows,
     have_same_items,
@@ -317,7 +318,7 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
     if _is_dense(one):
         same_form = one.shape == other.shape and one.dtype == other.dtype
-        return same_form and bool(((one == other) | ((one != one) & (other != other))).all())  # NaN equals NaN
+        return same_form and bool(equal_or_nan(one, other).all())
     columns, others = dict(items(one)), dict(items(other))
     if columns or others:
         return columns.keys() == others.keys() and all(_are_equal(columns[name], others[name]) for name in columns)

@@ -23,22 +23,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lightning_ddp_ext.cli.errors import LaunchError, describe
+from lightning_ddp_ext.cli.report import two_columns
 from lightning_ddp_ext.cli.validate import (
     check_run,
     find_slurm_problems,
     has_process_group,
-    is_started_alone,
-    make_plugins,
+    make_trainer,
     prepare_config,
 )
+from lightning_ddp_ext.clusters.launchers import is_started_alone, launched_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.clusters.slurm import summarize
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_versions
@@ -58,7 +57,6 @@ _STEPS: dict[type[Exception], str] = {
 
 # The default strategy of training has one process, and no network to be checked.
 _DEFAULT_STRATEGY, _CHECKED_STRATEGY = "balanced_dp", "strategy=ddp_checkpoint"
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _FAREWELL = 5.0  # seconds for local ranks to end
 
 SIZES = tuple(1024 * 16**power for power in range(5))  # 1 KiB to 64 MiB
@@ -190,9 +188,7 @@ def _digits(value: float) -> str:
 
 def _print(diagnosis: Diagnosis, file: TextIO) -> None:
     """Print a row for each step that was tried, and the verdict."""
-    table = Table(title="Preflight", title_justify="left", show_header=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
+    table = two_columns("Preflight")
     table.add_column(no_wrap=True)
     for step, found in diagnosis.rows():
         has_failed = step == diagnosis.failed
@@ -277,8 +273,7 @@ def _own_output() -> Iterator[TextIO]:
 
 def diagnose(options: argparse.Namespace) -> Diagnosis:
     """Try all steps until one fails."""
-    rank = next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdecimal()), 0)
-    diagnosis = Diagnosis(rank=rank, slurm=summarize(os.environ))
+    diagnosis = Diagnosis(rank=launched_rank(), slurm=summarize(os.environ))
     try:
         _check(options, diagnosis)
     except Exception as error:
@@ -312,11 +307,9 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
         diagnosis.is_shared = True  # all tasks have the same variables
         return
     connection = _take_connection(config, options.timeout)
-    trainer: Trainer = instantiate(
-        config.trainer,
-        _convert_="all",
-        plugins=make_plugins(config),
-        strategy=instantiate(config.strategy),
+    trainer = make_trainer(
+        config,
+        instantiate(config.strategy),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 from lightning_ddp_ext.cli.doctor import doctor
 from lightning_ddp_ext.cli.errors import LaunchError, describe
 from lightning_ddp_ext.cli.train import train
-from lightning_ddp_ext.cli.validate import find_launcher, has_process_group
+from lightning_ddp_ext.cli.validate import has_process_group
+from lightning_ddp_ext.clusters.launchers import find_launcher
 from lightning_ddp_ext.clusters.process_group_options import in_sweep
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"

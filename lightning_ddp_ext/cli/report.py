@@ -33,7 +33,7 @@ class LaunchSummary(Callback):
         trainer.fit_loop.setup_data()
         if not trainer.is_global_zero:
             return
-        table = _two_columns("Launch")
+        table = two_columns("Launch")
         table.add_row("strategy", self._strategy)
         per_process = getattr(trainer.train_dataloader, "batch_size", None)
         table.add_row("devices", _describe_devices(trainer, per_process))
@@ -76,7 +76,7 @@ def _describe_devices(trainer: Trainer, batch_size: int | None) -> str:
 
 def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) -> None:
     """Print the test results and the files of the run folder."""
-    table = _two_columns("Result")
+    table = two_columns("Result")
     for name, value in sorted(results.items()):
         table.add_row(name, f"{value:.4f}")
     table.add_row("optimizer steps", str(trainer.global_step))
@@ -103,7 +103,8 @@ def print_comparison(
     Console().print(table)
 
 
-def _two_columns(title: str) -> Table:
+def two_columns(title: str) -> Table:
+    """Return an empty table of names and values."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")

@@ -25,7 +25,7 @@ from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
 from lightning_ddp_ext.cli.compare import BatchRecorder, merge_results, train_single_process
 from lightning_ddp_ext.cli.errors import LaunchError
 from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_comparison, print_results
-from lightning_ddp_ext.cli.validate import check_run, find_slurm_problems, make, make_all, make_plugins, prepare_config
+from lightning_ddp_ext.cli.validate import check_run, find_slurm_problems, make, make_all, make_trainer, prepare_config
 from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
 from lightning_ddp_ext.strategies.base import is_refusal, refusal
 
@@ -80,11 +80,9 @@ def _build(config: DictConfig) -> _Run:
         folder = Path(hydra.runtime.output_dir)
         recorder = BatchRecorder() if _compares(config, model, data) else None
         summary = LaunchSummary(folder, str(choices.strategy))
-        trainer = instantiate(
-            config.trainer,
-            _convert_="all",  # Lightning takes dictionaries and lists, not the containers of OmegaConf
-            plugins=make_plugins(config),
-            strategy=strategy,
+        trainer = make_trainer(
+            config,
+            strategy,
             callbacks=[summary, *callbacks, *([recorder] if recorder else [])],
             logger=loggers or False,
             default_root_dir=str(config.trainer.default_root_dir or folder),

@@ -17,9 +17,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_ddp_ext._devices import find_accelerator
 from lightning_ddp_ext._validation import check_integer, check_number
 from lightning_ddp_ext.cli.errors import LaunchError
+from lightning_ddp_ext.clusters.launchers import SET_BY_HAND, TERMINAL, find_launcher
 from lightning_ddp_ext.clusters.manual import ManualEnvironment
-from lightning_ddp_ext.clusters.slurm import SET_BY_HAND, TERMINAL, find_problems
-from lightning_ddp_ext.join.samplers import check_fractions
+from lightning_ddp_ext.clusters.slurm import find_problems
+from lightning_ddp_ext.demo.digits import check_fractions
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.builtin import single_device_strategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
@@ -105,7 +106,7 @@ def make_all(entries: Any, group: str, kind: type[Any]) -> list[Any]:
     return [make(node, f"{group}.{name}", kind) for name, node in named.items() if node is not None]
 
 
-def make_plugins(config: DictConfig) -> list[Any] | None:
+def _make_plugins(config: DictConfig) -> list[Any] | None:
     """Return the Trainer's plugins with the cluster environment, if `cluster` is one."""
     plugins = config.trainer.plugins
     if "_target_" not in config.cluster:
@@ -113,6 +114,15 @@ def make_plugins(config: DictConfig) -> list[Any] | None:
     given = [] if plugins is None else list(plugins) if isinstance(plugins, ListConfig) else [plugins]
     given = [instantiate(plugin) if isinstance(plugin, DictConfig) else plugin for plugin in given]
     return [*given, instantiate(config.cluster)]
+
+
+def make_trainer(config: DictConfig, strategy: Any, **options: Any) -> Trainer:
+    """Construct the Trainer of a configuration with the plugins of its cluster; `options` override its settings."""
+    # Lightning takes dictionaries and lists, not the containers of OmegaConf.
+    trainer: Trainer = instantiate(
+        config.trainer, _convert_="all", plugins=_make_plugins(config), strategy=strategy, **options
+    )
+    return trainer
 
 
 def check_run(config: DictConfig, hydra: Any, trainer: Trainer) -> None:
@@ -187,22 +197,3 @@ def _count_devices(devices: Any, accelerator: Any) -> int | None:
         return int(devices)
     is_accelerator = accelerator == "gpu" or accelerator == find_accelerator() != "cpu"
     return torch.accelerator.device_count() if is_accelerator else None  # "auto" or -1
-
-
-# Variables in which srun, torchrun, and twice mpirun give the number of processes.
-_NUMBERS_OF_PROCESSES = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
-
-def find_launcher() -> str | None:
-    """Return the variable in which a launcher gives a number of processes above one."""
-    return next((name for name, number in _started_processes().items() if number not in ("0", "1")), None)
-
-
-def is_started_alone() -> bool:
-    """Return True if a launcher has started this process only."""
-    return bool(_started_processes()) and find_launcher() is None
-
-
-def _started_processes() -> dict[str, str]:
-    interactive = {"SLURM_STEP_NUM_TASKS"} if TERMINAL in os.environ else set()
-    return {name: os.environ[name] for name in _NUMBERS_OF_PROCESSES if name in os.environ and name not in interactive}

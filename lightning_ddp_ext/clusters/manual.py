@@ -4,6 +4,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_host, check_integer
+from lightning_ddp_ext.clusters.launchers import check_num_nodes
 
 _LAST_PORT = 2**16 - 1
 _MOST_NODES = 2**16
@@ -53,8 +54,4 @@ class ManualEnvironment(LightningEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        if num_nodes != self._num_nodes:
-            raise ValueError(
-                f"`num_nodes={num_nodes}` of the Trainer differs from `num_nodes={self._num_nodes}` of the cluster."
-                " Give both the number of nodes."
-            )
+        check_num_nodes(num_nodes, self._num_nodes)

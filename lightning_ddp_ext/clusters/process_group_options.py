@@ -17,8 +17,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ddp_ext._compat.lightning import in_interactive_session, repeats_the_command
 from lightning_ddp_ext._validation import check_choice, check_integer, check_text
+from lightning_ddp_ext.clusters.launchers import check_mpirun
 from lightning_ddp_ext.clusters.slurm import check_tasks, rendezvous_port
-from lightning_ddp_ext.distributed.backends import check_backend, check_mpirun
+from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, check_backend
 from lightning_ddp_ext.distributed.interfaces import check_interface
 from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
 from lightning_ddp_ext.distributed.process_group import init_process_group
@@ -44,7 +45,7 @@ class Connection:
     """How the ranks of a strategy find each other; None for the backend of the devices, endpoint of the cluster."""
 
     backend: str | None = None
-    timeout: timedelta = timedelta(minutes=30)
+    timeout: timedelta = DEFAULT_TIMEOUT
     init_method: str | None = None
     network_interface: str | None = None
 

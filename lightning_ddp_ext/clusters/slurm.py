@@ -10,15 +10,11 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from typing_extensions import override
 
+from lightning_ddp_ext.clusters.launchers import SET_BY_HAND, SRUN, TERMINAL, TORCHRUN_ID, check_num_nodes
 from lightning_ddp_ext.errors import ClusterError
 
 _JOB = "SLURM_JOB_ID"
-_RANK = "SLURM_PROCID"
 _PORT = "MASTER_PORT"
-# Set by people and launchers that start the processes of each node by other means.
-SET_BY_HAND = ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK")
-# `srun --pty`: a shell for a person, whatever the number of tasks.
-TERMINAL = "SLURM_PTY_PORT"
 
 # Lightning ignores SLURM in jobs of these names, so that people can start processes by other means.
 _HIDING_NAMES = ("bash", "interactive")
@@ -37,7 +33,7 @@ def find_problems(environ: Mapping[str, str], num_nodes: int, devices: int) -> l
 
     There are no problems outside of SLURM, and in processes of torchrun.
     """
-    if _JOB not in environ or "TORCHELASTIC_RUN_ID" in environ:
+    if _JOB not in environ or TORCHRUN_ID in environ:
         return []
     tasks = _number(environ, "SLURM_NTASKS")
     name = environ.get("SLURM_JOB_NAME", "")
@@ -53,7 +49,7 @@ def find_problems(environ: Mapping[str, str], num_nodes: int, devices: int) -> l
         if is_hidden:
             return problems
     elif is_hidden:
-        of_step = _number(environ, "SLURM_STEP_NUM_TASKS") or tasks or 1
+        of_step = _number(environ, SRUN.size) or tasks or 1
         if of_step == 1 and num_nodes == 1:
             return []  # a shell: Lightning starts the processes of this node by itself
         problems.append(
@@ -89,7 +85,7 @@ def tasks_per_node(text: str) -> list[int]:
 def _is_task(environ: Mapping[str, str]) -> bool:
     """Return True if `srun` has started this process, rather than a batch script or a shell in an allocation."""
     step = _number(environ, "SLURM_STEP_ID")
-    return step is not None and step < _LAST_STEP and _RANK in environ
+    return step is not None and step < _LAST_STEP and SRUN.rank in environ
 
 
 def _check_nodes(environ: Mapping[str, str], num_nodes: int) -> str | None:
@@ -173,14 +169,14 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
                 f"`CheckedSLURMEnvironment` was chosen, but this process is not in a SLURM job (`{_JOB}` is not set)."
                 " Leave out `cluster=slurm`, or start the command by `srun`."
             )
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if TORCHRUN_ID in os.environ:
             raise ClusterError(
                 "torchrun has started this process, and its ranks differ from SLURM's. Leave out `cluster=slurm`."
             )
-        if _RANK not in os.environ:
+        if SRUN.rank not in os.environ:
             raise ClusterError(
                 f"this process is in the allocation `{_JOB}={os.environ[_JOB]}`, but `srun` has not started it"
-                f" (`{_RANK}` is not set). Put `srun` before the command."
+                f" (`{SRUN.rank}` is not set). Put `srun` before the command."
             )
 
     @property
@@ -202,11 +198,8 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        if self._num_nodes not in (None, num_nodes):
-            raise ClusterError(
-                f"`num_nodes={num_nodes}` of the Trainer differs from `num_nodes={self._num_nodes}` of the cluster."
-                " Give both the number of nodes."
-            )
+        if self._num_nodes is not None:
+            check_num_nodes(num_nodes, self._num_nodes)
         _raise_problems(num_nodes, num_devices)
         if self.world_size() != num_nodes * num_devices:
             raise ClusterError(
@@ -242,7 +235,7 @@ def rendezvous_port(environment: ClusterEnvironment) -> int:
 def _is_silent_mistake(num_nodes: int, devices: int) -> bool:
     if any(variable in os.environ for variable in (*SET_BY_HAND, _PORT)):
         return False
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    tasks = os.environ.get(SRUN.size, "1")
     return num_nodes > 1 or (TERMINAL not in os.environ and int(tasks) == devices > 1)
 
 
@@ -253,7 +246,7 @@ def _raise_problems(num_nodes: int, devices: int) -> None:
 
 
 def _rank_prefix() -> str:
-    rank = os.environ.get(_RANK)
+    rank = os.environ.get(SRUN.rank)
     return "" if rank is None else f"rank {rank}: "
 
 

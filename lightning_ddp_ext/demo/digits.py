@@ -1,7 +1,11 @@
-"""Images of digits: model and data."""
+"""Images of digits: model and data, with a share of the data for each rank."""
 
+import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Sized
+from numbers import Real
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -9,13 +13,12 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_number
 from lightning_ddp_ext.demo.training import check_options, cosine_adamw
-from lightning_ddp_ext.join.samplers import FractionSampler, check_fractions
 from lightning_ddp_ext.replicas.workers import current_replica
 
 _CLASSES = 10
@@ -75,6 +78,61 @@ class DigitsCNN(LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW with a cosine learning rate."""
         return cosine_adamw(self, self.learning_rate)
+
+
+_TOLERANCE = 1e-6
+
+
+def check_fractions(fractions: Sequence[float], num_replicas: int | None = None) -> None:
+    """Raise unless `train_fractions` has a number between 0 and 1 for each rank, and they add up to 1."""
+    if isinstance(fractions, str) or not isinstance(fractions, Sequence):
+        raise TypeError(f"`train_fractions` must be a list of numbers, got {fractions!r}. Use for example [0.7, 0.3].")
+    given = list(fractions)
+    if not all(isinstance(fraction, Real) and 0 <= fraction <= 1 for fraction in given):
+        raise ValueError(f"`train_fractions` must be between 0 and 1, got {given}. Use for example [0.7, 0.3].")
+    if not math.isclose(sum(given), 1.0, abs_tol=_TOLERANCE):
+        raise ValueError(
+            f"`train_fractions` must add up to 1, got {given}, which adds up to {sum(given):g}. Use for example"
+            " [0.7, 0.3]."
+        )
+    if num_replicas is not None and len(given) != num_replicas:
+        processes = f"{num_replicas} process{'es' if num_replicas > 1 else ''}"
+        raise ValueError(
+            f"`train_fractions` must have one number per process, got {given} for {processes}. Leave it out to share"
+            " evenly, or start as many processes with `ddp_join`."
+        )
+
+
+class FractionSampler(DistributedSampler[Any]):
+    """Deals out a consecutive part of the data to each rank; every sample belongs to exactly one rank.
+
+    Lightning leaves it alone because it is a `DistributedSampler`, and sets its epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        fractions: Sequence[float],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(cast(Any, dataset), num_replicas, rank, shuffle, seed)
+        check_fractions(fractions, self.num_replicas)
+        edges = [round(len(dataset) * edge) for edge in itertools.accumulate(fractions, initial=0.0)]
+        edges[-1] = len(dataset)
+        self.part = range(edges[self.rank], edges[self.rank + 1])
+        self.num_samples = len(self.part)
+        self.total_size = len(dataset)
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(self.part)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.part), generator=generator).tolist()
+        return iter([self.part[index] for index in order])
 
 
 class DigitsData(LightningDataModule):

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext._compat.torch_collectives import cloned_store
+from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.connections import tracked_connections
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import OtherRankError
-
-_TIMEOUT = timedelta(minutes=30)
 
 
 def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -124,7 +123,7 @@ class StoreMailbox:
             self._store = dist.PrefixStore("messages", cloned_store(group))
             self._other_store = dist.PrefixStore("messages", cloned_store(group))
         self._rank = dist.get_rank(group)
-        self._timeout = _TIMEOUT if timeout is None else timeout
+        self._timeout = DEFAULT_TIMEOUT if timeout is None else timeout
         self._failure = failure
         self._number = 0
         self._sent: list[str] = []

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 
 import psutil
 
+from lightning_ddp_ext.distributed.backends import GLOO_INTERFACE, INTERFACE_VARIABLES, includes_gloo
 from lightning_ddp_ext.errors import NetworkInterfaceError
 
 LOOPBACK = "loopback"
 AUTO = "auto"
 
-_GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-# gloo reads its variable for every process group, NCCL for the first one of a process. NCCL takes a name as a prefix,
-# so that `eth1` also means `eth10`, unless it begins with an equals sign.
-_VARIABLES = {_GLOO_VARIABLE: "{}", "NCCL_SOCKET_IFNAME": "={}"}
 _DISCARD_PORT = 9  # any port will do, as nothing is sent
 
 _pinned: dict[str, tuple[str | None, str]] = {}  # the value before, and ours, by variable
@@ -28,7 +25,7 @@ def pin_interface(name: str, *, keep: bool = False) -> None:
     The variables stay set because later process groups, for a part of the ranks, read them again.
     """
     unpin_interface()
-    for variable, syntax in _VARIABLES.items():
+    for variable, syntax in INTERFACE_VARIABLES.items():
         before = os.environ.get(variable)
         if not (keep and before):
             os.environ[variable] = syntax.format(name)
@@ -142,7 +139,7 @@ def loopback_address() -> str:
 
 def default_gloo_interface() -> Interface:
     """Return the interface that gloo takes by itself: the one in its variable, or the address of this node's name."""
-    names = os.environ.get(_GLOO_VARIABLE)
+    names = os.environ.get(GLOO_INTERFACE)
     if names:
         return _interface_of_variable(names)
     own = next((address for address in resolve(socket.gethostname()) if is_local(address)), None)
@@ -151,12 +148,12 @@ def default_gloo_interface() -> Interface:
 
 def has_gloo_variable() -> bool:
     """Return True if the user has chosen gloo's interface by its environment variable."""
-    return bool(os.environ.get(_GLOO_VARIABLE))
+    return bool(os.environ.get(GLOO_INTERFACE))
 
 
 def check_gloo_variable(backend: str, requested: str | None) -> None:
     """Raise a NetworkInterfaceError if gloo would read its variable and find an interface that this node lacks."""
-    if has_gloo_variable() and requested in (None, AUTO) and "gloo" in backend.lower():
+    if has_gloo_variable() and requested in (None, AUTO) and includes_gloo(backend):
         default_gloo_interface()
 
 
@@ -165,7 +162,7 @@ def _interface_of_variable(names: str) -> Interface:
     for name in names.split(","):
         if not available.get(name):
             raise NetworkInterfaceError(
-                f"interface `{name}` in the environment variable `{_GLOO_VARIABLE}` not found on node"
+                f"interface `{name}` in the environment variable `{GLOO_INTERFACE}` not found on node"
                 f" {socket.gethostname()}; available: {_list_interfaces(available)}."
                 " Unset the variable, or name one of these."
             )

@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed.backends import check_backend, runs_on_streams
+from lightning_ddp_ext.distributed.backends import check_backend, connects_without_store, runs_on_streams
 from lightning_ddp_ext.distributed.connections import break_rest, tracked_connections
 from lightning_ddp_ext.distributed.interfaces import (
     AUTO,
@@ -87,7 +87,7 @@ def init_process_group(
     progress = progress or RendezvousProgress()
     progress.backend = backend
     device_type = None if device_id is None else device_id.type
-    if backend.lower() == "mpi":
+    if connects_without_store(backend):
         check_backend(backend, device_type)
         dist.init_process_group(backend, timeout=timeout)
         return None

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from lightning_ddp_ext.distributed.backends import includes_gloo
 from lightning_ddp_ext.distributed.interfaces import (
     Interface,
     external_addresses,
@@ -294,7 +295,7 @@ class _Rendezvous:
 
     def _choose_interface(self) -> Interface | None:
         info, address = self.info, self.opened.local_address
-        has_gloo = "gloo" in info.backend
+        has_gloo = includes_gloo(info.backend)
         return choose_interface(info.requested, gloo=has_gloo, num_nodes=info.num_nodes, local_address=address)
 
     def _listen_on(self, addresses: Sequence[str]) -> list[Target]:
@@ -313,7 +314,7 @@ class _Rendezvous:
             kind = next(iter(errors))[0]
             raise _ERRORS[kind](" Also: ".join(text for _, text in errors))
         if len(nodes) == 1:
-            own = choose_for_one_node(self.info.requested, gloo="gloo" in self.info.backend)
+            own = choose_for_one_node(self.info.requested, gloo=includes_gloo(self.info.backend))
         else:
             others = [address for node in nodes[1:] for address in node.addresses]
             own = self._choose_interface() or interface_towards(others, rank=0)

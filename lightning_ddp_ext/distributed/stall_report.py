@@ -186,7 +186,7 @@ def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
     if silent := beats.silent(missed):
         return Failure("lost", f"the process of {list_ranks(silent)} is gone: {_describe_silent(beats, silent)}")
     if beats.lost_store is not None:
-        return describe_lost_store(beats)
+        return _describe_lost_store(beats)
     if beats.exchanges <= exchanges + 1:  # one exchange may have been under way
         return Failure("lost", f"the store of {_owner()} does not answer rank {beats.rank} ({seen}). {_STOPPED}")
     if ended := [rank for rank, peer in beats.peers.items() if peer.has_ended]:
@@ -204,8 +204,32 @@ def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
     )
 
 
-def find_stall(beats: Heartbeats, unanswered: float, limit: float) -> Failure | None:
-    """Return a stall if the store, a rank, or every rank in a collective has been still for `limit` seconds."""
+class StallDetector:
+    """Finds a store, a rank, or all ranks in a collective that have been still for `limit` seconds."""
+
+    def __init__(self, beats: Heartbeats, limit: float) -> None:
+        self._beats = beats
+        self._limit = limit
+        self._exchanges = -1
+        self._location = ""
+        self._unanswered = self._stuck = 0.0  # seconds
+
+    def find(self, passed: float, describe: Callable[[], Mapping[str, Any]]) -> Failure | None:
+        """Return a stall, or None; `passed` seconds after the last call, `describe` returns the state of this rank."""
+        beats = self._beats
+        if beats.lost_store is None:
+            self._unanswered = self._unanswered + passed if beats.exchanges == self._exchanges else 0.0
+            self._exchanges = beats.exchanges
+            return _find_stalled_ranks(beats, self._unanswered, self._limit)
+        # Without the store, only the main thread of this rank shows whether the run continues.
+        state = describe()
+        is_stuck = bool(state["collective"] or "probe" in state) and state["where"] == self._location
+        self._stuck = self._stuck + passed if is_stuck else 0.0
+        self._location = state["where"]
+        return _describe_lost_store(beats) if self._stuck >= self._limit else None
+
+
+def _find_stalled_ranks(beats: Heartbeats, unanswered: float, limit: float) -> Failure | None:
     if unanswered >= limit:
         return Failure(
             "stalled",
@@ -235,7 +259,7 @@ def find_stall(beats: Heartbeats, unanswered: float, limit: float) -> Failure | 
     )
 
 
-def describe_lost_store(beats: Heartbeats) -> Failure:
+def _describe_lost_store(beats: Heartbeats) -> Failure:
     """Return the failure of rank 0, or of torchrun's agent, with whose process the store is gone."""
     rank_0 = beats.peers.get(0)
     if rank_0 is not None and rank_0.has_ended:

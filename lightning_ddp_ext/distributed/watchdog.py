@@ -12,15 +12,15 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ddp_ext._compat.torch_collectives import abort_groups, keeps_store_in_file, port_of_store
+from lightning_ddp_ext.distributed.backends import uses_sockets_only
 from lightning_ddp_ext.distributed.connections import break_connections, count_received
 from lightning_ddp_ext.distributed.heartbeats import Failure, Heartbeats
 from lightning_ddp_ext.distributed.stall_report import (
-    describe_lost_store,
+    StallDetector,
     describe_own_state,
     find_error,
     find_main_call,
     find_reason,
-    find_stall,
     format_position,
     make_report,
 )
@@ -88,20 +88,18 @@ class RunWatch:
         interval = interval if limit is None else min(interval, limit / _BEATS)
         self._position = position
         self._probe = None if synchronize is None else DeviceProbe(synchronize)
-        # Other backends do not use sockets alone; on a device, the probe shows whether they progress.
-        self._counts_bytes = self._probe is not None or dist.get_backend() == dist.Backend.GLOO
+        # On a device, the probe shows whether other backends progress.
+        self._counts_bytes = self._probe is not None or uses_sockets_only(dist.get_backend())
         self._port = port_of_store(store)
         self._last_state: Mapping[str, Any] | None = None  # of this rank when it met an error
         self._beats = Heartbeats(store, rank, world_size, interval, self._describe)
         self._limit = limit
+        self._stalls = None if limit is None else StallDetector(self._beats, limit)
         self._before_exit = before_exit  # called before the process ends without an exception
         self.wakers: list[Callable[[], object]] = []  # called in a thread after a failure, each for at most a second
         self._is_leaving = threading.Event()  # the main thread has an error, and ends the run
         self._is_over = threading.Event()
         self._has_reported = False
-        self._exchanges = -1
-        self._unanswered = self._stuck = 0.0  # seconds
-        self._location = ""
         self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
 
     def start(self) -> None:
@@ -163,25 +161,12 @@ class RunWatch:
             passed, last = min(now - last, 2 * pause), now
             if self._probe is not None:
                 self._probe.look(describe_own_state(self._position))
-            failure = self._beats.failure or self._find_stall(passed)
+            failure = self._beats.failure
+            if failure is None and self._stalls is not None:
+                failure = self._stalls.find(passed, self._describe)
             if failure is not None:
                 self._end(failure)
                 return
-
-    def _find_stall(self, passed: float) -> Failure | None:
-        beats, limit = self._beats, self._limit
-        if limit is None:
-            return None
-        if beats.lost_store is None:
-            self._unanswered = self._unanswered + passed if beats.exchanges == self._exchanges else 0.0
-            self._exchanges = beats.exchanges
-            return find_stall(beats, self._unanswered, limit)
-        # Without the store, only the main thread of this rank shows whether the run continues.
-        state = self._describe()
-        is_stuck = bool(state["collective"] or "probe" in state) and state["where"] == self._location
-        self._stuck = self._stuck + passed if is_stuck else 0.0
-        self._location = state["where"]
-        return describe_lost_store(beats) if self._stuck >= limit else None
 
     def _end(self, failure: Failure) -> None:
         """Make the main thread end the run, or end the process."""

@@ -1,6 +1,5 @@
 """Lightning's combined loaders with the same number of steps on every rank."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
@@ -15,14 +14,12 @@ from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
-    LockstepBatch,
     LockstepLoader,
     UnevenInputs,
     number_of_steps,
 )
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
-from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader
-from lightning_ddp_ext.ranks.steps import StepParticipation
+from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, FetchedBatch
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, state_with_position
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
@@ -81,7 +78,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
     """A `CombinedLoader` that makes the same number of steps on every rank, and resumes in the middle of an epoch.
 
     A rank runs out of data when its own `CombinedLoader` would end. In mode "sequential" all ranks use the same loader
-    at any time. `participations` has an entry for each batch that the loop has fetched and not begun yet.
+    at any time.
 
     Its state is the number of steps, which is the same on every rank. On as many ranks as before, each rank skips the
     batches it has used. On another number of ranks, the unused samples are dealt out again, which requires a single
@@ -99,7 +96,6 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         reload_after_epoch: Callable[[Callable[[], None]], None],
     ) -> None:
         super().__init__(iterables, mode)
-        self.participations: deque[StepParticipation] = deque()
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._uneven_inputs = uneven_inputs
@@ -107,7 +103,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         self._rng = rng
         self._reload_after_epoch = reload_after_epoch  # calls a function between this epoch and a longer one
         self._has_reported = False
-        self._steps: Iterator[tuple[LockstepBatch, int, int]] = iter(())
+        self._steps: Iterator[tuple[tuple[Any, FetchedBatch], int, int]] = iter(())
         self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
         self._before = 0  # steps in these parts
         self._skip = self._position = 0
@@ -115,8 +111,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
 
     @override
     def __iter__(self) -> "LockstepCombinedLoader":
-        self.participations.clear()
-        self.samples.clear()
+        self.fetched.clear()
         skip, self._skip = self._skip, 0
         self._position, self._has_ended = self._before + skip, False
         self._steps = self._make_steps(skip)
@@ -125,14 +120,13 @@ class LockstepCombinedLoader(CountedCombinedLoader):
     @override
     def __next__(self) -> tuple[Any, int, int]:
         try:
-            step, batch_idx, dataloader_idx = next(self._steps)
+            (batch, fetched), batch_idx, dataloader_idx = next(self._steps)
         except StopIteration:
             self._has_ended = True
             raise
         self._position += 1
-        self.participations.append(step.participation)
-        self.samples.append(step.samples)
-        return step.batch, batch_idx, dataloader_idx
+        self.fetched.append(fetched)
+        return batch, batch_idx, dataloader_idx
 
     @override
     def __len__(self) -> int:
@@ -145,14 +139,13 @@ class LockstepCombinedLoader(CountedCombinedLoader):
     def reset(self) -> None:
         super().reset()
         self._steps = iter(())
-        self.participations.clear()
 
     def close(self) -> None:
         """Drop the process group, because Lightning keeps a reference to the loader."""
         self.reset()
         del self._group, self._has_next_batch
 
-    def _make_steps(self, skip: int) -> Iterator[tuple[LockstepBatch, int, int]]:
+    def _make_steps(self, skip: int) -> Iterator[tuple[tuple[Any, FetchedBatch], int, int]]:
         """Yield steps with the indices of batch and loader, after as many steps as an interrupted run has made."""
         ranked = self._ranked
         parts = [[loader] for loader in ranked] if self._mode == "sequential" else [ranked]
@@ -167,9 +160,9 @@ class LockstepCombinedLoader(CountedCombinedLoader):
                 self._fetch(combined, own_skip, limit, looks_ahead=lengths is None),
                 lengths,
                 self._group,
+                self._has_next_batch,
                 self._uneven_inputs,
                 skip,
-                self._has_next_batch,
             )
             self._report_dropped(lockstep)
             for batch_idx, step in enumerate(lockstep, skip):
@@ -184,7 +177,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         if self._rng is not None:
             fetched = self._rng.iterate(combined, self.flattened, skip, looks_ahead)
         for batch, _, _ in islice(fetched, limit):
-            yield batch, combined.samples.pop()
+            yield batch, combined.fetched.pop().samples
 
     @property
     def _ranked(self) -> list[RankedLoader]:
@@ -235,8 +228,8 @@ class LockstepCombinedLoader(CountedCombinedLoader):
 
     @property
     def _steps_made(self) -> int | None:
-        steps = self._position - len(self.participations)
-        has_ended = self._has_ended and not self.participations
+        steps = self._position - len(self.fetched)
+        has_ended = self._has_ended and not self.fetched
         length = sized_len(self)
         return None if has_ended or (length is not None and steps >= length) else steps
 

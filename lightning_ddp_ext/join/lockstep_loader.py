@@ -5,7 +5,7 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.distributed.exchange import broadcast_bytes, gather_integer, list_ranks
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
-from lightning_ddp_ext.ranks.steps import StepParticipation
-from lightning_ddp_ext.reducer.control import StepControl
+from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, StepParticipation
 
 UnevenInputs = Literal["join", "stop", "error"]
 UNEVEN_INPUTS = ("join", "stop", "error")
@@ -36,15 +35,14 @@ def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> fl
 class HasNextBatch:
     """Exchange among ranks of whether each has a batch for the next step, one step at a time.
 
-    Without a `control`, the flag of a rank is a separate message, sent while the present step runs. With one, the flag
-    is sent with the gradients, and `receive` takes the flags of all ranks; after a step that synchronises no gradients,
-    `wait` sends the message.
+    The flag of a rank is a separate message, sent while the present step runs. If it is sent with the gradients,
+    `receive` takes the flags of all ranks; after a step that synchronises no gradients, `wait` sends the message.
     """
 
-    def __init__(self, group: dist.ProcessGroup, control: StepControl | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, is_sent_with_gradients: bool) -> None:
         self.local = False  # the flag of this rank
         self._group = group
-        self._control = control
+        self._is_sent_with_gradients = is_sent_with_gradients
         self._message: tuple[torch.Tensor, Any] | None = None
         self._flags: list[bool] | None = None
 
@@ -52,10 +50,8 @@ class HasNextBatch:
         """Set the flag of this rank for the next step."""
         self.local = has_batch
         self._flags = self._message = None
-        if self._control is None:
+        if not self._is_sent_with_gradients:
             self._message = self._start_message()
-        else:
-            self._control.has_next_batch = has_batch
 
     def receive(self, flags: Iterable[float]) -> None:
         """Take the flags of all ranks, which were sent with the gradients."""
@@ -75,14 +71,6 @@ class HasNextBatch:
         return flags, dist.all_reduce(flags, group=self._group, async_op=True)
 
 
-class LockstepBatch(NamedTuple):
-    """The batch of this rank in a step of all ranks, or a stand-in for it on a shadow step."""
-
-    batch: Any
-    samples: float | None  # None if they cannot be counted
-    participation: StepParticipation
-
-
 class LockstepLoader:
     """Yields the batches of this rank, and stand-ins for them as long as other ranks have batches.
 
@@ -99,9 +87,9 @@ class LockstepLoader:
         batches: Iterable[tuple[Any, float | None]],
         lengths: Sequence[int] | None,
         group: dist.ProcessGroup,
+        has_next_batch: HasNextBatch,
         uneven_inputs: UnevenInputs = "join",
         skip: int = 0,
-        has_next_batch: HasNextBatch | None = None,
     ) -> None:
         self._batches = iter(batches)
         self._lengths = lengths
@@ -109,7 +97,7 @@ class LockstepLoader:
         self._rank = dist.get_rank(group)
         self._uneven_inputs = uneven_inputs
         self._skip = skip  # steps that an interrupted run has made
-        self._has_next_batch = has_next_batch or HasNextBatch(group)
+        self._has_next_batch = has_next_batch
         self._present: Sequence[bool] = ()
         self._participation: StepParticipation | None = None
         self._stand_in: list[Any] = []  # with one entry, if there is a stand-in
@@ -120,13 +108,13 @@ class LockstepLoader:
             steps = self.steps = int(number_of_steps(lengths, uneven_inputs))
             self.dropped = [max(0, length - steps) for length in lengths]
 
-    def __iter__(self) -> Iterator[LockstepBatch]:
+    def __iter__(self) -> Iterator[tuple[Any, FetchedBatch]]:
         own_skip = self._skip if self._lengths is None else min(self._skip, self._lengths[self._rank])
         for batch, _ in deque(itertools.islice(self._batches, own_skip), maxlen=1):
             self._keep(batch)
         return self._iterate_unsized() if self._lengths is None else self._iterate_sized(self._lengths)
 
-    def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[LockstepBatch]:
+    def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[tuple[Any, FetchedBatch]]:
         assert self.steps is not None
         own = lengths[self._rank]
         for step in range(self._skip, self.steps):
@@ -135,7 +123,7 @@ class LockstepLoader:
                 self._keep(batch)
             yield self._make_step([length > step for length in lengths], batch, samples)
 
-    def _iterate_unsized(self) -> Iterator[LockstepBatch]:
+    def _iterate_unsized(self) -> Iterator[tuple[Any, FetchedBatch]]:
         following = next(self._batches, None)
         self._has_next_batch.send(following is not None)
         for step in itertools.count(self._skip):
@@ -153,7 +141,7 @@ class LockstepLoader:
             self._has_next_batch.send(following is not None)
             yield self._make_step(present, batch, samples)
 
-    def _make_step(self, present: Sequence[bool], batch: Any, samples: float | None) -> LockstepBatch:
+    def _make_step(self, present: Sequence[bool], batch: Any, samples: float | None) -> tuple[Any, FetchedBatch]:
         if self._participation is None or present != self._present:
             self._present = present
             active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
@@ -162,7 +150,7 @@ class LockstepLoader:
                 self._share_stand_in(active[0], batch)
         if self._participation.is_shadow:
             batch = copy.deepcopy(self._stand_in[0])  # a copy for each step, since hooks may change it
-        return LockstepBatch(batch, samples, self._participation)
+        return batch, FetchedBatch(samples, self._participation)
 
     def _share_stand_in(self, source: int, batch: Any) -> None:
         """Give joined ranks that have no stand-in the batch of another rank."""

@@ -21,8 +21,7 @@ from lightning_ddp_ext._compat.lightning_logging import (
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.ranks.sample_counts import sums_and_means
-from lightning_ddp_ext.ranks.steps import StepParticipation
+from lightning_ddp_ext.ranks.sample_counts import StepParticipation, sums_and_means
 
 _REDUCING = -1  # sent in place of a hash when a value is reduced outside of a step, by Lightning or by the user
 
@@ -36,12 +35,16 @@ class LoggedValues:
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, group: dist.ProcessGroup, all_ranks: StepParticipation
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        group: dist.ProcessGroup,
+        participation: Callable[[], StepParticipation],
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._group = group
-        self._participation = all_ranks
+        self._participation_now = participation
         self._in_step = False
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # records of this step by key
@@ -49,9 +52,12 @@ class LoggedValues:
         self._adopted: set[str] = set()  # keys of this epoch that only other ranks have logged
         self._begins_evaluation = True  # ranks compare keys after the first batch, then only when there are keys
 
-    def begin(self, participation: StepParticipation) -> None:
+    @property
+    def _participation(self) -> StepParticipation:
+        return self._participation_now()
+
+    def begin(self) -> None:
         """Begin a step, or the time between two steps, in which all ranks take part."""
-        self._participation = participation
         self._logged.clear()
         self._pending.clear()
 

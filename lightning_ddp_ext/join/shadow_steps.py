@@ -1,7 +1,6 @@
-"""Steps of all ranks together, shadow steps on the ranks that have run out of data."""
+"""Steps of all ranks together: a rank that has run out of data has joined, and makes shadow steps."""
 
 import json
-import math
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -18,8 +17,6 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import is_hook_of_loop
-from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
 from lightning_ddp_ext._compat.lightning_resuming import reload_training_data_after_epoch
@@ -36,14 +33,14 @@ from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.join.metric_states import synchronize_states
 from lightning_ddp_ext.join.step_mirror import StepMirror
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, iterables_and_mode
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, FetchedBatch, StepParticipation, iterables_and_mode
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
-from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, StepParticipation, zero_loss
+from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, zero_loss
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 
 class LockstepSteps(RankSteps):
-    """The steps of ranks that run out of data at different times: a rank without data makes shadow steps.
+    """The steps of ranks that run out of data at different times: a joined rank makes shadow steps.
 
     In a shadow step the rank runs no code of the module. It takes part in the synchronisation of gradients with weight
     0, and receives logged values and other changes of the training state from the first active rank.
@@ -61,20 +58,21 @@ class LockstepSteps(RankSteps):
         super().__init__(trainer, samples, gradient)
         reducer = None if gradient is None else gradient.reducer
         # The reducer's, since each group costs connections, and a communicator on a device.
+        self._owns_group = reducer is None
         self.group = own_group(timeout) if reducer is None else reducer.process_group
-        self.logged = LoggedValues(self.trainer, self.module, self.group, self.all_ranks)
+        self.logged = LoggedValues(self.trainer, self.module, self.group, lambda: self.participation)
         self._uneven_inputs = uneven_inputs
         self._watch = watch
         self._collectives = ActiveRankCollectives(self.group, timeout, trainer.strategy.root_device)
-        self._has_next_batch = HasNextBatch(self.group, None if reducer is None else reducer.control)
+        self._has_next_batch = HasNextBatch(self.group, is_sent_with_gradients=True)
         self._mirror = None if reducer is None else StepMirror(self.trainer, self.module, reducer)
         self._messages = StoreMailbox(self.group, timeout, watch.failure)
         watch.on_failure(self._messages.interrupt)
         self._metrics: list[Metric] = []
         self._output: dict[str, Any] | None = None
-        self._batch_samples = 0.0  # in evaluation and in the uneven phase; nan if they cannot be counted
+        self._batch_samples = 0.0  # if unknown, nan in evaluation and 1 in the uneven phase of training
         self._last_uneven: StepParticipation | None = None
-        self._is_among_active = False
+        self._runs_among_active = False
         self._batch_stack = ExitStack()
         self._loaders: WeakSet[LockstepCombinedLoader] = WeakSet()
         watch_logging(
@@ -96,7 +94,8 @@ class LockstepSteps(RankSteps):
         for loader in self._loaders:
             loader.close()
         unwatch_synchronization()
-        if self._mirror is None and dist.is_initialized():
+        del self.logged  # it refers to this object, and a cycle would keep the process groups and their threads
+        if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self.group)
 
     def combine_loaders(self, given: Any, rng: ResumableRng | None) -> LockstepCombinedLoader:
@@ -105,7 +104,7 @@ class LockstepSteps(RankSteps):
             *iterables_and_mode(given, is_training=rng is not None),
             self.group,
             "join" if rng is None else self._uneven_inputs,  # evaluation includes every sample in any case
-            HasNextBatch(self.group) if rng is None else self._has_next_batch,
+            HasNextBatch(self.group, is_sent_with_gradients=False) if rng is None else self._has_next_batch,
             rng,
             partial(reload_training_data_after_epoch, self.trainer),
         )
@@ -115,38 +114,38 @@ class LockstepSteps(RankSteps):
     @property
     def active_ranks(self) -> tuple[int, ...] | None:
         """The ranks with data, while the code of an uneven step runs; None elsewhere."""
-        return self.participation.active if self._is_among_active else None
+        return self.participation.active if self._runs_among_active else None
 
     @property
     def active_group(self) -> dist.ProcessGroup | None:
         """The process group of `active_ranks`."""
-        return self._collectives.group if self._is_among_active else None
+        return self._collectives.group if self._runs_among_active else None
 
     @property
     def _is_source(self) -> bool:
-        """Whether this rank sends the effects of an uneven step to the ranks without data: the first active one."""
+        """Whether this rank sends the effects of an uneven step to the joined ranks: the first active one."""
         return self.participation.is_uneven and self.participation.active[0] == self.trainer.global_rank
 
     @override
-    def begin_batch(self, batch: Any) -> None:
-        super().begin_batch(batch)
-        combined = active_combined_loader(self.trainer)
-        if not isinstance(combined, LockstepCombinedLoader) or not is_hook_of_loop(self.module, "batch_to_device"):
-            return
+    def begin_fetched(self, batch: Any, fetched: FetchedBatch) -> None:
+        super().begin_fetched(batch, fetched)
         if batch is None:
             raise UnsupportedFeatureError(
                 f"rank {self.trainer.global_rank}: the loader gave None instead of a batch. Lightning would skip the"
                 " step on this rank, and the others would wait. Let the loader continue with the next batch instead."
             )
-        self.participation = combined.participations.popleft()
-        self.logged.begin(self.participation)
-        if self.participation.is_uneven or not self.trainer.training:
+        self.logged.begin()
+        if not self.trainer.training:
             self._batch_samples = self.samples.weight(batch)
+        elif self.participation.is_uneven:
+            samples = self.samples.count(batch)
+            self._batch_samples = 1.0 if samples is None else samples
         if self.participation.is_uneven:
             self._begin_uneven_batch()
 
     def _begin_uneven_batch(self) -> None:
         self._collectives.prepare(self.participation.active)
+        # A loader makes a new object when the active ranks change, and in each iteration.
         if self.participation is not self._last_uneven:
             self._last_uneven = self.participation
             self._metrics = [
@@ -159,30 +158,30 @@ class LockstepSteps(RankSteps):
         if not self.trainer.training:
             # In evaluation hooks run among active ranks too: they belong to a batch, not to a step of all ranks.
             self._batch_stack.enter_context(
-                without_batch_hooks(self.trainer) if self.participation.is_shadow else self._among_active()
+                without_batch_hooks(self.trainer) if self.participation.is_shadow else self._redirect_to_active()
             )
 
     @override
     def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         output = self._shadow_step() if self.participation.is_shadow else self._active_step(batch, run)
         if not self.module.automatic_optimization or leaves_out_backward(self.trainer):
-            # Here, and not with the gradient: ranks without data know the logged keys only after the step.
-            self._exchange_logged_keys()
+            # Here, and not with the gradient: joined ranks know the logged keys only after the step.
+            self._exchange_keys_and_flags()
         return output
 
     def _active_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         if self._is_source and self._mirror is not None:
             self._mirror.remember()
-        with self._among_active():
+        with self._redirect_to_active():
             output = super().training_step(batch, run)
-        self._tell(has_ended=True)
+        self._announce(has_ended=True)
         self._output = recursive_detach(output) if isinstance(output, dict) else None
         return output
 
     def _shadow_step(self) -> STEP_OUTPUT:
         """Take part in a step of the active ranks; return the last output of this rank with a loss of zero."""
         self.gradient.begin_without_data(self.participation.active)
-        while not self._listen():
+        while not self._await_announcement():
             with self._synchronize():
                 pass
         loss = zero_loss(self.module)
@@ -198,72 +197,74 @@ class LockstepSteps(RankSteps):
             return run()
 
     @override
-    def backward(self, run: Callable[[], None], has_weight: bool) -> None:
-        with self._synchronize(has_weight):
+    def backward(self, run: Callable[[], None]) -> None:
+        with self._synchronize():
             if not self.participation.is_shadow:
-                with self._among_active():
+                with self._redirect_to_active():
                     run()
 
     @contextmanager
-    def _synchronize(self, has_weight: bool = True) -> Generator[None, None, None]:
+    def _synchronize(self) -> Generator[None, None, None]:
         """Synchronise gradients, logged values and the flags of the next step, unless that is postponed."""
         control, is_automatic = self.gradient.reducer.control, self.module.automatic_optimization
+        control.has_next_batch = self._has_next_batch.local
         control.logged_keys = self.logged.keys_hash if is_automatic else 0
         if not is_automatic and not self.gradient.is_blocked and not self.participation.is_shadow:
-            self._tell(has_ended=False)  # the ranks without data cannot know of this backward pass
-        with self.gradient.synchronize(has_weight):
+            self._announce(has_ended=False)  # joined ranks cannot know of this backward pass
+        with self.gradient.synchronize():
             yield
         if not self.gradient.is_blocked:
             assert control.exchanged is not None
             self._has_next_batch.receive(control.exchanged.has_next_batch)
             if is_automatic:
-                self.logged.synchronize(self.gradient.batch_weight, control.exchanged.logged_keys)
+                self.logged.synchronize(self.gradient.log_weight, control.exchanged.logged_keys)
         elif is_automatic:
-            self._exchange_logged_keys()
+            self._exchange_keys_and_flags()
 
     @override
     def end_batch(self) -> None:
         if not self.trainer.training:
             self._batch_stack.close()
             if self.participation.is_shadow:
-                self._listen()
+                self._await_announcement()
             else:
-                self._tell(has_ended=True)
+                self._announce(has_ended=True)
             self.logged.synchronize(self._batch_samples)
-        self.participation = self.all_ranks
-        self.logged.begin(self.all_ranks)
         super().end_batch()
+        self.logged.begin()
 
-    def _exchange_logged_keys(self) -> None:
+    def _exchange_keys_and_flags(self) -> None:
         """Synchronise logged values after a step whose gradients are not synchronised; flags are sent along."""
         sent = gather_integers([self.logged.keys_hash, self._has_next_batch.local], self.group)
         keys, has_next_batch = zip(*sent, strict=True)
         self._has_next_batch.receive(has_next_batch)
-        self.logged.synchronize(self.gradient.batch_weight, keys)
+        self.logged.synchronize(self.gradient.log_weight, keys)
 
-    def _tell(self, has_ended: bool) -> None:
-        """Announce a backward pass or the end of an uneven step to the ranks without data; on each active rank."""
+    def _announce(self, has_ended: bool) -> None:
+        """Announce a backward pass or the end of an uneven step to the joined ranks. Call on each active rank."""
         if not self._is_source:
             if self.participation.is_uneven:
                 self._messages.skip()
             return
         logged, changes = self.logged.describe() if has_ended else None, None
         if has_ended and self._mirror is not None and self.trainer.training:
-            changes = self._mirror.changes(1.0 if math.isnan(self._batch_samples) else self._batch_samples)
-        self._messages.send(json.dumps({"logged": logged, "changes": None if changes is None else changes.numel()}))
+            changes = self._mirror.changes(self._batch_samples)
+        self._messages.send(
+            json.dumps({"logged": logged, "changes_size": None if changes is None else changes.numel()})
+        )
         if changes is not None:
             for rank in sorted(set(self.all_ranks.active).difference(self.participation.active)):
                 dist.send(changes, group=self.group, group_dst=rank)
 
-    def _listen(self) -> bool:
-        """Receive a message on a rank without data; apply the effects of the step and return True if it has ended."""
+    def _await_announcement(self) -> bool:
+        """Receive an announcement on a joined rank; apply the effects of the step and return True if it has ended."""
         message = json.loads(self._messages.wait())
         if message["logged"] is None:
             return False
         self.logged.adopt(message["logged"])
-        if message["changes"] is not None:
+        if message["changes_size"] is not None:
             assert self._mirror is not None
-            changes = torch.empty(message["changes"], dtype=torch.uint8)
+            changes = torch.empty(message["changes_size"], dtype=torch.uint8)
             dist.recv(changes, group=self.group, group_src=self.participation.active[0])
             self._mirror.take(changes)
         return True
@@ -281,19 +282,19 @@ class LockstepSteps(RankSteps):
             self._messages.forget()  # every rank has read them
 
     @contextmanager
-    def _among_active(self) -> Generator[None, None, None]:
+    def _redirect_to_active(self) -> Generator[None, None, None]:
         """Run the collectives of this block on the active ranks only. Call on an active rank."""
-        if not self.participation.is_uneven or self._is_among_active:
+        if not self.participation.is_uneven or self._runs_among_active:
             yield
             return
-        self._is_among_active = True
+        self._runs_among_active = True
         for metric in self._metrics:
             metric.process_group = self._collectives.group
         try:
             with self._collectives.redirect():
                 yield
         finally:
-            self._is_among_active = False
+            self._runs_among_active = False
             for metric in self._metrics:
                 metric.process_group = None
                 forget_computed(metric)

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Hashable, Iterator
 from functools import lru_cache, partial
 from itertools import chain
-from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
-from lightning_ddp_ext._compat.torch import version_of, versions_of
+from lightning_ddp_ext._compat.torch import are_identical, version_of, versions_of
 from lightning_ddp_ext.consistency.fingerprints import checksums
 from lightning_ddp_ext.consistency.setups import find_ignored
 from lightning_ddp_ext.distributed.flat_tensors import overwrite
@@ -152,7 +151,7 @@ class StepMirror:
         return [*(config.scheduler for config in self._trainer.lr_scheduler_configs), *own]
 
     def _changed_parameters(self) -> dict[str, tuple[bool, Tensor]]:
-        if not _are_identical(self._structure, self._find_structure()):
+        if not are_identical(self._structure, self._find_structure()):
             self.begin_phase()
         alike = {
             name: (self._values[name][2], _content(one))
@@ -303,17 +302,13 @@ def _inherited() -> frozenset[str]:
     return frozenset(vars(LightningModule()).keys() | vars(optimizer).keys()) - {"training"}
 
 
-def _are_identical(before: list[Any], after: list[Any]) -> bool:
-    return len(before) == len(after) and all(map(is_, before, after))
-
-
 def _differences(before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
     """Yield the names of entries that are other objects, with the values before and after in lists of at most one."""
-    if len(before) == len(after) and all(map(is_, before.values(), after.values())):
+    if are_identical(before.values(), after.values()):
         return
     for name in {**before, **after}:
         old, new = ([entries[name]] if name in entries else [] for entries in (before, after))
-        if not _are_identical(old, new):
+        if not are_identical(old, new):
             yield name, old, new
 
 
@@ -353,7 +348,7 @@ def _state(optimizer: Optimizer) -> tuple[list[Any], list[int]]:
 
 
 def _have_changed(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]]) -> bool:
-    return before[1] != after[1] or not _are_identical(before[0], after[0])
+    return before[1] != after[1] or not are_identical(before[0], after[0])
 
 
 def _described(gradient: Tensor | None) -> tuple[int, Tensor] | None:

@@ -3,16 +3,15 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import is_hook_of_loop
-from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, combination_mode
+from lightning_ddp_ext._compat.lightning_loaders import combination_mode
 from lightning_ddp_ext._compat.torch import iterate_counting, samples_of
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
@@ -54,21 +53,37 @@ def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
     return sum(sample is not None for sample in samples) or None
 
 
+@dataclass(frozen=True, slots=True)
+class StepParticipation:
+    """The ranks that have a batch in a step."""
+
+    active: tuple[int, ...]  # in ascending order
+    is_shadow: bool  # this rank has no batch
+    is_uneven: bool  # some rank has no batch
+
+
+class FetchedBatch(NamedTuple):
+    """The samples of a batch, and the ranks that have a batch in its step."""
+
+    samples: float | None  # None if they cannot be counted
+    participation: StepParticipation | None = None  # None if every rank has a batch
+
+
 class CountedCombinedLoader(CombinedLoader):
     """A `CombinedLoader` that counts the samples drawn for each batch.
 
-    `samples` has the `mean_count` of each batch that was fetched and not yet taken.
+    `fetched` has an entry for each batch that the loop has fetched and not begun yet.
     """
 
     def __init__(self, iterables: Any, mode: Any) -> None:
         super().__init__(iterables, mode)
-        # Bounded, because a `training_step` that fetches its batches itself takes no counts.
-        self.samples: deque[float | None] = deque(maxlen=LOOKAHEAD)
+        # Bounded, because a `training_step` that fetches its batches itself takes no entries.
+        self.fetched: deque[FetchedBatch] = deque(maxlen=LOOKAHEAD)
         self._counts: list[int | None] = []  # of the batches that loaders have contributed to the last fetch
 
     @override
     def __iter__(self) -> "CountedCombinedLoader":
-        self.samples.clear()
+        self.fetched.clear()
         loaders = self.flattened
         self.flattened = [CountedLoader(loader, self._counts) for loader in loaders]
         try:
@@ -80,14 +95,14 @@ class CountedCombinedLoader(CombinedLoader):
     @override
     def __next__(self) -> tuple[Any, int, int]:
         self._counts.clear()
-        fetched = super().__next__()
-        self.samples.append(mean_count(self._counts))
-        return fetched
+        batch = super().__next__()
+        self.fetched.append(FetchedBatch(mean_count(self._counts)))
+        return batch
 
     @override
     def reset(self) -> None:
         super().reset()
-        self.samples.clear()
+        self.fetched.clear()
 
 
 def mean_count(counts: Sequence[int | None]) -> float | None:
@@ -121,13 +136,11 @@ class BatchSamples:
         self._batch_dim = batch_dim
         self._drawn: float | None = None
 
-    def take(self, trainer: Trainer, module: LightningModule) -> None:
-        """Begin the next batch of a loop. Call when the batch is moved to the device."""
-        combined = active_combined_loader(trainer)
-        if is_hook_of_loop(module, "batch_to_device"):
-            self._drawn = combined.samples.popleft() if isinstance(combined, CountedCombinedLoader) else None
+    def begin(self, drawn: float | None) -> None:
+        """Begin a batch with the number of samples that the loader has drawn for it; None if that is unknown."""
+        self._drawn = drawn
 
-    def forget(self) -> None:
+    def end(self) -> None:
         """End the batch, since the next step may fetch its batch itself."""
         self._drawn = None
 

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning_ddp_ext._compat.lightning import is_exit, is_planned_end
 from lightning_ddp_ext._compat.torch_collectives import cloned_store, is_lost_connection
 from lightning_ddp_ext._validation import as_timeout
+from lightning_ddp_ext.distributed.backends import connects_without_store
 from lightning_ddp_ext.distributed.watchdog import Interruption, RunWatch
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError
 
@@ -46,8 +47,7 @@ class StallWatch:
         self.stop()
         self.has_exited = False
         number = next(_numbers)
-        # MPI connects processes without a store.
-        if trainer.world_size == 1 or not dist.is_initialized() or dist.get_backend() == dist.Backend.MPI:
+        if trainer.world_size == 1 or not dist.is_initialized() or connects_without_store(dist.get_backend()):
             return
         group, device = dist.group.WORLD, trainer.strategy.root_device
         assert group is not None

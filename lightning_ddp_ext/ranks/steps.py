@@ -4,7 +4,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,26 +17,24 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning import is_hook_of_loop, takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.weights import SkipWarning, WeightRule
 from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
+from lightning_ddp_ext.ranks.sample_counts import (
+    BatchSamples,
+    CountedCombinedLoader,
+    FetchedBatch,
+    StepParticipation,
+    sums_and_means,
+)
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
 _PASSES = 1000  # more than there are synchronised backward passes in a batch
-
-
-@dataclass(frozen=True, slots=True)
-class StepParticipation:
-    """The ranks that have a batch in a step."""
-
-    active: tuple[int, ...]  # in ascending order
-    is_shadow: bool  # this rank has no batch
-    is_uneven: bool  # some rank has no batch
 
 
 class RankSteps(ABC):
@@ -54,36 +51,48 @@ class RankSteps(ABC):
         self.samples = samples
         self.all_ranks = StepParticipation(tuple(range(trainer.world_size)), is_shadow=False, is_uneven=False)
         self.participation = self.all_ranks  # in the current batch, and of all ranks outside of batches
-        self._gradient = gradient
+        self.fit_gradient = gradient  # None unless the Trainer is fitting
 
     @property
     def gradient(self) -> "RankGradient":
         """The gradient of this rank, while the Trainer is fitting."""
-        assert self._gradient is not None
-        return self._gradient
+        assert self.fit_gradient is not None
+        return self.fit_gradient
 
     def begin_batch(self, batch: Any) -> None:
-        """Begin with the next batch of a loop, before it is moved to the device."""
-        self.samples.take(self.trainer, self.module)
+        """Begin with a batch, before it is moved to the device, if a loop rather than the user moves it."""
+        if not is_hook_of_loop(self.module, "batch_to_device"):
+            return
+        combined = active_combined_loader(self.trainer)
+        if isinstance(combined, CountedCombinedLoader):
+            self.begin_fetched(batch, combined.fetched.popleft())
+        else:
+            self.samples.end()
+
+    def begin_fetched(self, batch: Any, fetched: FetchedBatch) -> None:
+        """Begin with a batch of a loop."""
+        self.participation = fetched.participation or self.all_ranks
+        self.samples.begin(fetched.samples)
 
     def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         """Return the output of `training_step`, which `run` calls."""
         self.gradient.begin(batch, self.participation.active)
-        output = self.run_step(run, self.gradient.batch_weight)
+        output = self.run_step(run, self.gradient.log_weight)
         return self.gradient.skip() if output is None and self.module.automatic_optimization else output
 
     def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         """Return the output of `validation_step` or `test_step`, which `run` calls."""
         return self.run_step(run, self.samples.weight(batch))
 
-    def backward(self, run: Callable[[], None], has_weight: bool) -> None:
+    def backward(self, run: Callable[[], None]) -> None:
         """Run a backward pass, and synchronise its gradients unless that is postponed."""
-        with self.gradient.synchronize(has_weight):
+        with self.gradient.synchronize():
             run()
 
     def end_batch(self) -> None:
         """End the batch; hooks and logged values that follow belong to no batch."""
-        self.samples.forget()
+        self.samples.end()
+        self.participation = self.all_ranks
 
     @abstractmethod
     def run_step(self, run: Callable[[], STEP_OUTPUT], weight: float) -> STEP_OUTPUT:
@@ -173,7 +182,7 @@ class RankGradient:
         self.reducer = reducer
         self.has_equal_weights = has_equal_weights
         self.is_blocked = False  # synchronisation is postponed, as in an accumulation window
-        self.batch_weight = 0.0  # of the values that the micro-batch logs
+        self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient
         self._trainer = trainer
         self._module: LightningModule = trainer.lightning_module
@@ -186,6 +195,7 @@ class RankGradient:
         self._has_warned = False
         self._first = self._total = 0.0  # weights of the accumulated micro-batches
         self._is_added = True  # the micro-batch is one of them
+        self._is_weightless = False  # the next backward pass is, until it is synchronised
         self._guard = StepGuard(trainer, reducer)
         self._skip_warning = SkipWarning()
         self._synchronized = False
@@ -201,7 +211,7 @@ class RankGradient:
     def begin(self, batch: Any, active: Sequence[int]) -> None:
         """Weigh a micro-batch before `training_step` is called with it; `active` ranks have a micro-batch."""
         self._begin(active)
-        self.batch_weight = self.weight = self._rule.weigh(batch, self._count(batch) if self._is_by_samples else 1.0)
+        self.log_weight = self.weight = self._rule.weigh(batch, self._count(batch) if self._is_by_samples else 1.0)
         if leaves_out_backward(self._trainer):
             self._add()
 
@@ -210,7 +220,7 @@ class RankGradient:
         self._begin(active)
         if self._is_by_samples:
             self._agree(is_counted=True)
-        self.batch_weight = self.weight = 0.0
+        self.log_weight = self.weight = 0.0
 
     def _begin(self, active: Sequence[int]) -> None:
         self._active = active
@@ -274,25 +284,27 @@ class RankGradient:
                 stacklevel=2,
             )
 
-    def weigh(self, loss: Tensor) -> tuple[Tensor, bool]:
-        """Return the loss of the micro-batch, weighted relative to earlier ones, and True if it has a weight."""
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return the loss of the micro-batch, weighted relative to earlier ones."""
         self.reducer.defer_hooks()  # also if this backward pass is not synchronised, for hooks that the step has added
         factor = self._add()
+        self._is_weightless = not factor
         if not factor:
-            return loss, False
+            return loss
         if not self._module.automatic_optimization:
             # Gradients may hold the sum over ranks of an earlier pass. It is averaged again, so it must stay unchanged.
             factor = float(len(self._active)) if self._rule.is_sum else 1.0
-        return loss if factor == 1.0 else loss * factor, True
+        return loss if factor == 1.0 else loss * factor
 
     @contextmanager
-    def synchronize(self, has_weight: bool = True) -> Generator[None, None, None]:
+    def synchronize(self) -> Generator[None, None, None]:
         """Synchronise the gradients of the backward pass in the block, unless that is postponed.
 
-        Without a weight the gradients are discarded first: the loss may be a mean over nothing, thus nan. The backward
-        pass has to run nevertheless, since it may communicate.
+        Gradients of a loss that `weigh` gave no weight are discarded first: the loss may be a mean over nothing, thus
+        nan. The backward pass has to run nevertheless, since it may communicate.
         """
-        if not has_weight:
+        if self._is_weightless:
+            self._is_weightless = False
             kept = [(parameter, parameter.grad) for parameter in self._module.parameters()]
             for parameter, _ in kept:
                 parameter.grad = None

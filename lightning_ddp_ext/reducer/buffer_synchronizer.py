@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import Normalisation, TensorVersions, flatten
+from lightning_ddp_ext._compat.torch import Normalisation, TensorVersions, equal_or_nan, flatten
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.consistency.fingerprints import describe, fingerprint
 from lightning_ddp_ext.consistency.setups import compare_setups, find_ignored
@@ -23,7 +23,7 @@ _Spec = tuple[torch.Size, torch.dtype, torch.device]
 class BufferTable:
     """The buffers of a module in a fixed order, until the structure of the module changes.
 
-    Buffers that belong to one rank are not in the table. `tensors` and `specs` hold None for buffers that are None or
+    Buffers that belong to one rank are not in the table. `entries` and `specs` hold None for buffers that are None or
     not dense. `structure` is a hash of names, types and shapes, of 48 bits.
     """
 
@@ -31,8 +31,9 @@ class BufferTable:
         self._module = module
         self._parts: list[nn.Module] = []
         self._tree: list[object] = [None]
+        self._names: list[str] = []
         self.places: list[tuple[nn.Module, str]] = []  # owners and names
-        self.tensors: list[Tensor | None] = []
+        self.entries: list[Tensor | None] = []
         self.specs: list[_Spec | None] = []
         self.structure = 0
         self.update()
@@ -43,8 +44,8 @@ class BufferTable:
         if walked:
             self._walk()
         buffers = [owner._buffers.get(name) for owner, name in self.places]
-        self.tensors = [one if one is not None and one.layout is torch.strided else None for one in buffers]
-        specs = [None if one is None else (one.shape, one.dtype, one.device) for one in self.tensors]
+        self.entries = [one if one is not None and one.layout is torch.strided else None for one in buffers]
+        specs = [None if one is None else (one.shape, one.dtype, one.device) for one in self.entries]
         if walked or specs != self.specs:
             self.specs = specs
             text = repr(list(self.describe().items()))
@@ -54,7 +55,7 @@ class BufferTable:
         """Describe the buffers, for `compare_setups`."""
         return {
             f"buffer `{name}`": "None" if tensor is None else describe(tensor)
-            for name, tensor in zip(self._names, self.tensors, strict=True)
+            for name, tensor in zip(self._names, self.entries, strict=True)
         }
 
     def _find_tree(self) -> list[object]:
@@ -76,7 +77,7 @@ class BufferTable:
 
 
 _LOW = 2**32 - 1
-_PIECE = 2**20  # elements of a large tensor that are sent at once
+_PIECE_NUMEL = 2**20
 
 
 @torch.no_grad()
@@ -95,16 +96,16 @@ def average_buffers(
             kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     messages: dict[torch.device, list[Tensor]] = {}
     for (device, dtype), members in kinds.items():
-        sender = device if widest_float(device) == torch.float64 else torch.device("cpu")
-        values = _encode(flatten(members).to(sender))
+        wire_device = device if widest_float(device) == torch.float64 else torch.device("cpu")
+        values = _encode(flatten(members).to(wire_device))
         factor = weight if _has_mean(dtype) else float(is_source)
         # A rank without weight may hold nan, and 0 * nan is nan.
-        messages.setdefault(sender, []).append(values * factor if factor else torch.zeros_like(values))
+        messages.setdefault(wire_device, []).append(values * factor if factor else torch.zeros_like(values))
     received: dict[torch.device, Iterator[Tensor]] = {}
-    for sender, parts in messages.items():
+    for wire_device, parts in messages.items():
         flat = torch.cat(parts)
         dist.all_reduce(flat, group=group)
-        received[sender] = iter(torch.split(flat, [part.numel() for part in parts]))
+        received[wire_device] = iter(torch.split(flat, [part.numel() for part in parts]))
     for (device, dtype), members in kinds.items():
         encoded = next(received[device] if device in received else received[torch.device("cpu")])
         overwrite(members, _decode(encoded / total if _has_mean(dtype) else encoded, dtype).to(device))
@@ -134,7 +135,7 @@ def _decode(encoded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _LEARNING = 3  # synchronisations in which buffers are compared by value
-_LARGE = 2**20  # bytes
+_LARGE_BYTES = 2**20
 
 
 class BufferSynchronizer:
@@ -156,6 +157,9 @@ class BufferSynchronizer:
         self._rank = dist.get_rank(group)
         self._seen = TensorVersions([])
         self._values: list[Tensor | None] = []
+        self._comparisons = 0
+        self._silent: set[int] = set()  # buffers that change silently on this rank
+        self._structure, self._specs = 0, self._table.specs  # that all ranks have agreed on
         self._accept()
 
     @property
@@ -163,17 +167,18 @@ class BufferSynchronizer:
         """Hash of names, types and shapes of the buffers of this rank."""
         return self._table.structure
 
-    def __len__(self) -> int:
+    @property
+    def number(self) -> int:
         """Number of buffers that all ranks have agreed on."""
         return len(self._specs)
 
-    def tensors(self) -> list[Tensor]:
+    def dense(self) -> list[Tensor]:
         """Return the dense buffers."""
-        return [buffer for buffer in self._table.tensors if buffer is not None]
+        return [buffer for buffer in self._table.entries if buffer is not None]
 
     def remember(self) -> None:
         """Record the present state of the buffers as equal on all ranks."""
-        buffers = self._table.tensors
+        buffers = self._table.entries
         self._seen = TensorVersions(buffers)
         learning = self._comparisons < _LEARNING
         self._values = [None if buffer is None else buffer.detach().clone() for buffer in buffers] if learning else []
@@ -184,7 +189,7 @@ class BufferSynchronizer:
         changed = bytearray(len(self._specs))
         if self._table.structure != self._structure:
             return changed
-        buffers = self._table.tensors
+        buffers = self._table.entries
         for index in self._seen.changed(buffers):
             changed[index] = buffers[index] is not None
         self._comparisons += bool(self._values)
@@ -211,17 +216,16 @@ class BufferSynchronizer:
         if exchanged.structures[0] != self._structure:
             self._accept()
             changed = range(len(self._specs))
-        total, source = exchanged.total_weight, 0
-        if total:
-            source = exchanged.source
+        if exchanged.total_weight:
+            total, source = exchanged.total_weight, exchanged.source
         else:
-            weight, total = 1.0, float(len(exchanged.weights))
+            weight, total, source = 1.0, float(len(exchanged.weights)), 0
         small: list[Tensor] = []
         large: list[Tensor] = []
         for index in changed:
-            buffer = self._table.tensors[index]
+            buffer = self._table.entries[index]
             if buffer is not None:
-                (large if buffer.nbytes > _LARGE else small).append(buffer)
+                (large if buffer.nbytes > _LARGE_BYTES else small).append(buffer)
         if large:
             by_rank = gather_integers([fingerprint(buffer) for buffer in large], self._group)
             large = [buffer for buffer, *prints in zip(large, *by_rank, strict=True) if len(set(prints)) > 1]
@@ -237,7 +241,7 @@ class BufferSynchronizer:
         self._values = []
         self._seen = TensorVersions([None] * len(self._specs))
         self._comparisons = 0
-        self._silent = {  # change silently on this rank
+        self._silent = {
             index
             for index, (owner, name) in enumerate(self._table.places)
             if isinstance(owner, Normalisation) and name in ("running_mean", "running_var")
@@ -247,7 +251,7 @@ class BufferSynchronizer:
 
 def _count_rows(buffer: Tensor) -> int:
     """Return the number of rows of a piece."""
-    return max(1, _PIECE // max(1, math.prod(buffer.shape[1:])))
+    return max(1, _PIECE_NUMEL // max(1, math.prod(buffer.shape[1:])))
 
 
 def find_different(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
@@ -261,4 +265,4 @@ def find_different(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
 
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors have the same values, where nan equals nan."""
-    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+    return torch.equal(one, other) or bool(equal_or_nan(one, other).all())

@@ -113,7 +113,7 @@ class GradientReducer:
         # keeps sums small and rounds nothing: gradients do not depend on earlier ones.
         self._expected_total = 1.0
         self._begun = 0
-        broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.tensors()], self._group)
+        broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.dense()], self._group)
         self._buffers.remember()
         communicates = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         self._scheduler = BucketScheduler(self._parameters, self._layout, self._transport, self._group, communicates)
@@ -230,7 +230,7 @@ class GradientReducer:
         first = control_bucket.params[0]
         if first.device.type != "cpu" or not self._message.fits(first.dtype):
             return None
-        marks = len(self._layout.buckets) + len(self._parameters) + len(self._buffers)  # as in `RankFindings`
+        marks = len(self._layout.buckets) + len(self._parameters) + self._buffers.number  # as in `RankFindings`
         control_bucket.payload_numel = self._message.length(marks, first.dtype)
         return control_bucket
 

@@ -44,6 +44,9 @@ class SparseGradients:
             parameter.grad = gradient.to_dense()
             dist.all_reduce(parameter.grad, group=self._group)
             return
+        if not max(sizes):
+            parameter.grad = gradient
+            return
         rows = self._gather_rows(gradient.indices().t(), sizes)
         values = self._gather_rows(gradient.values(), sizes)
         parameter.grad = torch.sparse_coo_tensor(rows.t(), values, parameter.shape, check_invariants=False).coalesce()
@@ -51,10 +54,6 @@ class SparseGradients:
     def _gather_rows(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         padded = part.new_zeros(max(sizes), *part.shape[1:])
         padded[: len(part)] = part
-        gathered = torch.split(self._gather(padded), max(sizes)) if max(sizes) else [padded]
-        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=False)])
-
-    def _gather(self, part: Tensor) -> Tensor:
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(parts, part.contiguous(), group=self._group)
-        return torch.cat(parts)
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self._group)
+        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])

@@ -1,6 +1,5 @@
 """Plain attributes of the module: from the module to its replicas before a step, and back after it."""
 
-import operator
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from lightning_utilities.core.rank_zero import WarningCache
 
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
-from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions
+from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions, are_identical
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.replicas.replica import DICTIONARIES, Place, Replica, Replicas, entries_of
 
@@ -144,7 +143,7 @@ class AttributeMirror:
             self._pull_list(active, place)
         now = self._read_dictionaries()
         for n, place in enumerate(self._dictionaries):
-            if _is_users(place) and not all(_same(self._entries[index][n], now[index][n]) for index in active):
+            if _is_users(place) and not all(are_identical(self._entries[index][n], now[index][n]) for index in active):
                 self._warn(place, "was changed inside a step, where each replica has a copy; the copies are not merged")
         for place, values in set_values.items():
             self._pull_value(place, values, sizes)
@@ -176,7 +175,7 @@ class AttributeMirror:
                 if _is_users(place):  # torch's LSTM sets its private list of weights
                     self._warn(place, f"was set inside a step, to another list on each replica{_FIRST}")
             elif own is not origin:
-                if _same(own[:length], origin[:length]):
+                if are_identical(own[:length], origin[:length]):
                     master.extend(to_device(own[length:], self._replicas[0].device))
                 else:
                     self._warn(place, f"was changed inside a step other than by appending{_FIRST}")
@@ -229,13 +228,9 @@ def _is_users(place: Place) -> bool:
     return position == 0 or not name.startswith("_")
 
 
-def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(values) == len(others) and all(map(operator.is_, values, others))
-
-
 def _same_values(dictionaries: Iterable[dict[str, Any]], others: Iterable[dict[str, Any]]) -> bool:
     """Compare the values of all modules by identity, in one pass because this runs in every step."""
-    return _same(
+    return are_identical(
         [*chain.from_iterable(map(dict.values, dictionaries))], [*chain.from_iterable(map(dict.values, others))]
     )
 

@@ -8,7 +8,7 @@ import torch
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation
+from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation, equal_or_nan
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 from lightning_ddp_ext.replicas.attributes import SampleCounters
 from lightning_ddp_ext.replicas.replica import Replicas
@@ -81,7 +81,7 @@ def _write_mean(buffer: Tensor, values: Sequence[Tensor], factors: Sequence[floa
     untouched = torch.ones_like(buffer, dtype=torch.bool)
     for value, factor in zip(values, factors, strict=True):
         mean.add_(value, alpha=factor)
-        untouched &= (value == buffer) | ((value != value) & (buffer != buffer))
+        untouched &= equal_or_nan(value, buffer)
     # Elements that no replica has changed keep every bit, infinities among them.
     buffer.copy_(torch.where(untouched, buffer, mean))
 

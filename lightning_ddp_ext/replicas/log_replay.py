@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ddp_ext.replicas.metrics import MetricMerger
+from lightning_ddp_ext.replicas.metric_merger import MetricMerger
 from lightning_ddp_ext.replicas.replica import Replicas
 
 _LOG = inspect.signature(LightningModule.log)

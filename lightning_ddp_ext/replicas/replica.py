@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import operator
 import types
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from lightning_ddp_ext._compat.torch import (
     STRUCTURE,
     TensorVersions,
     add_all_,
+    are_identical,
     copy_all_,
     has_gradient_hooks,
     version_of,
@@ -130,10 +130,10 @@ class References:
         if kind is functools.partial:
             parts = (value.func, value.args, value.keywords)
             function, args, keywords = rewritten = [self.rewrite(part, depth) for part in parts]
-            return value if all(map(operator.is_, rewritten, parts)) else functools.partial(function, *args, **keywords)
+            return value if are_identical(rewritten, parts) else functools.partial(function, *args, **keywords)
         if kind in (list, tuple) and len(value) <= _MAX_LENGTH:
             items = [self.rewrite(item, depth) for item in value]
-            return value if all(map(operator.is_, items, value)) else kind(items)
+            return value if are_identical(items, value) else kind(items)
         if kind in (dict, OrderedDict) and len(value) <= _MAX_LENGTH:
             entries = {key: self.rewrite(item, depth) for key, item in value.items()}
             return value if all(entries[key] is value[key] for key in value) else kind(entries)
@@ -142,7 +142,7 @@ class References:
     def _rewrite_closure(self, function: types.FunctionType, depth: int) -> types.FunctionType:
         cells = function.__closure__ or ()
         closure = tuple(self._rewrite_cell(cell, depth) for cell in cells)
-        if all(map(operator.is_, closure, cells)):
+        if are_identical(closure, cells):
             return function
         rewritten = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
@@ -333,7 +333,7 @@ class Replicas(Sequence[Replica]):
     def refresh(self, step: str = "training_step") -> bool:
         """Bring every replica up to the master before a step; return True if the replicas were rebuilt."""
         parts = _parts(self._modules)
-        if not parts or len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+        if not parts or not are_identical(parts, self._parts):
             self._build()
             self._last_step, self._training_steps = step, int(step == "training_step")
             return True

@@ -1,8 +1,8 @@
 """A step of the LightningModule on several replicas."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,13 @@ from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
 from lightning_ddp_ext.replicas.log_replay import LogReplay
-from lightning_ddp_ext.replicas.metrics import MetricMerger
+from lightning_ddp_ext.replicas.metric_merger import MetricMerger
 from lightning_ddp_ext.replicas.replica import Replicas
 from lightning_ddp_ext.replicas.shared_state import SharedState, refuse_changed_settings
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers, Timer, current_replica
 
 
-def _leaves(chunks: Sequence[Any]) -> list[Any]:
+def _observable_parts(chunks: Sequence[Any]) -> list[Any]:
     """Return the parts of chunks by which a change of a chunk is noticed."""
     parts = list(chunks)
     for part in parts:
@@ -73,8 +73,8 @@ class BatchRecord:
     samples, except the replicas in `skipped`, whose `training_step` returned None.
     """
 
-    sizes: list[int]
-    timers: list[list[Timer]]
+    sizes: list[int] = field(default_factory=list)
+    timers: list[list[Timer]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     graph_rows: list[list[int]] = field(default_factory=list)  # numbers of nodes and edges, if the chunk has graphs
     active: list[int] = field(default_factory=list)
@@ -116,13 +116,33 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class _ScatteredBatch:
-    """A batch with its chunks, on the devices of the replicas; None for a replica without samples."""
+    """A batch with its chunks, on the devices of the replicas, and the record from which each step on it starts."""
 
     batch: Any
-    chunks: list[Any]
-    sizes: list[int]
-    weights: list[float]
-    graph_rows: list[list[int]]
+    chunks: list[Any]  # None for a replica without samples
+    record: BatchRecord
+
+
+class _Mergers:
+    """Bring the results of the present replicas back to the module; built again with the replicas."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.batch_norm = BatchNormObserver(replicas)
+        self.attributes = AttributeMirror(replicas)
+        self._buffers = BufferMerger(replicas)
+        self._metrics = MetricMerger(replicas)
+        self._logs = LogReplay(replicas, self._metrics)
+
+    def merge(self, record: BatchRecord, is_sum: bool) -> None:
+        """Merge what a step did to the replicas; values are averaged by samples if losses are sums."""
+        active, sizes = record.active, record.active_sizes
+        has_means = not is_sum and any(record.active_weights)
+        weights = record.active_weights if has_means else [float(size) for size in sizes]
+        merged = self.batch_norm.merge(active, sizes)
+        self._buffers.merge(active, sizes, merged)
+        self.attributes.pull(active, sizes)
+        self._metrics.merge(active, weights, sizes)
+        self._logs.replay(active, weights, sizes)
 
 
 class ReplicatedModule:
@@ -136,29 +156,31 @@ class ReplicatedModule:
         self,
         module: LightningModule,
         devices: Sequence[torch.device],
-        chunk_sizes: Callable[[int], list[int]],
+        split_sizes: Callable[[int], list[int]],
         weight_rule: WeightRule,
         batch_dim: int,
     ) -> None:
         self._module = module
         self._devices = list(devices)
-        self._chunk_sizes = chunk_sizes
+        self._split_sizes = split_sizes
         self._weight_rule = weight_rule
         self._batch_dim = batch_dim
         self._workers = ReplicaWorkers(devices)
         self._shared = SharedState(devices)
         self._replicas = Replicas(module, devices)
+        self._mergers: _Mergers  # of the replicas that `_update_replicas` has built
         self._scattered: _ScatteredBatch | None = None
+        self._closing = ExitStack()
         # Compiled code is specific to the device, and to the number of threads, which workers share.
         limit = 2 * len(set(devices)) * torch.compiler.config.recompile_limit
-        self._recompile_limit = torch.compiler.config.patch(recompile_limit=limit)  # type: ignore[attr-defined]
-        self._recompile_limit.__enter__()
+        self._closing.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
+        self._closing.callback(self._workers.close)
 
     def run(self, step: str, batch: Any, args: Sequence[Any], dataloader_idx: int) -> tuple[list[Any], BatchRecord]:
         """Run a step, such as `"training_step"`, on every replica with samples; return their outputs and a record."""
         self._update_replicas(step)
         outputs, record = self._step(step, args, self._scatter(batch, dataloader_idx))
-        self._merge(record)
+        self._mergers.merge(record, self._weight_rule.is_sum)
         return outputs, record
 
     def combine_losses(self, losses: Sequence[Tensor], record: BatchRecord) -> Tensor:
@@ -167,13 +189,13 @@ class ReplicatedModule:
         Lightning's own backward pass (precision, accumulation, overrides) ends here; `backward` resumes it in the
         replicas.
         """
-        leaves = [loss.detach().to(self._devices[0]).requires_grad_(loss.requires_grad) for loss in losses]
-        for leaf in leaves:
-            if leaf.requires_grad:
-                leaf.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
-        record.losses = list(zip(losses, leaves, strict=True))
+        detached = [loss.detach().to(self._devices[0]).requires_grad_(loss.requires_grad) for loss in losses]
+        for loss in detached:
+            if loss.requires_grad:
+                loss.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
+        record.losses = list(zip(losses, detached, strict=True))
         # The loss of a chunk of zero weight may be a mean over nothing, and 0 * nan is nan.
-        terms = [leaf * weight for leaf, weight in zip(leaves, record.active_weights, strict=True) if weight]
+        terms = [loss * weight for loss, weight in zip(detached, record.active_weights, strict=True) if weight]
         return torch.stack(terms).sum(0)
 
     def backward(self, record: BatchRecord) -> None:
@@ -183,9 +205,9 @@ class ReplicatedModule:
         """
         losses, record.losses = record.losses, []
         jobs = {
-            index: partial(torch.autograd.backward, loss, leaf.grad.to(loss.device, loss.dtype))
-            for index, (loss, leaf) in zip(record.active, losses, strict=True)
-            if leaf.grad is not None
+            index: partial(torch.autograd.backward, loss, detached.grad.to(loss.device, loss.dtype))
+            for index, (loss, detached) in zip(record.active, losses, strict=True)
+            if detached.grad is not None
         }
         record.is_trained = True
         if not jobs:
@@ -202,39 +224,16 @@ class ReplicatedModule:
         with torch.inference_mode(False), torch.no_grad():
             if self._replicas.refresh(step):
                 self._shared.forget()
-                self._batch_norm = BatchNormObserver(self._replicas)
-                self._buffers = BufferMerger(self._replicas)
-                self._metrics = MetricMerger(self._replicas)
-                self._logs = LogReplay(self._replicas, self._metrics)
-                self._attributes = AttributeMirror(self._replicas)
-            self._attributes.push()
+                self._mergers = _Mergers(self._replicas)
+            self._mergers.attributes.push()
 
     def _step(self, step: str, args: Sequence[Any], scattered: _ScatteredBatch) -> tuple[list[Any], BatchRecord]:
-        """Run the step in the threads of the active replicas."""
-        trainer = self._module.trainer
-        active = [index for index, size in enumerate(scattered.sizes) if size]
-        timers: list[list[Timer]] = [[] for _ in self._devices]
-        record = BatchRecord(scattered.sizes, timers, scattered.weights, scattered.graph_rows, active)
-        # Python's and torch's profilers record only the thread that started them.
-        has_one_thread = not isinstance(_profiler(trainer), PassThroughProfiler | SimpleProfiler)
-        record.in_order = has_one_thread or self._shared.forces_order(step)
-        self._batch_norm.forget()
-        self._shared.watch()
-        chunks = [scattered.chunks[index] for index in active]
-        before = TensorVersions(_leaves(chunks))
-        jobs = {
-            index: partial(getattr(self._replicas[index].module, step), chunk, *args)
-            for index, chunk in zip(active, chunks, strict=True)
-        }
-        with (
-            # A single replica changes settings once, as one device does.
-            refuse_changed_settings(trainer.optimizers if len(active) > 1 else [], step),
-            self._replicas.refuse_changed_parameters(active, step),
-        ):
-            outputs = self._apply(jobs, record)
-        if self._shared.notice_use(step) and not record.in_order and len(active) > 1:
+        """Run the step on the active replicas; repeat it in order if it uses state that the replicas share."""
+        before = TensorVersions(_observable_parts(scattered.chunks))
+        outputs, record, has_used = self._run_replicas(step, args, scattered)
+        if has_used and not record.in_order and len(record.active) > 1:
             # The first use came after batches without any: the step is repeated in order, on replicas as before it.
-            if before.changed(_leaves(chunks)):
+            if before.changed(_observable_parts(scattered.chunks)):
                 raise UnsupportedFeatureError(
                     f"`{step}` has changed its batch, and draws random numbers or uses `parametrize.cached()` for the"
                     " first time after steps without, so that it cannot be repeated. Do so in every step, for example"
@@ -242,22 +241,35 @@ class ReplicatedModule:
                     " batch as it is."
                 )
             self._shared.restore()
-            del outputs, jobs
+            del outputs  # frees the memory of the first run
             self._replicas.discard()
             self._update_replicas(step)
-            return self._step(step, args, scattered)
-        return [outputs[index] for index in active], record
+            outputs, record, _ = self._run_replicas(step, args, scattered)
+        return outputs, record
 
-    def _merge(self, record: BatchRecord) -> None:
-        """Bring what the step did to the replicas back to the module."""
-        active, sizes = record.active, record.active_sizes
-        has_means = not self._weight_rule.is_sum and any(record.active_weights)
-        weights = record.active_weights if has_means else [float(size) for size in sizes]
-        merged = self._batch_norm.merge(active, sizes)
-        self._buffers.merge(active, sizes, merged)
-        self._attributes.pull(active, sizes)
-        self._metrics.merge(active, weights, sizes)
-        self._logs.replay(active, weights, sizes)
+    def _run_replicas(
+        self, step: str, args: Sequence[Any], scattered: _ScatteredBatch
+    ) -> tuple[list[Any], BatchRecord, bool]:
+        """Run the step in the threads of the active replicas; return True last if it has used shared state."""
+        trainer = self._module.trainer
+        record = replace(scattered.record, timers=[[] for _ in self._devices])
+        # Python's and torch's profilers record only the thread that started them.
+        has_one_thread = not isinstance(_profiler(trainer), PassThroughProfiler | SimpleProfiler)
+        record.in_order = has_one_thread or self._shared.forces_order(step)
+        self._mergers.batch_norm.forget()
+        self._shared.watch()
+        jobs = {
+            index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
+            for index in record.active
+        }
+        with (
+            # A single replica changes settings once, as one device does.
+            refuse_changed_settings(trainer.optimizers if len(record.active) > 1 else [], step),
+            self._replicas.refuse_changed_parameters(record.active, step),
+        ):
+            outputs = self._apply(jobs, record)
+        has_used = self._shared.notice_use(step)
+        return [outputs[index] for index in record.active], record, has_used
 
     def expect_new_batch(self) -> None:
         """Forget the chunks of the last batch, also if the next one is the same object."""
@@ -265,8 +277,7 @@ class ReplicatedModule:
 
     def close(self) -> None:
         """End the worker threads, and restore the compiler's limit."""
-        self._workers.close()
-        self._recompile_limit.__exit__(None, None, None)
+        self._closing.close()
 
     def _scatter(self, batch: Any, dataloader_idx: int) -> _ScatteredBatch:
         # An optimizer may call the step several times for one batch (L-BFGS): augmentations then run once, as on one
@@ -280,10 +291,12 @@ class ReplicatedModule:
         for index in active:
             replica = self._replicas[index]
             chunks[index] = transfer(chunks[index], self._module, replica.module, replica.device, dataloader_idx)
-        found = self._weight_rule.normalize([self._weight_rule.weigh(chunks[index], sizes[index]) for index in active])
-        by_replica = dict(zip(active, found, strict=True))
+        rule = self._weight_rule
+        factors = rule.normalize([rule.weigh(chunks[index], sizes[index]) for index in active])
+        by_replica = dict(zip(active, factors, strict=True))
         weights = [by_replica.get(index, 0.0) for index in range(len(sizes))]
-        self._scattered = _ScatteredBatch(batch, chunks, sizes, weights, graph_rows)
+        record = BatchRecord(sizes, weights=weights, graph_rows=graph_rows, active=active)
+        self._scattered = _ScatteredBatch(batch, chunks, record)
         return self._scattered
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
@@ -297,7 +310,7 @@ class ReplicatedModule:
         sizes = []
 
         def split(number_of_samples: int) -> list[int]:
-            sizes[:] = self._sizes(number_of_samples)
+            sizes[:] = self._sizes_without_singles(number_of_samples)
             return list(sizes)
 
         chunks = list(hook(batch, split))
@@ -309,12 +322,14 @@ class ReplicatedModule:
         return chunks, sizes
 
     def _cut_by_size(self, batch: Any) -> tuple[list[Any], list[int]]:
-        sizes = self._sizes(batch_size_of(batch, self._batch_dim))
+        sizes = self._sizes_without_singles(batch_size_of(batch, self._batch_dim))
         return split_batch(batch, sizes, self._batch_dim), sizes
 
-    def _sizes(self, batch_size: int) -> list[int]:
-        sizes = self._chunk_sizes(batch_size)
-        return merge_single_samples(sizes) if 1 in sizes and self._batch_norm.refuses_single_samples() else sizes
+    def _sizes_without_singles(self, batch_size: int) -> list[int]:
+        """Return the chunk sizes, without chunks of one sample if the model's batch normalisation refuses them."""
+        sizes = self._split_sizes(batch_size)
+        is_refused = 1 in sizes and self._mergers.batch_norm.refuses_single_samples()
+        return merge_single_samples(sizes) if is_refused else sizes
 
     def _apply(self, jobs: Mapping[int, Callable[[], Any]], record: BatchRecord) -> dict[int, Any]:
         sizes = record.sizes

@@ -46,7 +46,7 @@ class ResumableCombinedLoader(CountedCombinedLoader):
                     f"the checkpoint was saved after {skip} batches of an epoch, which has only {passed} now. Resume"
                     " with the same data, batch size and number of ranks, or from a checkpoint of the end of an epoch."
                 )
-        self.samples.clear()
+        self.fetched.clear()
         return self
 
     @override

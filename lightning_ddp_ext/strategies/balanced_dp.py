@@ -21,7 +21,7 @@ from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.weights import SkipWarning, WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import check_objects
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.replicas.balance import BatchDivision
+from lightning_ddp_ext.replicas.batch_division import BatchDivision
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord, ReplicatedModule
 from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin
 
@@ -99,7 +99,7 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         self.weight_by = weight_by
         self.batch_dim = batch_dim
         self._replicated: ReplicatedModule | None = None
-        self._last = BatchRecord([], [])
+        self._last = BatchRecord()
         self._dataloader_idx = 0
         self._skip_warning = SkipWarning()
         super().__init__(**base)
@@ -146,37 +146,12 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         Raises:
             RuntimeError: If the strategy has not been passed to a Trainer yet.
         """
-        return self._division.chunk_sizes(batch_size, len(self.devices))
+        return self._division.split_sizes(batch_size, len(self.devices))
 
     @property
     @override
     def root_device(self) -> torch.device:
         return self.devices[0]
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return 1
-
-    @property
-    def is_distributed(self) -> bool:
-        """False: there is one process."""
-        return False
 
     @property
     def num_nodes(self) -> int:
@@ -295,7 +270,7 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
             self._replicated = ReplicatedModule(
                 self.lightning_module, self.devices, self.split_sizes, self._weight_rule, self.batch_dim
             )
-        self._last = BatchRecord([], [])  # frees the losses of a step without a backward pass
+        self._last = BatchRecord()  # frees the losses of a step without a backward pass
         outputs, self._last = self._replicated.run(step, batch, args, self._dataloader_idx)
         return outputs, self._last
 

@@ -1,20 +1,24 @@
-"""Registration, safe loading of checkpoints and reduction, shared by the strategies."""
+"""Registration, safe loading of checkpoints, connection and reduction, shared by the strategies."""
 
 import contextlib
 import pickle
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import OneTrainerStrategy
 from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext._validation import as_timeout
+from lightning_ddp_ext.clusters.process_group_options import Connection, check_start_method
+from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import CheckpointRefusedError
 
 
@@ -91,3 +95,40 @@ def widened(tensor: Any, reduce_op: dist.ReduceOp | str | None) -> Any:
     is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
     is_whole = isinstance(tensor, Tensor) and not tensor.is_floating_point() and not tensor.is_complex()
     return tensor.to(widest_float(tensor.device)) if is_mean and is_whole else tensor
+
+
+class ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
+    """Mixin that creates the process group by a `Connection` before Lightning, which keeps the group it finds."""
+
+    def __init__(
+        self,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        init_method: str | None = None,
+        network_interface: str | None = None,
+        **options: Any,
+    ) -> None:
+        check_start_method(options.get("start_method", "popen"))
+        self._connection = Connection(
+            backend=process_group_backend,
+            timeout=as_timeout("timeout", timeout),
+            init_method=init_method,
+            network_interface=network_interface,
+        )
+        self._connection.check_arguments()
+        options |= {"process_group_backend": process_group_backend, "timeout": self._connection.timeout}
+        super().__init__(**options)
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._connection.check_launch(self._strategy)
+        super()._configure_launcher()
+
+    def _connect(self) -> None:
+        self._strategy.set_world_ranks()
+        self._connection.open(self._strategy)
+
+    @property
+    def _strategy(self) -> DDPStrategy | FSDPStrategy:
+        assert isinstance(self, DDPStrategy | FSDPStrategy)
+        return self

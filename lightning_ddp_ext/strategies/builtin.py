@@ -1,58 +1,20 @@
 """Lightning's own strategies with the process-group and network settings of this package."""
 
-from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from typing_extensions import override
 
-from lightning_ddp_ext._validation import as_timeout, check_choice
-from lightning_ddp_ext.clusters.process_group_options import Connection, check_start_method, device_type_of
+from lightning_ddp_ext._validation import check_choice
+from lightning_ddp_ext.clusters.process_group_options import device_type_of
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.strategies.base import WeightsOnlyLoadMixin
+from lightning_ddp_ext.strategies.base import ConnectedStrategy
 
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
-class _ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
-    """Mixin that creates the process group by a `Connection` before Lightning, which keeps the group it finds."""
-
-    def __init__(
-        self,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float = 1800.0,
-        init_method: str | None = None,
-        network_interface: str | None = None,
-        **options: Any,
-    ) -> None:
-        check_start_method(options.get("start_method", "popen"))
-        self._connection = Connection(
-            backend=process_group_backend,
-            timeout=as_timeout("timeout", timeout),
-            init_method=init_method,
-            network_interface=network_interface,
-        )
-        self._connection.check_arguments()
-        options |= {"process_group_backend": process_group_backend, "timeout": self._connection.timeout}
-        super().__init__(**options)
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._connection.check_launch(self._strategy)
-        super()._configure_launcher()
-
-    def _connect(self) -> None:
-        self._strategy.set_world_ranks()
-        self._connection.open(self._strategy)
-
-    @property
-    def _strategy(self) -> DDPStrategy | FSDPStrategy:
-        assert isinstance(self, DDPStrategy | FSDPStrategy)
-        return self
-
-
-class ConnectedDDPStrategy(_ConnectedStrategy, DDPStrategy):
+class ConnectedDDPStrategy(ConnectedStrategy, DDPStrategy):
     """Lightning's `DDPStrategy` over a chosen network."""
 
     @override
@@ -61,7 +23,7 @@ class ConnectedDDPStrategy(_ConnectedStrategy, DDPStrategy):
         super().setup_distributed()
 
 
-class ConnectedFSDPStrategy(_ConnectedStrategy, FSDPStrategy):
+class ConnectedFSDPStrategy(ConnectedStrategy, FSDPStrategy):
     """Lightning's `FSDPStrategy` over a chosen network."""
 
     def __init__(self, *, sharding_strategy: Any = "FULL_SHARD", state_dict_type: str = "full", **options: Any) -> None:

@@ -15,7 +15,7 @@ from lightning_ddp_ext.join.combined_loader import RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
-from lightning_ddp_ext.ranks.steps import RankSteps
+from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
 from lightning_ddp_ext.reducer.comm_hooks import takes_group
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -85,9 +85,9 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         super().setup(trainer)
 
     @override
-    def make_rank_steps(self) -> RankSteps:
+    def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
         trainer = self.module.trainer
-        return LockstepSteps(trainer, self._samples, self._gradient, self.uneven_inputs, self._timeout, self._watch)
+        return LockstepSteps(trainer, self._samples, gradient, self.uneven_inputs, self._timeout, self._watch)
 
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:

@@ -30,12 +30,13 @@ from lightning_ddp_ext._compat.lightning_loaders import (
     restore_preparation,
 )
 from lightning_ddp_ext._compat.lightning_loops import restore_signal_handling
-from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_integer, refuse_unknown
+from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
-from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, check_objects, choose_start_method
+from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects, choose_start_method
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_versions
+from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, combine_counted
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
@@ -46,13 +47,12 @@ from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, Resumabl
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
-from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin, widened
+from lightning_ddp_ext.strategies.base import ConnectedStrategy, Registered, widened
 
-_THIRTY_MINUTES = timedelta(minutes=30)  # torch's default, as in Lightning
 _ONE_MINUTE = timedelta(minutes=1)
 
 
-class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDPStrategy):
+class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStrategy):
     """The base of the strategies with one process per device: exact gradients after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -110,7 +110,7 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         ddp_comm_wrapper: Callable[[CommHook], CommHook] | None = None,
         model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | float | None = _THIRTY_MINUTES,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         start_method: StartMethod | None = None,
         bucket_cap_mb: float = 25.0,
         weight_by: WeightBy = "samples",
@@ -136,20 +136,14 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
             "model_averaging_period": model_averaging_period,
         }
         check_objects(**objects)
-        timeout = as_timeout("timeout", _THIRTY_MINUTES if timeout is None else timeout)
-        self._connection = Connection(
-            backend=process_group_backend,
-            timeout=timeout,
-            init_method=init_method,
-            network_interface=network_interface,
-        )
-        self._connection.check_arguments()
         self._watch = StallWatch(stall_timeout)
         super().__init__(
             **objects,
             ddp_comm_state=ddp_comm_state,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=DEFAULT_TIMEOUT if timeout is None else timeout,
+            init_method=init_method,
+            network_interface=network_interface,
             start_method=choose_start_method(start_method),
         )
         self.bucket_cap_mb = bucket_cap_mb
@@ -166,7 +160,6 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self._is_saving_reported = False
         self.is_preparing_loader = False  # Lightning, not the user, asks for the arguments of a sampler
         self.rank_steps: RankSteps | None = None  # of this run, as the objects below
-        self._gradient: RankGradient | None = None
         self._run: ResumableRun | None = None
         self._random: SharedRandomNumbers | None = None
         self._resumed: dict[str, Any] | None = None
@@ -174,6 +167,10 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         # the module has no trainer.
         self._cleanup = ExitStack()
         self._samples = BatchSamples(batch_dim)
+
+    @property
+    def _gradient(self) -> RankGradient | None:
+        return None if self.rank_steps is None else self.rank_steps.fit_gradient
 
     @property
     def reducer(self) -> GradientReducer | None:
@@ -189,9 +186,9 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         """Return the number of samples of the current batch, the mean over several loaders; None if it is unknown."""
         return self._samples.count(batch)
 
-    def make_rank_steps(self) -> RankSteps:
-        """Create the steps of this rank, once per run, when the gradient reducer exists."""
-        return EvenSteps(self.module.trainer, self._samples, self._gradient)
+    def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
+        """Create the steps of this rank, once per run; `gradient` is None unless the Trainer is fitting."""
+        return EvenSteps(self.module.trainer, self._samples, gradient)
 
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         """Combine the loaders of a loop. Training can be resumed within an epoch."""
@@ -226,17 +223,15 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
 
     @override
     def _configure_launcher(self) -> None:
-        self._connection.check_launch(self)
         super()._configure_launcher()
         surround_launch(self.launcher, self._watch.explaining)
 
     @override
     def setup_distributed(self) -> None:
         self._resumed = None
-        self.set_world_ranks()
         if self._start_method in ("spawn", "forkserver"):  # torch passes tensors on the CPU in shared memory
             _unshare([self.module, *self.module.trainer.callbacks])  # type: ignore[attr-defined]
-        self._connection.open(self)
+        self._connect()
         super().setup_distributed()  # it keeps the process group that it finds
         self._watch.start(self.module.trainer)
 
@@ -251,7 +246,7 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self._cleanup.callback(restore_loaders, trainer)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
         if self.rank_steps is None:
-            self.rank_steps = self.make_rank_steps()
+            self.rank_steps = self.make_rank_steps(None)
 
     @contextmanager
     def _preparing_loader(self) -> Iterator[None]:
@@ -286,11 +281,10 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
         self._run = ResumableRun(trainer, reducer, self._resumed)
         if self.world_size > 1:
             self._random = SharedRandomNumbers(self._run.seed, self.root_device)
-        self._gradient = RankGradient(
-            trainer, reducer, self._weight_rule, self._samples, self._run.resumed_equal_weights
-        )
+        gradient = RankGradient(trainer, reducer, self._weight_rule, self._samples, self._run.resumed_equal_weights)
+        self._cleanup.callback(gradient.close)
         # Before `configure_optimizers`, which may ask for the number of steps and so load the data.
-        self.rank_steps = self.make_rank_steps()
+        self.rank_steps = self.make_rank_steps(gradient)
 
     def _shared_random_numbers(self, position: int) -> AbstractContextManager[None]:
         """Return the context of a hook on a parameter, which may draw random numbers as optimizers do."""
@@ -321,11 +315,11 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.rank_steps is not None
-        closure_loss, has_weight = self.rank_steps.gradient.weigh(closure_loss)
+        closure_loss = self.rank_steps.gradient.weigh(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         run = partial(self.precision_plugin.backward, closure_loss, self.module, optimizer, *args, **kwargs)
-        self.rank_steps.backward(run, has_weight)
+        self.rank_steps.backward(run)
         # `on_after_backward` is called here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
@@ -401,10 +395,10 @@ class ExplicitDDPStrategy(Registered, WeightsOnlyLoadMixin, AtomicSaveMixin, DDP
             stack.callback(self._watch.stop)
             stack.callback(super().teardown)
             stack.callback(self._cleanup.close)
-            for part in (self._run, self._gradient, self.rank_steps):
+            for part in (self._run, self.rank_steps):
                 if part is not None:
                     stack.callback(part.close)
-            self.rank_steps = self._gradient = self._run = self._random = self._resumed = None
+            self.rank_steps = self._run = self._random = self._resumed = None
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

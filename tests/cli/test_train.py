@@ -24,10 +24,8 @@ from lightning_ddp_ext.cli.report import draw_run
 from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
 from lightning_ddp_ext.cli.validate import (
     check_run,
-    find_launcher,
     find_slurm_problems,
     has_process_group,
-    is_started_alone,
     prepare_config,
 )
 from tests.cli.commands import command
@@ -59,19 +57,6 @@ def test_a_port_that_rank_0_cannot_have_ends_every_rank_with_one_line(tmp_path):
     assert "Traceback" not in done.stderr
     messages = [line for line in done.stderr.splitlines() if line.startswith("lightning-ddp-ext: ")]
     assert any("Address already in use by" in message for message in messages)
-
-
-def test_launchers_are_distinguished_from_interactive_shells(monkeypatch):
-    for environ, found, is_alone in (
-        ({}, None, False),
-        ({"WORLD_SIZE": "1"}, None, True),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE", False),
-        ({"SLURM_STEP_NUM_TASKS": "1"}, None, True),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS", False),
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4000"}, None, False),
-    ):
-        monkeypatch.setattr(os, "environ", environ)
-        assert (find_launcher(), is_started_alone()) == (found, is_alone), environ
 
 
 def test_strategies_with_a_process_group_are_known_by_their_class():

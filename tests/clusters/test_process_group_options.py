@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_ddp_ext import BackendError, ManualEnvironment, NetworkInterfaceError
+from lightning_ddp_ext import BackendError, ClusterError, ManualEnvironment, NetworkInterfaceError
 from lightning_ddp_ext.distributed import backends
 from lightning_ddp_ext.strategies.builtin import ConnectedDDPStrategy
 
@@ -48,5 +48,5 @@ def test_a_manual_cluster_refuses_numbers_out_of_range_and_a_trainer_with_others
     with pytest.raises(ValueError, match=message):
         ManualEnvironment(**{"num_nodes": 2, "node_rank": 0, "main_address": "node1", **arguments})
     environment = ManualEnvironment(num_nodes=2, node_rank=0, main_address="node1")
-    with pytest.raises(ValueError, match="`num_nodes=1` of the Trainer differs from `num_nodes=2` of the cluster"):
+    with pytest.raises(ClusterError, match="`num_nodes=1` of the Trainer differs from `num_nodes=2` of the cluster"):
         environment.validate_settings(num_devices=1, num_nodes=1)

@@ -274,7 +274,7 @@ def test_a_run_may_begin_at_the_end_of_an_epoch():
     assert loop._skip_next_val
 
 
-def test_loaders_are_shown_to_lightning_before_it_injects_samplers():
+def test_loaders_are_shown_to_lightning_before_it_injects_samplers(monkeypatch):
     trainer = make_trainer(fast_dev_run=1)
     shown = []
 
@@ -289,7 +289,8 @@ def test_loaders_are_shown_to_lightning_before_it_injects_samplers():
         entered.append(len(shown))
         yield
 
-    lightning_loaders.replace_preparation(trainer, show, preparing)
+    monkeypatch.setattr(lightning_loaders, "_show_samplers", show)
+    lightning_loaders.keep_batch_samplers(trainer, preparing)
     loader = DataLoader(range(4))
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (5, 2)
     assert trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=None) is loader

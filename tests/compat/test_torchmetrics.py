@@ -5,19 +5,20 @@ import torchmetrics
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat import torchmetrics as compat_torchmetrics
+from lightning_ddp_ext.replicas.metric_merger import has_mergeable_state, merge_states
 
 
 def test_states_of_metrics_are_merged_in_order_and_written():
     metric, other = torchmetrics.CatMetric(), torchmetrics.CatMetric()
     metric.update(torch.tensor([1.0, 2.0]))
     other.update(torch.tensor([3.0]))
-    assert compat_torchmetrics.has_mergeable_state(metric)
-    state = compat_torchmetrics.merge_states(metric, [compat_torchmetrics.read_state(m) for m in (metric, other)])
+    assert has_mergeable_state(metric)
+    state = merge_states(metric, [compat_torchmetrics.read_state(m) for m in (metric, other)])
     compat_torchmetrics.write_state(metric, state, updates=1)
     assert metric.compute().tolist() == [1, 2, 3]
     assert metric.update_count == 2
     unmergeable = [torchmetrics.PearsonCorrCoef(), torchmetrics.MinMaxMetric(torchmetrics.MeanSquaredError())]
-    assert not any(map(compat_torchmetrics.has_mergeable_state, unmergeable))
+    assert not any(map(has_mergeable_state, unmergeable))
 
 
 def test_a_metric_computes_over_another_state_and_keeps_its_own():

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, LockstepLoader
-from lightning_ddp_ext.reducer.control import StepControl
 from tests.support.fake_group import run_ranks
 
 LENGTHS = [(3, 3), (3, 1), (0, 2), (2, 0), (0, 0), (1, 4), (3, 1, 2), (0, 0, 2), (4, 4, 4), (0, 3, 0)]
@@ -24,10 +23,10 @@ def iterate(lengths, is_sized=True, sends_flags=False, true_lengths=None, **opti
     """Return the steps of each rank, and its loader."""
 
     def run(group):
-        has_next_batch = HasNextBatch(group, StepControl() if sends_flags else None)
+        has_next_batch = HasNextBatch(group, sends_flags)
         batches = iter(batches_of(group.rank, (true_lengths or lengths)[group.rank]))
         known = list(lengths) if is_sized else None
-        loader = LockstepLoader(batches, known, group, has_next_batch=has_next_batch, **options)
+        loader = LockstepLoader(batches, known, group, has_next_batch, **options)
         steps = []
         for number, step in enumerate(loader):
             if sends_flags and number % 2:  # every second step exchanges the flags with the gradients
@@ -60,7 +59,8 @@ def test_all_ranks_make_the_same_steps_and_see_each_batch_once(way):
         found = iterate(lengths, is_sized=way == "sized", sends_flags="flags" in way, **options)
         for rank, (steps, loader) in enumerate(found):
             flat = [
-                (step.batch, step.samples, *(getattr(step.participation, name) for name in NAMES)) for step in steps
+                (batch, fetched.samples, *(getattr(fetched.participation, name) for name in NAMES))
+                for batch, fetched in steps
             ]
             assert flat == list(expected_steps(lengths, rank, **options)), (lengths, options)
             more = [length - min(lengths) for length in lengths] if "uneven_inputs" in options else [0] * len(lengths)
@@ -95,7 +95,10 @@ def share(batch):
         _, seen = run_ranks(
             2,
             lambda group: [
-                step.batch for step in LockstepLoader([(batch, 1)] if group.rank == 0 else [], [1, 0], group)
+                given
+                for given, _ in LockstepLoader(
+                    [(batch, 1)] if group.rank == 0 else [], [1, 0], group, HasNextBatch(group, False)
+                )
             ],
         )
     return seen, [str(one.message) for one in caught]

@@ -12,8 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.join.logged_values import LoggedValues
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples
-from lightning_ddp_ext.ranks.steps import StepParticipation
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, StepParticipation
 from tests.support.fake_group import run_ranks
 
 OPERATIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}
@@ -31,8 +30,8 @@ class Rank:
         self.trainer.state.fn = TrainerFn.FITTING if is_training else TrainerFn.VALIDATING
         self.trainer.training, self.trainer.validating = is_training, not is_training
         self.results = self.trainer._results
-        self.all_ranks = StepParticipation(tuple(range(group.barrier.parties)), is_shadow=False, is_uneven=False)
-        self.values = LoggedValues(self.trainer, LightningModule(), group, self.all_ranks)
+        self.participation = StepParticipation(tuple(range(group.barrier.parties)), is_shadow=False, is_uneven=False)
+        self.values = LoggedValues(self.trainer, LightningModule(), group, lambda: self.participation)
         watch_logging(
             self.trainer, self.values.update, BatchSamples(0).rounded, lambda: None, self.values.end_epoch,
             self.values.check_epoch,
@@ -40,7 +39,8 @@ class Rank:
 
     def begin(self, active):
         world_size = self.group.barrier.parties
-        self.values.begin(StepParticipation(active, self.group.rank not in active, len(active) < world_size))
+        self.participation = StepParticipation(active, self.group.rank not in active, len(active) < world_size)
+        self.values.begin()
 
     def log(self, hook, name, value, operation="mean", sync_dist=True, on_step=True):
         self.results.log(

@@ -139,8 +139,8 @@ def loader(samples, batch_size):
 def counts_of(combined):
     found = []
     for _ in combined:
-        found.append(combined.samples.popleft())
-    assert not combined.samples
+        found.append(combined.fetched.popleft().samples)
+    assert not combined.fetched
     return found
 
 
@@ -169,7 +169,7 @@ def test_counts_are_none_if_a_loader_does_not_count_and_bounded_if_a_step_does_n
     assert counts_of(combined) == [None, None]
     combined = CountedCombinedLoader(loader(8, 2), "max_size_cycle")
     assert len(list(combined)) == 4
-    assert list(combined.samples) == [2.0, 2.0]
+    assert [fetched.samples for fetched in combined.fetched] == [2.0, 2.0]
 
 
 def test_batches_that_a_resumed_run_skips_leave_no_number():

@@ -28,6 +28,7 @@ class RecordingReducer:
     def __init__(self):
         self.control = StepControl()
         self.sent = []  # weight, scale, divisor, position
+        self.disregarded = 0  # backward passes
 
     @contextmanager
     def synchronize(self, weight):
@@ -44,6 +45,7 @@ class RecordingReducer:
         pass
 
     def disregard(self):
+        self.disregarded += 1
         return nullcontext()
 
     def close(self):
@@ -80,10 +82,10 @@ def run_batches(gradient, epoch_loop, batches, accumulate=1):
     for index, batch in enumerate(batches):
         epoch_loop.batch_idx = epoch_loop.total_batch_idx = index
         gradient.begin(batch, ACTIVE)
-        loss, has_weight = gradient.weigh(torch.tensor(1.0))
-        factors.append(float(loss) * has_weight)
-        with nullcontext() if (index + 1) % accumulate == 0 else gradient.block(), gradient.synchronize(has_weight):
+        loss, disregarded = gradient.weigh(torch.tensor(1.0)), gradient.reducer.disregarded
+        with nullcontext() if (index + 1) % accumulate == 0 else gradient.block(), gradient.synchronize():
             pass
+        factors.append(float(loss) * (gradient.reducer.disregarded == disregarded))
     return factors
 
 
@@ -142,12 +144,11 @@ def test_a_skipped_batch_and_a_rank_without_data_have_no_weight(make_gradient, i
         gradient.begin(None, ACTIVE)
         with pytest.warns(UserWarning, match="returned None on rank 0"):
             assert gradient.skip().requires_grad
-        assert (gradient.batch_weight, gradient.weight) == (1.0, 0.0)  # logged values keep their weight
+        assert (gradient.log_weight, gradient.weight) == (1.0, 0.0)  # logged values keep their weight
     parameter = next(gradient._module.parameters())
     parameter.grad = torch.ones_like(parameter)
-    _, has_weight = gradient.weigh(torch.tensor(1.0))
-    assert not has_weight
-    with gradient.synchronize(has_weight):
+    gradient.weigh(torch.tensor(1.0))
+    with gradient.synchronize():
         parameter.grad = torch.full_like(parameter, torch.nan)
     assert torch.equal(parameter.grad, torch.ones_like(parameter))
     assert [sent[0] for sent in gradient.reducer.sent] == [0.0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext._devices import peak_memory
-from lightning_ddp_ext.replicas.balance import BatchDivision, DeviceMemory
+from lightning_ddp_ext.replicas.batch_division import BatchDivision, DeviceMemory
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 
 
@@ -48,10 +48,10 @@ def test_times_are_read_when_the_devices_have_finished_and_only_of_batches_with_
     division.start(devices)
     batches, read = [], []
     for _ in range(40):
-        batches.append(Behind(division.chunk_sizes(16, 2), []))
+        batches.append(Behind(division.split_sizes(16, 2), []))
         batches[-1].number = len(batches) - 1
         division.observe(batches[-1], devices)
-    assert division.chunk_sizes(16, 2) == [4, 12]
+    assert division.split_sizes(16, 2) == [4, 12]
     moved = next(index for index, batch in enumerate(batches) if batch.sizes == [4, 12])
     assert read == [*range(moved - 3), *range(moved, 37)]
 
@@ -84,7 +84,7 @@ class FakeMemory:
 def memory(monkeypatch):
     fake = FakeMemory()
     monkeypatch.setattr(torch, "accelerator", fake)
-    monkeypatch.setattr("lightning_ddp_ext.replicas.balance.reports_memory", lambda device: True)
+    monkeypatch.setattr("lightning_ddp_ext.replicas.batch_division.reports_memory", lambda device: True)
     monkeypatch.setattr("lightning_ddp_ext._devices._earlier_peaks", {})
     return fake
 
@@ -102,7 +102,7 @@ def test_limits_follow_from_the_peaks_of_training_batches_alone(memory, evaluate
         if batch in evaluated:
             memory.use(0, 90)
             division.forget_peaks()
-        sizes = division.chunk_sizes(16, 2)
+        sizes = division.split_sizes(16, 2)
         for index, size in enumerate(sizes):
             memory.use(index, 4 * size)
         division.observe(Timed(sizes, []), devices)
@@ -118,11 +118,11 @@ def test_free_memory_limits_the_chunks_of_accelerators(monkeypatch):
     division = BatchDivision(None, None, "auto")
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     division.start(devices)
-    assert division.chunk_sizes(16, 2) == [8, 8]
+    assert division.split_sizes(16, 2) == [8, 8]
     for _ in range(20):
-        division.observe(Timed(division.chunk_sizes(16, 2), []), devices)
-    assert division.chunk_sizes(16, 2) == [8, 8]  # 4 and 12 take equally long
-    assert division.chunk_sizes(18, 2) == [10, 8]
+        division.observe(Timed(division.split_sizes(16, 2), []), devices)
+    assert division.split_sizes(16, 2) == [8, 8]  # 4 and 12 take equally long
+    assert division.split_sizes(18, 2) == [10, 8]
 
 
 def of_device(available, held, peak, chunk=8):

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_ddp_ext._compat.torchmetrics import (
+    State,
     compute_over,
-    has_mergeable_state,
     last_forward_value,
-    merge_states,
     read_state,
     record_calls,
+    reductions,
     restore_compute_groups,
     set_forward_value,
     take_dtype,
@@ -24,6 +25,41 @@ from lightning_ddp_ext._compat.torchmetrics import (
 )
 from lightning_ddp_ext.batches.containers import have_same_items, items, map_items, merge_items, to_device
 from lightning_ddp_ext.replicas.replica import Replicas
+
+_MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
+
+
+def has_mergeable_state(metric: Metric) -> bool:
+    """Return True if the state over a batch follows from the states over its chunks."""
+    wraps_metrics = any(isinstance(child, Metric | MetricCollection) for child in metric.children())
+    by_state = reductions(metric)
+    return (
+        bool(by_state)
+        and metric.full_state_update is not True
+        and not wraps_metrics
+        and all(reduction in _MERGEABLE for reduction in by_state.values())
+    )
+
+
+def merge_states(metric: Metric, states: Sequence[State]) -> State:
+    """Merge states in the given order, each by its reduction."""
+    # The public `Metric.merge_state` refuses `full_state_update`, puts incoming list entries first, does not update the
+    # update count, and divides by it for means.
+    by_state = reductions(metric)
+    return {name: _reduce(reduction, [state[name] for state in states]) for name, reduction in by_state.items()}
+
+
+def _reduce(reduction: Any, values: list[Any]) -> Tensor | list[Tensor]:
+    if any(isinstance(value, list) for value in values):
+        return [item for value in values for item in (value if isinstance(value, list) else [value])]
+    if reduction is dim_zero_cat:
+        return torch.cat(values)
+    # States of `R2Score` and others start as one number and get one per output in the first update.
+    shape = max((value.shape for value in values), key=len)
+    stacked = torch.stack([value.expand(shape) if value.ndim == 0 else value for value in values])
+    if reduction is dim_zero_sum:
+        return stacked.sum(0)
+    return stacked.amax(0) if reduction is dim_zero_max else stacked.amin(0)
 
 
 def _is_scalar(value: Any) -> bool:

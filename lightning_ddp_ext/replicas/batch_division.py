@@ -11,13 +11,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ddp_ext._devices import reports_memory, restart_peak
 from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.batches.chunk_sizes import (
-    WINDOW,
-    BalanceController,
-    even_chunks,
-    first_limited_chunks,
-    proportional_chunks,
-)
+from lightning_ddp_ext.batches.balance_controller import WINDOW, BalanceController
+from lightning_ddp_ext.batches.chunk_sizes import even_chunks, first_limited_chunks, proportional_chunks
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 
 _NAME = '`balance="auto"`'
@@ -78,14 +73,14 @@ class BatchDivision:
         elif saved is not None:
             rank_zero_info(f"{_NAME} starts with even chunks: the checkpoint has {len(saved['shares'])} replicas.")
 
-    def chunk_sizes(self, batch_size: int, num_replicas: int) -> list[int]:
+    def split_sizes(self, batch_size: int, num_replicas: int) -> list[int]:
         """Return how many samples of a batch each replica gets."""
         if self._proportions is not None:
             return proportional_chunks(batch_size, self._proportions)
         if self._gpu0_batch_size is not None:
             return first_limited_chunks(batch_size, num_replicas, self._gpu0_batch_size)
         if self._controller is not None:
-            return self._controller.chunk_sizes(batch_size)
+            return self._controller.split_sizes(batch_size)
         return even_chunks(batch_size, num_replicas)
 
     def observe(self, record: BatchRecord, devices: Sequence[torch.device]) -> None:

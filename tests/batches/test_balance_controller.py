@@ -1,0 +1,140 @@
+"""The controller moves samples until all replicas finish together."""
+
+import random
+from statistics import fmean
+
+import pytest
+
+from lightning_ddp_ext.batches.balance_controller import BalanceController
+
+
+class Device:
+    """Takes a time per batch and a time per sample; noise makes it slower, never faster."""
+
+    def __init__(self, per_sample, fixed=0.0, noise=0.0, seed=0):
+        self.per_sample, self.fixed, self.noise = per_sample, fixed, noise
+        self.random = random.Random(seed)
+
+    def seconds(self, samples):
+        spike = 1 + self.noise * self.random.random() ** 4
+        return (self.fixed + samples * self.per_sample) * spike
+
+
+def run(controller, devices, steps, batch_size=64):
+    """Return the decisions, and the imbalance without noise of the chunks after each step."""
+    decisions, imbalances = [], []
+    for _ in range(steps):
+        sizes = controller.split_sizes(batch_size)
+        assert sum(sizes) == batch_size
+        decision = controller.observe(sizes, [d.seconds(n) for d, n in zip(devices, sizes, strict=True)])
+        if decision is not None:
+            decisions.append(decision)
+        times = [d.fixed + n * d.per_sample for d, n in zip(devices, controller.split_sizes(batch_size), strict=True)]
+        imbalances.append(max(times) / fmean(times) - 1)
+    return decisions, imbalances
+
+
+def moves(decisions):
+    return [decision for decision in decisions if decision.before != decision.after]
+
+
+@pytest.mark.parametrize(("noise", "bound"), [(0.0, 0.05), (0.5, 0.05), (2.0, 0.10)])
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_a_replica_three_times_slower_is_balanced_in_20_batches(slow, noise, bound):
+    devices = [Device(3 if index == slow else 1, noise=noise, seed=index) for index in range(3)]
+    decisions, imbalances = run(BalanceController(3), devices, 20, batch_size=70)
+    assert imbalances[0] > 0.5
+    assert imbalances[-1] < bound
+    assert moves(decisions)
+    assert "takes" in decisions[0].reason
+    assert "medians of 7 batches" in decisions[0].reason
+
+
+def test_small_differences_and_single_slow_batches_move_nothing():
+    for slower in (1.0, 1.1, 1.15):
+        decisions, _ = run(BalanceController(2), [Device(slower), Device(1)], 50)
+        assert [str(decision).split(";")[0] for decision in decisions] == ["settled at 32, 32"]
+    controller = BalanceController(2)
+    for step in range(60):
+        assert controller.observe([32, 32], [5.0 if step % 4 == 0 else 1.0, 1.0]) is None or step < 9
+    assert controller.split_sizes(64) == [32, 32]
+
+
+def test_noise_on_equal_devices_settles():
+    devices = [Device(1, noise=1.0, seed=seed) for seed in range(4)]
+    decisions, imbalances = run(BalanceController(4), devices, 2000)
+    assert max(imbalances) < 0.2
+    assert len(moves(decisions)) < 20
+
+
+def test_a_device_that_becomes_slower_later_is_noticed():
+    devices = [Device(1), Device(1)]
+    controller = BalanceController(2)
+    run(controller, devices, 30)
+    devices[1].per_sample = 2
+    _, imbalances = run(controller, devices, 40)
+    assert imbalances[-1] < 0.05
+    assert controller.split_sizes(60) == [40, 20]
+
+
+def test_moves_that_do_not_help_are_undone():
+    # However few samples it has, the first replica takes twice as long.
+    devices = [Device(0, fixed=2), Device(0, fixed=1)]
+    decisions, _ = run(BalanceController(2), devices, 400)
+    made = moves(decisions)
+    assert "before" in made[1].reason
+    assert made[1].after == made[0].before
+    assert len(made) < 14
+
+
+def test_a_move_that_makes_batches_faster_is_kept():
+    controller = BalanceController(3)
+    for _ in range(16):
+        sizes = controller.split_sizes(8)
+        # With fewer samples on the first, the others become faster too: the ratio rises, and the batch is shorter.
+        controller.observe(sizes, [4.8, 2.9, 1.7] if sizes == [3, 3, 2] else [3.6, 1.6, 1.6])
+    assert controller.split_sizes(8)[0] < 3
+
+
+def test_smaller_batches_are_shared_alike_but_measured_only_if_they_are_smaller_for_good():
+    controller, devices = BalanceController(2), [Device(3), Device(1)]
+    run(controller, devices, 20)
+    before = controller.shares
+    for _ in range(20):
+        assert controller.observe(controller.split_sizes(8), [9.0, 1.0]) is None
+        controller.observe(controller.split_sizes(64), [1.0, 1.0])
+    assert controller.shares == before
+    assert controller.split_sizes(8) == [2, 6]
+    assert controller.split_sizes(1) == [0, 1]
+    _, imbalances = run(controller, [Device(1), Device(3)], 40, batch_size=16)
+    assert imbalances[-1] < 0.05
+
+
+def test_every_replica_keeps_a_sample():
+    controller = BalanceController(3)
+    run(controller, [Device(500), Device(1), Device(1)], 60)
+    assert controller.split_sizes(64)[0] == 1
+
+
+def test_differences_of_less_than_a_sample_end_the_search():
+    decisions, _ = run(BalanceController(2), [Device(2), Device(1)], 60, batch_size=3)
+    assert [decision.after for decision in decisions] == [[1, 2], [1, 2]]
+
+
+def test_memory_caps_a_chunk_and_the_others_take_the_rest():
+    controller = BalanceController(3)
+    controller.limits = [4, None, None]
+    assert controller.split_sizes(30) == [4, 13, 13]
+    controller.limits = [4, 5, 6]
+    assert sum(controller.split_sizes(30)) == 30  # no replica has room
+    controller.limits = [4, 12, None]
+    assert controller.split_sizes(30) == [4, 12, 14]
+
+
+def test_a_saved_state_continues():
+    controller, resumed = BalanceController(2), BalanceController(2)
+    run(controller, [Device(3), Device(1)], 30)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.split_sizes(64) == controller.split_sizes(64) == [16, 48]
+    decisions, _ = run(resumed, [Device(3), Device(1)], 30)
+    assert moves(decisions) == []
