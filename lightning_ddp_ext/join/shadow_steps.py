@@ -57,8 +57,8 @@ class LockstepSteps(RankSteps):
     ) -> None:
         super().__init__(trainer, samples, gradient)
         reducer = None if gradient is None else gradient.reducer
-        # The reducer's, since each group costs connections, and a communicator on a device.
         self._owns_group = reducer is None
+        # Share the reducer's group: each group costs connections, and a communicator on a device.
         self.group = own_group(timeout) if reducer is None else reducer.process_group
         self.logged = LoggedValues(self.trainer, self.module, self.group, lambda: self.participation)
         self._uneven_inputs = uneven_inputs
