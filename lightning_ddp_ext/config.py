@@ -65,10 +65,7 @@ class TrainConfig:
 def make_schema(
     path: str, *, base: str | None = None, without: Collection[str] = (), **options: bool | str | None
 ) -> type:
-    """Return a dataclass with the arguments of a constructor as fields, except those in `without`.
-
-    `base` is the constructor that receives `*args` and `**kwargs`. `options` are further keys with their defaults.
-    """
+    """Return a dataclass of the arguments of a constructor and its `base`, but `without` some, and of `options`."""
     parameters: dict[str, inspect.Parameter] = {}
     for target in (base, path):
         if target is not None:
@@ -76,7 +73,7 @@ def make_schema(
     fields: list[Any] = [("_target_", str, field(default=path))]
     for parameter in parameters.values():
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name not in without:
-            fields.append((parameter.name, _field_type(parameter.annotation), _field(parameter.default)))
+            fields.append((parameter.name, _field_type(parameter.annotation), _field(parameter)))
     fields += [(name, type(default), field(default=default)) for name, default in options.items()]
     return make_dataclass(f"{path.rpartition('.')[2]}Config", fields, kw_only=True)
 
@@ -101,12 +98,26 @@ def _plain_type(annotation: Any) -> Any:
     return Any
 
 
-def _field(default: Any) -> Any:
+# Arguments of the strategies whose defaults are settings of the run, if it has them.
+_OF_RUN = {
+    "process_group_backend": "process_group.backend",
+    "timeout": "process_group.timeout_seconds",
+    "stall_timeout": "process_group.stall_timeout_seconds",
+    "init_method": "process_group.init_method",
+    "network_interface": "network.interface",
+}
+
+
+def _field(parameter: inspect.Parameter) -> Any:
+    name, default = parameter.name, parameter.default
     if default is inspect.Parameter.empty:
         return field(default=MISSING)
     if isinstance(default, list | tuple):
         return field(default_factory=lambda: list(default))
-    return field(default=default.total_seconds() if isinstance(default, timedelta) else default)
+    plain = default.total_seconds() if isinstance(default, timedelta) else default
+    if name in _OF_RUN:
+        plain = f"${{oc.select:{_OF_RUN[name]},{'null' if plain is None else f'{plain:g}'}}}"
+    return field(default=plain)
 
 
 # Arguments of the strategies that take objects, which a configuration cannot hold.

@@ -1,7 +1,7 @@
 """Private names of Lightning's Trainer, modules and strategies. Checked on lightning 2.6.6."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -20,11 +20,16 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
-_POPEN = "popen"  # start method of `DDPStrategy`, and of strategies without that option
-
 # Attributes of a `LightningModule` that differ between replicas: the device, the cache of metric names, which is keyed
 # by object id, and the `log` and `log_dict` that record.
 REPLICA_ATTRIBUTES = frozenset({"_device", "_metric_attributes", "log", "log_dict"})
+
+
+def replace_attributes(cleanup: ExitStack, owner: object, **replacements: Any) -> None:
+    """Hide attributes of a Lightning object's class behind replacements, until `cleanup` closes."""
+    vars(owner).update(replacements)
+    for name in replacements:
+        cleanup.callback(vars(owner).pop, name, None)
 
 
 def adopt_device(module: nn.Module, device: Device) -> None:
@@ -52,8 +57,7 @@ def takes_dataloader_iter(module: LightningModule, step: str) -> bool:
 class OneTrainerStrategy(Strategy):
     """A strategy that raises a clear error when it is passed to a second Trainer.
 
-    Lightning's own error mistakes the settings of the first Trainer for the user's. Only a Trainer's constructor reads
-    `_accelerator`, before any other setting; it sets `accelerator` when it takes the strategy.
+    A Trainer's constructor reads `_accelerator` before any other setting; it sets `accelerator` to take the strategy.
     """
 
     _given_accelerator: Accelerator | None = None
@@ -111,7 +115,7 @@ def in_interactive_session() -> bool:
 
 def repeats_the_command(strategy: Strategy) -> bool:
     """Return True if a strategy starts the other processes of its node by repeating the command."""
-    return str(getattr(strategy, "_start_method", _POPEN)) == _POPEN
+    return str(getattr(strategy, "_start_method", "popen")) == "popen"  # FSDP has no such option
 
 
 def keep_weights_for_testing(trainer: Trainer) -> None:

@@ -5,8 +5,8 @@ loads its position.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -16,12 +16,16 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_ddp_ext._compat.lightning import replace_attributes
+
 
 class _GivenBatchSampler(BatchSampler):
     """A batch sampler that Lightning rebuilds with its size of batches, because it is not exactly torch's class."""
 
 
-def keep_batch_samplers(trainer: Trainer, preparing: Callable[[], AbstractContextManager[None]]) -> None:
+def keep_batch_samplers(
+    cleanup: ExitStack, trainer: Trainer, preparing: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Have rebuilt loaders keep the batch size and the sampler of their batch sampler.
 
     Lightning 2.6.6 replaces a batch sampler of exactly torch's class by a sampler, so that a batch is one sample. It
@@ -37,7 +41,7 @@ def keep_batch_samplers(trainer: Trainer, preparing: Callable[[], AbstractContex
             prepared = type(connector)._prepare_dataloader(connector, shown, *args, **kwargs)
         return loader if prepared is shown else prepared
 
-    vars(connector)["_prepare_dataloader"] = prepare
+    replace_attributes(cleanup, connector, _prepare_dataloader=prepare)
 
 
 def _show_samplers(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -92,33 +96,18 @@ def wrapped_sampler(sampler: DistributedSampler[Any]) -> Any:
     return sampler.dataset._sampler  # type: ignore[attr-defined]
 
 
-def restore_preparation(trainer: Trainer) -> None:
-    """Undo `keep_batch_samplers`."""
-    vars(trainer._data_connector).pop("_prepare_dataloader", None)
-
-
-def replace_loaders(trainer: Trainer, replace: Callable[[Any, bool], Any]) -> None:
+def replace_loaders(cleanup: ExitStack, trainer: Trainer, replace: Callable[[Any, bool], Any]) -> None:
     """Replace the loaders of training and evaluation by the `CombinedLoader` of `replace(loaders, is_training)`."""
     # Lightning builds its own `CombinedLoader` from anything else, so this is the place to pass another one.
-    for source, is_training in _loader_sources(trainer):
+    fit_loop = trainer.fit_loop
+    for loop in (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        source, is_training = loop._data_source, loop is fit_loop
         original = type(source).dataloader.__get__(source)
 
         def dataloader(original: Callable[[], Any] = original, is_training: bool = is_training) -> Any:
             return replace(original(), is_training)
 
-        source.dataloader = dataloader
-
-
-def restore_loaders(trainer: Trainer) -> None:
-    """Undo `replace_loaders`."""
-    for source, _ in _loader_sources(trainer):
-        source.__dict__.pop("dataloader", None)
-
-
-def _loader_sources(trainer: Trainer) -> Iterator[tuple[Any, bool]]:
-    yield trainer.fit_loop._data_source, True
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        yield loop._data_source, False
+        replace_attributes(cleanup, source, dataloader=dataloader)
 
 
 def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:

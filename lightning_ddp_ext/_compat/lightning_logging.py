@@ -1,7 +1,8 @@
 """Private names of Lightning behind `self.log`. Checked on lightning 2.6.6."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 
+from lightning_ddp_ext._compat.lightning import replace_attributes
+
 
 def current_results(trainer: Trainer) -> _ResultCollection | None:
     """Return the results that `self.log` adds to at the moment."""
@@ -21,6 +24,7 @@ def current_results(trainer: Trainer) -> _ResultCollection | None:
 
 
 def watch_logging(
+    cleanup: ExitStack,
     trainer: Trainer,
     update: Callable[[str, _ResultMetric, Callable[[], None]], None],
     count: Callable[[Any], int | None],
@@ -28,57 +32,47 @@ def watch_logging(
     end_epoch: Callable[[], None] = lambda: None,
     reduced: Callable[[], None] = lambda: None,
 ) -> None:
-    """Intercept logging in every loop.
+    """Intercept logging in every loop until `cleanup` closes.
 
     `update` replaces each update, and gets the key, the record and the original function. `count` returns the number
     of samples of a batch, or None for Lightning's own count; an explicit `batch_size` wins. `end_batch` runs after the
     last hook of a batch, `end_epoch` before any hook sees the values of an epoch, `reduced` after their reduction.
     """
-    for results in _result_collections(trainer):
-        _watch(results, update)
-        _count_batches(results, count)
+    fit_loop = trainer.fit_loop
+    for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        _watch(cleanup, loop._results, update, count)
     connector = trainer._logger_connector
-    _surround(connector, "on_batch_end", before=end_batch)
-    _surround(connector, "epoch_end_reached", before=end_epoch)
-    _surround(connector, "on_epoch_end", after=reduced)
+
+    def surround(name: str, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+        original = getattr(type(connector), name).__get__(connector)
+
+        def method() -> None:
+            before()
+            original()
+            after()
+
+        replace_attributes(cleanup, connector, **{name: method})
+
+    surround("on_batch_end", end_batch)
+    surround("epoch_end_reached", end_epoch)
+    surround("on_epoch_end", lambda: None, reduced)
 
 
-def _surround(
-    owner: Any, name: str, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+def _watch(
+    cleanup: ExitStack,
+    results: _ResultCollection,
+    update: Callable[[str, _ResultMetric, Callable[[], None]], None],
+    count: Callable[[Any], int | None],
 ) -> None:
-    original = getattr(type(owner), name).__get__(owner)
-
-    def method() -> None:
-        before()
-        original()
-        after()
-
-    setattr(owner, name, method)
-
-
-def _watch(results: _ResultCollection, update: Callable[[str, _ResultMetric, Callable[[], None]], None]) -> None:
     def update_metrics(key: str, value: Any, batch_size: int) -> None:
         update(key, results[key], lambda: _ResultCollection.update_metrics(results, key, value, batch_size))
 
-    results.update_metrics = update_metrics
-
-
-def _count_batches(results: _ResultCollection, count: Callable[[Any], int | None]) -> None:
     def extract_batch_size(metric: _ResultMetric, batch_size: int | None, meta: _Metadata) -> int:
         if batch_size is None and results.batch_size is None and results.batch is not None:
             results.batch_size = count(results.batch)  # until the end of the batch
         return _ResultCollection._extract_batch_size(results, metric, batch_size, meta)
 
-    vars(results)["_extract_batch_size"] = extract_batch_size
-
-
-def unwatch_logging(trainer: Trainer) -> None:
-    """Undo `watch_logging`."""
-    for results in _result_collections(trainer):
-        for name in ("update_metrics", "_extract_batch_size"):
-            results.__dict__.pop(name, None)
-    for name in ("on_batch_end", "epoch_end_reached", "on_epoch_end"):
-        trainer._logger_connector.__dict__.pop(name, None)
+    replace_attributes(cleanup, results, update_metrics=update_metrics, _extract_batch_size=extract_batch_size)
 
 
 def is_synchronised(metric: _ResultMetric, *, on_step: bool) -> bool:
@@ -147,9 +141,3 @@ def adopt_logged(
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _result_collections(trainer: Trainer) -> Iterator[_ResultCollection]:
-    yield trainer.fit_loop.epoch_loop._results
-    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        yield loop._results

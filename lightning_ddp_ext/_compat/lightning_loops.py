@@ -1,10 +1,12 @@
 """Private names of Lightning's loops and signal handling. Checked on lightning 2.6.6."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
+
+from lightning_ddp_ext._compat.lightning import replace_attributes
 
 
 def logs_now(trainer: Trainer) -> bool:
@@ -17,11 +19,8 @@ def leaves_out_backward(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
-def replace_signal_handling(trainer: Trainer, register: Callable[[], None]) -> None:
-    """Replace Lightning's signal handlers, which communicate and save; call before they are registered.
-
-    The previous handlers are restored at the end of the run, as Lightning does.
-    """
+def replace_signal_handling(cleanup: ExitStack, trainer: Trainer, register: Callable[[], None]) -> None:
+    """Replace Lightning's signal handlers, which communicate and save; call before they are registered."""
     connector = trainer._signal_connector
 
     def register_handlers() -> None:
@@ -29,18 +28,12 @@ def replace_signal_handling(trainer: Trainer, register: Callable[[], None]) -> N
         connector._original_handlers = connector._get_current_signal_handlers()
         register()
 
-    connector.register_signal_handlers = register_handlers  # type: ignore[method-assign]
+    replace_attributes(cleanup, connector, register_signal_handlers=register_handlers)
     # Lightning would run a collective before every batch.
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    replace_attributes(cleanup, trainer.fit_loop.epoch_loop, _broadcast_sigterm_tensor=lambda: None)
 
 
-def restore_signal_handling(trainer: Trainer) -> None:
-    """Undo `replace_signal_handling`."""
-    trainer._signal_connector.__dict__.pop("register_signal_handlers", None)
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-
-
-def before_each_batch(trainer: Trainer, action: Callable[[], bool]) -> None:
+def before_each_batch(cleanup: ExitStack, trainer: Trainer, action: Callable[[], bool]) -> None:
     """Call `action` before each training batch is fetched; if it returns False, no batch is fetched.
 
     There is no public hook at this point, after validation and after everything else about the previous batch.
@@ -52,12 +45,7 @@ def before_each_batch(trainer: Trainer, action: Callable[[], bool]) -> None:
         if action():
             original(data_fetcher)
 
-    loop.advance = advance  # type: ignore[method-assign]
-
-
-def not_before_each_batch(trainer: Trainer) -> None:
-    """Undo `before_each_batch`."""
-    trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
+    replace_attributes(cleanup, loop, advance=advance)
 
 
 def preemption_path(trainer: Trainer) -> str:

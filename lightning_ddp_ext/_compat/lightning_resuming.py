@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
-from lightning_ddp_ext._compat.lightning import is_hook_of_loop
+from lightning_ddp_ext._compat.lightning import is_hook_of_loop, replace_attributes
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ def restore_callback_metrics(trainer: Trainer, metrics: Mapping[str, Tensor]) ->
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
-def resume_training_data(trainer: Trainer, ends_epoch: Callable[[], bool], after_setup: Callable[[], None]) -> None:
+def resume_training_data(
+    cleanup: ExitStack, trainer: Trainer, ends_epoch: Callable[[], bool], after_setup: Callable[[], None]
+) -> None:
     """Start the training data at the position of a checkpoint; `ends_epoch` returns True if that is an epoch's end.
 
     Lightning keeps loaders that `estimated_stepping_batches` set up before the loops were loaded, iterates before
@@ -127,7 +129,6 @@ def resume_training_data(trainer: Trainer, ends_epoch: Callable[[], bool], after
     """
     loop = trainer.fit_loop
     setup, load, reset = loop.setup_data, loop._load_combined_loader_states, loop.epoch_loop.reset
-
     is_set_up = False
 
     def setup_data() -> None:
@@ -155,13 +156,12 @@ def resume_training_data(trainer: Trainer, ends_epoch: Callable[[], bool], after
             warnings.filterwarnings("ignore", message, PossibleUserWarning)
             reset()
 
-    loop.setup_data = setup_data  # type: ignore[method-assign]
-    loop._load_combined_loader_states = load_states  # type: ignore[method-assign]
-    loop.epoch_loop.reset = reset_epoch  # type: ignore[method-assign]
+    replace_attributes(cleanup, loop, setup_data=setup_data, _load_combined_loader_states=load_states)
+    replace_attributes(cleanup, loop.epoch_loop, reset=reset_epoch)
 
 
 def reload_training_data_after_epoch(trainer: Trainer, before: Callable[[], None]) -> None:
-    """Have the training loop set up its loaders again after this epoch, and call `before` first."""
+    """Have the training loop of a resumed run set up its loaders again after this epoch, and call `before` first."""
     loop, epoch = trainer.fit_loop, trainer.current_epoch
     original = loop.setup_data
 
@@ -173,13 +173,3 @@ def reload_training_data_after_epoch(trainer: Trainer, before: Callable[[], None
         original()
 
     loop.setup_data = setup_data  # type: ignore[method-assign]
-
-
-def restore_training_data(trainer: Trainer) -> None:
-    """Undo `resume_training_data` and `reload_training_data_after_epoch`."""
-    for owner, name in (
-        (trainer.fit_loop, "setup_data"),
-        (trainer.fit_loop, "_load_combined_loader_states"),
-        (trainer.fit_loop.epoch_loop, "reset"),
-    ):
-        owner.__dict__.pop(name, None)

@@ -64,10 +64,7 @@ def steps_in_backward(parameter: nn.Parameter) -> bool:
 
 
 def ignored_by_ddp(module: nn.Module) -> list[str]:
-    """Return the names passed to `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.
-
-    Names are relative to the module; names of the module's own tensors may have a leading dot.
-    """
+    """Return the names given to DDP's `_set_params_and_buffers_to_ignore_for_model`, relative to the module."""
     return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 

@@ -1,6 +1,7 @@
 """Private names of torchmetrics. Checked on torchmetrics 1.9.0."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,9 +43,10 @@ def tensor_states(metric: Metric) -> dict[str, Tensor]:
 
 
 def watch_synchronization(
+    cleanup: ExitStack,
     around: Callable[[Metric, Callable[[Gather], None], Gather, dist.ProcessGroup | None], None],
 ) -> None:
-    """Replace every metric's synchronisation by `around(metric, synchronize, gather, process_group)`."""
+    """Replace every metric's synchronisation by `around(metric, synchronize, gather, group)` until `cleanup` closes."""
 
     def _sync_dist(
         self: Metric, dist_sync_fn: Gather | None = None, process_group: dist.ProcessGroup | None = None
@@ -53,11 +55,7 @@ def watch_synchronization(
         around(self, partial(_SYNC, self, process_group=group), dist_sync_fn or gather_all_tensors, group)
 
     Metric._sync_dist = _sync_dist  # type: ignore[method-assign]
-
-
-def unwatch_synchronization() -> None:
-    """Undo `watch_synchronization`."""
-    Metric._sync_dist = _SYNC  # type: ignore[method-assign]
+    cleanup.callback(setattr, Metric, "_sync_dist", _SYNC)
 
 
 def read_state(metric: Metric) -> State:

@@ -30,11 +30,6 @@ class _Buffer:
         """The module and the name, for sets."""
         return id(self.owner), self.name
 
-    @property
-    def current(self) -> Tensor | None:
-        """The module's buffer of this name now."""
-        return self.owner._buffers.get(self.name)
-
 
 class BufferSnapshot:
     """Context of the second forward pass: buffers have the values from before the first one.
@@ -51,7 +46,7 @@ class BufferSnapshot:
 
     def changed(self) -> list[_Buffer]:
         """Return the buffers that have changed, and the buffers whose changes torch does not count."""
-        found = self._versions.changed([buffer.current for buffer in self.buffers])
+        found = self._versions.changed([buffer.owner._buffers.get(buffer.name) for buffer in self.buffers])
         changed = {id(one.tensor) for n, one in enumerate(self.buffers) if n in found or one.key in self._uncounted}
         return [buffer for buffer in self.buffers if id(buffer.tensor) in changed]  # wherever it is shared
 
@@ -115,9 +110,8 @@ class BufferSnapshots:
 class CheckpointedForward:
     """Replaces the forward of one module instance, so that module names, state dict keys and classes do not change.
 
-    Hooks of the module itself run once, hooks of modules below it run again in the backward pass. A deep copy of the
-    module checkpoints its own forward; a pickled module is an ordinary one again. The second run has the RNG state, the
-    autocast state and the buffers of the first run; other state, such as a counter in an attribute, changes twice.
+    The second run has the RNG state, the autocast state and the buffers of the first run; other state, such as a
+    counter, changes twice. A deep copy checkpoints its own forward; a pickled module is an ordinary one again.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -194,10 +188,7 @@ class CheckpointedForward:
 
 
 def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Remove key-value caches, to which the second run of an attention layer would append again.
-
-    HuggingFace's models pass an empty cache to every layer, unless `use_cache=False`. Other caches are refused.
-    """
+    """Remove the empty key-value caches that HuggingFace's models pass to every layer; refuse caches with content."""
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
     if not caches:
         return args, kwargs

@@ -1,8 +1,9 @@
 """Activation checkpointing of the modules that a policy matches."""
 
+import inspect
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, cast
 
 from torch import nn
@@ -20,20 +21,8 @@ _REMEDY = "Use a class such as `nn.TransformerEncoderLayer`, its path as a strin
 class ActivationCheckpointing:
     """Checkpoints activations of the modules that a policy matches: their forward pass runs again in the backward pass.
 
-    Only the outermost matching modules are checkpointed, never the root. Module names, state dict keys and classes do
-    not change. Gradients, RNG state and buffers are the same as without activation checkpointing.
-
-    A module that is compiled by itself runs its compiled code again. If code around the modules is compiled, they are
-    part of it, except for modules that change buffers, which run uncompiled.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2) for _ in range(3)])
-        >>> checkpointing = ActivationCheckpointing(nn.TransformerEncoderLayer)
-        >>> checkpointing.apply(model)
-        >>> model(torch.rand(5, 1, 8)).sum().backward()
-        >>> checkpointing.report
-        'activation checkpointing: 3 TransformerEncoderLayer'
+    Only the outermost matching modules are checkpointed, never the root. A module that is compiled by itself runs its
+    compiled code again. If code around the modules is compiled, they are part of it, unless they change buffers.
     """
 
     def __init__(self, policy: ActivationCheckpointingPolicy) -> None:
@@ -90,18 +79,25 @@ class ActivationCheckpointing:
 def _predicate(policy: Any) -> Callable[[nn.Module], bool]:
     if isinstance(policy, str):
         policy = _import(policy)
+    policy = [policy] if isinstance(policy, type) else policy
     if isinstance(policy, Sequence | Set) and not isinstance(policy, nn.Module):
-        if not policy:
-            raise ValueError(f"`activation_checkpointing` is empty. {_REMEDY}")
         return _class_predicate([_import(entry) if isinstance(entry, str) else entry for entry in policy])
-    if isinstance(policy, type):
-        return _class_predicate([policy])
     if isinstance(policy, nn.Module) or not callable(policy):
         raise TypeError(f"`activation_checkpointing` must name classes of modules, got {_shown(policy)}. {_REMEDY}")
+    try:
+        inspect.signature(policy).bind(nn.Identity())
+    except TypeError as error:
+        raise TypeError(
+            f"`activation_checkpointing` must take one module, got {_shown(policy)}: {error}. {_REMEDY}"
+        ) from error
+    except ValueError:  # a function in C has no signature
+        pass
     return cast(Callable[[nn.Module], bool], policy)
 
 
-def _class_predicate(classes: Iterable[Any]) -> Callable[[nn.Module], bool]:
+def _class_predicate(classes: Sequence[Any]) -> Callable[[nn.Module], bool]:
+    if not classes:
+        raise ValueError(f"`activation_checkpointing` is empty. {_REMEDY}")
     for entry in classes:
         if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise TypeError(f"`activation_checkpointing` holds {_shown(entry)}, not a class of modules. {_REMEDY}")

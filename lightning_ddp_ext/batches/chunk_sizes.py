@@ -1,14 +1,11 @@
-"""Rules that divide a batch into chunks. Pure arithmetic."""
+"""Rules that divide a batch into chunks, and counters of the samples in them. Pure arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 
 
 def proportional_chunks(batch_size: int, proportions: Sequence[float]) -> list[int]:
-    """Divide a batch in given proportions, rounding by largest remainder (Hamilton's method).
-
-    Every chunk is within one sample of its exact share, and equal remainders go to the lower index.
-    """
+    """Divide a batch in given proportions by largest remainder (Hamilton's method), within one sample of each share."""
     # Fractions, because a remainder that floats round the other way would move a sample between runs.
     exact = [Fraction(proportion) for proportion in proportions]
     shares = [batch_size * proportion / sum(exact) for proportion in exact]
@@ -26,10 +23,7 @@ def even_chunks(batch_size: int, num_chunks: int) -> list[int]:
 
 
 def first_limited_chunks(batch_size: int, num_chunks: int, first: int) -> list[int]:
-    """Give the first replica at most `first` samples and at most an even share; divide the rest evenly.
-
-    Transformer-XL's BalancedDataParallel returns the same sizes wherever it applies its rule.
-    """
+    """Give the first replica at most `first` samples and at most an even share; divide the rest evenly."""
     if num_chunks == 1:
         return [batch_size]
     first_chunk = min(first, -(-batch_size // num_chunks))
@@ -59,3 +53,20 @@ def limited_chunks(sizes: Sequence[int], limits: Sequence[int | None]) -> list[i
         ] or [index for index in range(len(kept)) if kept[index] < sizes[index]]
         kept[min(room, key=lambda index: kept[index] / sizes[index])] += 1
     return kept
+
+
+class SampleCounters:
+    """Recognises numbers that each part of a batch has raised by its number of samples.
+
+    With parts of one sample, a counter of samples looks like a counter of steps: earlier steps decide.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+
+    def recognise(self, key: Hashable, raised: Sequence[float], sizes: Sequence[float]) -> bool:
+        """Return True if the number called `key` counts samples, given by how much each part has raised it."""
+        if list(raised) != list(sizes) or (set(sizes) == {1} and key not in self._known):
+            return False
+        self._known.add(key)
+        return True

@@ -50,6 +50,13 @@ def items(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(value, name)) for name in fields(value))
 
 
+def walk(value: Any) -> Iterator[Any]:
+    """Yield a value and, in any depth, the items of its containers."""
+    yield value
+    for _, item in items(value):
+        yield from walk(item)
+
+
 def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to the items of a container; return any other value unchanged."""
     if isinstance(value, Mapping):

@@ -25,6 +25,7 @@ from lightning_ddp_ext.batches.containers import (
     rebuild,
     take_rows,
     to_device,
+    walk,
 )
 from lightning_ddp_ext.errors import BatchSplitError
 
@@ -52,10 +53,7 @@ def count_samples(batch: Any, batch_dim: int = 0) -> int:
 
 
 def split_batch(batch: Any, sizes: Sequence[int], batch_dim: int = 0) -> list[Any]:
-    """Cut a batch into consecutive chunks, views if tensors are dense; None for size 0.
-
-    Values without a batch dimension are in every chunk.
-    """
+    """Cut a batch into consecutive chunks, None for size 0; values without a batch dimension are in every chunk."""
     cut = _measure(batch, batch_dim)
     if sum(sizes) != cut.total:
         raise ValueError(f"`sizes` must add up to the {cut.total} samples of the batch, got {list(sizes)}.")
@@ -89,10 +87,9 @@ def may_be_one_sample(batch: Any) -> bool:
 
 def rows_of_graphs(chunk: Any) -> Iterator[int]:
     """Yield the numbers of nodes and edges in each batch of graphs of a chunk: outputs may have as many rows."""
-    if is_graph_batch(chunk):
-        yield from (getattr(chunk, name) for name in ("num_nodes", "num_edges") if hasattr(chunk, name))
-    for _, item in items(chunk):
-        yield from rows_of_graphs(item)
+    for part in walk(chunk):
+        if is_graph_batch(part):
+            yield from (getattr(part, name) for name in ("num_nodes", "num_edges") if hasattr(part, name))
 
 
 class _Entry(NamedTuple):

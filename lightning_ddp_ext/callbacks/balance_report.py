@@ -80,8 +80,7 @@ class BalanceReport(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        while self._unread and self._unread[0].is_done():
-            self._record(trainer, self._unread.popleft())
+        self._record(trainer, waits=False)
 
     @override
     def on_train_batch_end(
@@ -90,7 +89,7 @@ class BalanceReport(Callback):
         if isinstance(trainer.strategy, BalancedDataParallelStrategy):
             self._unread.append(trainer.strategy.last_batch)
             if trainer.loggers and logs_now(trainer):
-                self._record_all(trainer)
+                self._record(trainer)
                 metrics: dict[str, float] = {}
                 for record in self.records[-len(trainer.strategy.devices) :]:
                     metrics[f"replica_{record.replica}/samples"] = float(record.chunk)
@@ -98,20 +97,17 @@ class BalanceReport(Callback):
                     metrics[f"replica_{record.replica}/idle_share"] = record.idle_share
                 pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
-    def _record_all(self, trainer: Trainer) -> None:
-        """Wait for the devices, and record the batches that they had not finished before."""
-        while self._unread:
-            self._record(trainer, self._unread.popleft())
-
-    def _record(self, trainer: Trainer, last: BatchRecord) -> None:
-        assert isinstance(trainer.strategy, BalancedDataParallelStrategy)
-        seconds, devices = last.seconds, trainer.strategy.devices
-        longest = max(seconds) or 1.0
-        batch = self.records[-1].batch + 1 if self.records else 0
-        self.records.extend(
-            ReplicaRecord(batch, replica, str(device), last.sizes[replica], spent, 1 - spent / longest)
-            for replica, (device, spent) in enumerate(zip(devices, seconds, strict=True))
-        )
+    def _record(self, trainer: Trainer, waits: bool = True) -> None:
+        """Record the batches that the devices have finished; if it waits for the devices, all batches."""
+        while self._unread and (waits or self._unread[0].is_done()):
+            assert isinstance(trainer.strategy, BalancedDataParallelStrategy)
+            last, devices = self._unread.popleft(), trainer.strategy.devices
+            longest = max(last.seconds) or 1.0
+            batch = self.records[-1].batch + 1 if self.records else 0
+            self.records.extend(
+                ReplicaRecord(batch, replica, str(device), size, seconds, 1 - seconds / longest)
+                for replica, (device, size, seconds) in enumerate(zip(devices, last.sizes, last.seconds, strict=True))
+            )
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,7 +121,7 @@ class BalanceReport(Callback):
         if not self._is_recording:
             return
         self._is_recording = False
-        self._record_all(trainer)
+        self._record(trainer)
         if not self.records:
             return
         if self.path is not None:

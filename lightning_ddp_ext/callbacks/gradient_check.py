@@ -245,10 +245,7 @@ class _StepCopy:
                 parameter.requires_grad_(True)
 
     def gradients(self, batch: Any, *, transferred: bool = True) -> dict[str, Tensor]:
-        """Return the gradients of a batch, flat and real, by parameter name.
-
-        A batch that is not `transferred` still has to pass the batch transfer hooks.
-        """
+        """Return the flat, real gradients of a batch by parameter name; unless `transferred`, after transfer hooks."""
         device, plugin = self.module.device, self._trainer.precision_plugin
         # No autocast, because its rounding would hide differences.
         precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -164,14 +163,9 @@ def _why_not(trainer: Trainer, module: LightningModule) -> str | None:
     # DeepSpeed shards parameters, although its strategy is a subclass of DDPStrategy.
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
         return f"{type(strategy).__name__} keeps no whole replica on every rank"
-    if any(_is_shard(parameter) for parameter in module.parameters()):
+    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):  # a DTensor
         return "parameters are sharded over ranks"
     return None
-
-
-def _is_shard(tensor: Tensor) -> bool:
-    # The attribute of a DTensor, whose class need not be imported for this.
-    return hasattr(tensor, "device_mesh")
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:

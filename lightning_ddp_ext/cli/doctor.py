@@ -360,10 +360,7 @@ def _compose(options: argparse.Namespace) -> DictConfig:
 
 
 def _take_connection(config: DictConfig, timeout: float) -> Connection | None:
-    """Move backend and interface out of the strategy, whose constructor rejects them before other ranks can hear of it.
-
-    None if the strategy has no process group.
-    """
+    """Move backend and interface out of the strategy, which would reject them on this rank alone."""
     if not has_process_group(config):
         return None
     connection = Connection(

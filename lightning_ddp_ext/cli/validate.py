@@ -36,10 +36,7 @@ _LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_
 
 
 def prepare_config(config: DictConfig, choices: Any) -> None:
-    """Fill in accelerator and devices, and refuse settings that are out of range or would be ignored.
-
-    `choices` are the chosen options by group.
-    """
+    """Fill in accelerator and devices, and refuse bad settings; `choices` are the chosen options by group."""
     _check_groups(config, choices)
     _set_devices(config, choices)
     trainer = config.trainer
@@ -126,10 +123,7 @@ def make_trainer(config: DictConfig, strategy: Any, **options: Any) -> Trainer:
 
 
 def check_run(config: DictConfig, hydra: Any, trainer: Trainer) -> None:
-    """Refuse a launch, shares of the data or a run folder that do not suit the Trainer, which has not started yet.
-
-    `hydra` is Hydra's part of the configuration.
-    """
+    """Refuse a launch, shares of the data or a run folder that do not suit the Trainer; `hydra` is Hydra's settings."""
     strategy = str(hydra.runtime.choices.strategy)
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if trainer.num_nodes > 1 and type(environment) is LightningEnvironment and "MASTER_ADDR" not in os.environ:

@@ -115,19 +115,13 @@ def _check_sweep(strategy: DDPStrategy | FSDPStrategy) -> None:
         )
 
 
-def check_start_method(start_method: object) -> None:
-    """Raise a ValueError if Lightning has no such way to start processes."""
-    check_choice(
-        "start_method", start_method, get_args(StartMethod), 'Use "popen" for processes that run the program again.'
-    )
-
-
 def choose_start_method(start_method: StartMethod | None) -> StartMethod:
     """Return a checked start method; for None, "fork" in an interactive session, and "popen" elsewhere."""
     is_interactive = in_interactive_session()
     if start_method is None:
         return "fork" if is_interactive else "popen"
-    check_start_method(start_method)
+    remedy = 'Use "popen" for processes that run the program again.'
+    check_choice("start_method", start_method, get_args(StartMethod), remedy)
     if is_interactive and start_method != "fork":
         raise ValueError(
             '`start_method` must be "fork" in an interactive session (a notebook, `python -i`), whose code no new'

@@ -29,10 +29,7 @@ _PER_STEP, _PER_RESTART = 37, 307
 
 
 def find_problems(environ: Mapping[str, str], num_nodes: int, devices: int) -> list[str]:
-    """Return how the tasks that SLURM has started differ from one task per device on every node, with remedies.
-
-    There are no problems outside of SLURM, and in processes of torchrun.
-    """
+    """Return how SLURM's tasks differ from one per device on every node, with remedies; none under torchrun."""
     if _JOB not in environ or TORCHRUN_ID in environ:
         return []
     tasks = _number(environ, "SLURM_NTASKS")

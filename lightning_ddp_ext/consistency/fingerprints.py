@@ -27,10 +27,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def fingerprint_all(tensors: Mapping[str, Tensor]) -> int:
-    """Return one fingerprint of many tensors, their names and their order; the host waits once per device.
-
-    Small tensors of one device are hashed together, so only results for the same kinds of devices are comparable.
-    """
+    """Return one fingerprint of many tensors, their names and order, to compare between devices of the same kinds."""
     digest = hashlib.blake2b(digest_size=8)
     by_device: dict[torch.device, list[Tensor]] = {}
     for name, tensor in tensors.items():

@@ -29,10 +29,7 @@ class ReplicaDifference:
 
 
 def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> ReplicaDifference | None:
-    """Return the first bitwise difference between the tensors of all ranks, in the order of the lowest rank's names.
-
-    Call on every rank of the group. Equal tensors are read once, and cost one collective of 8 bytes per rank.
-    """
+    """Return the first bitwise difference between the tensors of all ranks, or None; call it on every rank."""
     if dist.get_world_size(group) == 1 or len(set(gather_integer(fingerprint_all(tensors), group))) == 1:
         return None
     own = {name: (describe(tensor), fingerprint(tensor)) for name, tensor in tensors.items()}
@@ -43,7 +40,9 @@ def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | No
         return None
     name = differing[0]
     entries = [record.get(name, (_MISSING, 0)) for record in records]
-    majority, others = _split_by_majority(entries)
+    common, _ = Counter(entries).most_common(1)[0]  # the first of several
+    majority = [i for i, entry in enumerate(entries) if entry == common]
+    others = [i for i, entry in enumerate(entries) if entry != common]
     ranks = dist.get_process_group_ranks(group)
     rest = list_ranks([ranks[i] for i in majority])
     expected = entries[majority[0]][0]
@@ -54,13 +53,6 @@ def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | No
         deviation = _measure(tensors[name], majority[0], others[0], group)
         text = f"{name}, {expected}, of {list_ranks([ranks[i] for i in others])} differs from {rest}{deviation}"
     return ReplicaDifference(name, f"{text} ({len(differing)} of {len(names)} tensors differ)")
-
-
-def _split_by_majority(values: Sequence[object]) -> tuple[list[int], list[int]]:
-    """Return the positions of the most frequent value, the first of several, and all other positions."""
-    common, _ = Counter(values).most_common(1)[0]
-    positions = range(len(values))
-    return [i for i in positions if values[i] == common], [i for i in positions if values[i] != common]
 
 
 @torch.no_grad()
@@ -115,8 +107,7 @@ def name_training_state(
 ) -> dict[str, Tensor]:
     """Return parameters, buffers, and the state and settings of optimizers by readable names, for `find_difference`.
 
-    Tensors are not copied, and numbers become tensors. Names that DDP ignores or a pattern in `ignore` matches are
-    skipped.
+    Tensors are not copied. Names that DDP ignores or a pattern in `ignore` matches are skipped.
     """
     ignored = find_ignored(module)
 

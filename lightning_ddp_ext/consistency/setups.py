@@ -123,10 +123,7 @@ def _to_text(value: Any) -> str:
 
 
 def find_ignored(module: nn.Module) -> frozenset[str]:
-    """Return the names that `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model` excludes.
-
-    Ranks do not share these parameters and buffers, such as queues; submodules may exclude some too.
-    """
+    """Return the names of parameters and buffers that each rank has for itself (`ignored_by_ddp`), such as queues."""
     return frozenset(
         f"{prefix}.{name.strip('.')}".strip(".")
         for prefix, part in module.named_modules()
@@ -167,23 +164,17 @@ def _refuse_lazy(kind: str, name: str, tensor: Tensor) -> None:
         )
 
 
-_PACKAGES = ("torch", "lightning", "lightning-ddp-ext")
-
-
-def describe_versions(packages: Sequence[str] = _PACKAGES) -> dict[str, object]:
-    """Describe the versions of Python, without its last number, and of packages.
-
-    Args:
-        packages: Names of distributions.
+def describe_versions() -> dict[str, object]:
+    """Describe the versions of Python, without its last number, of torch, Lightning and this package.
 
     Returns:
         A description for `compare_setups`.
     """
-    versions: dict[str, object] = {"version of Python": ".".join(platform.python_version_tuple()[:2])}
-    for package in packages:
-        # The version that runs may differ from the installed one in a source build.
-        versions[f"version of {package}"] = torch.__version__ if package == "torch" else _installed(package)
-    return versions
+    return {
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "version of torch": torch.__version__,  # may differ from the installed one in a source build
+        **{f"version of {package}": _installed(package) for package in ("lightning", "lightning-ddp-ext")},
+    }
 
 
 def _installed(package: str) -> str:

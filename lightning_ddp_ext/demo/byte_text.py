@@ -204,10 +204,7 @@ def pad(pieces: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 class StdlibStream(_StdlibData):
-    """The standard library as streams, in which each rank trains on different files.
-
-    The files differ in size, so that ranks have different numbers of batches, and batches different numbers of bytes.
-    """
+    """The standard library as streams: each rank trains on different files, and has another number of batches."""
 
     def __init__(self, batch_size: int = 8, block_size: int = 128, files: int = 10, seed: int = 1) -> None:
         super().__init__(batch_size, block_size, seed)

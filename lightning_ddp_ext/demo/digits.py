@@ -104,10 +104,7 @@ def check_fractions(fractions: Sequence[float], num_replicas: int | None = None)
 
 
 class FractionSampler(DistributedSampler[Any]):
-    """Deals out a consecutive part of the data to each rank; every sample belongs to exactly one rank.
-
-    Lightning leaves it alone because it is a `DistributedSampler`, and sets its epoch.
-    """
+    """Deals out a consecutive part of the data to each rank. Lightning leaves a `DistributedSampler` alone."""
 
     def __init__(
         self,
@@ -136,10 +133,7 @@ class FractionSampler(DistributedSampler[Any]):
 
 
 class DigitsData(LightningDataModule):
-    """Scikit-learn's digits, split at random into 1,257 images for training, 180 for validation and 360 for testing.
-
-    `train_fractions` gives each rank a share of the training images; None leaves the division to the strategy.
-    """
+    """Scikit-learn's digits, split at random; `train_fractions` gives each rank a share of the training images."""
 
     def __init__(self, batch_size: int = 32, seed: int = 1, train_fractions: Sequence[float] | None = None) -> None:
         super().__init__()

@@ -10,10 +10,6 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from lightning_ddp_ext._validation import check_integer, check_number
 
 _DEFAULT = "Leave it out for the default."
-_MOST = {
-    "batch_size": 10**6, "block_size": 2**16, "files": 10**6, "max_bytes": 10**12, "width": 4096, "depth": 256,
-    "heads": 4096, "seed": 2**63 - 1,
-}  # fmt: skip
 
 
 def check_options(**options: object) -> None:
@@ -22,7 +18,7 @@ def check_options(**options: object) -> None:
         if name == "learning_rate":
             check_number(name, value, remedy=_DEFAULT)
         else:
-            check_integer(name, value, least=0 if name == "seed" else 1, most=_MOST[name], remedy=_DEFAULT)
+            check_integer(name, value, least=0 if name == "seed" else 1, remedy=_DEFAULT)
 
 
 def cosine_adamw(module: LightningModule, learning_rate: float) -> OptimizerLRSchedulerConfig:

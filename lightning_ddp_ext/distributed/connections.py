@@ -1,8 +1,4 @@
-"""Sockets of process groups, which can be shut down to end a collective.
-
-gloo cannot abort a collective: a thread waits for an absent rank until the time limit, and the group cannot be
-destroyed before. After its sockets are shut down, gloo gives up at once, on the other ranks too.
-"""
+"""Sockets of process groups, shut down to end a collective: gloo cannot abort one, but gives up without its sockets."""
 
 import contextlib
 import os
@@ -33,10 +29,7 @@ def tracked_connections(lasting: bool = False) -> Iterator[None]:
 
 
 def break_connections(lasting: bool = False) -> int:
-    """Shut down the remembered sockets, on request the lasting ones too, and return their number.
-
-    A thread that waits for such a socket gets an error.
-    """
+    """Shut down the remembered sockets, if `lasting` all of them, so that waiting threads fail; return their number."""
     global _has_broken
     _has_broken = True
     broken = 0

@@ -66,10 +66,7 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 
 
 def gather_different(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the JSON-serialisable object of each rank, or a single one if all are equal.
-
-    Equal objects cost one collective of 8 bytes per rank.
-    """
+    """Return the JSON-serialisable object of each rank, or a single one if all are equal, for 8 bytes per rank."""
     own = int.from_bytes(bytes.fromhex(digest(value)), "little", signed=True)
     return [value] if len(set(gather_integer(own, group))) == 1 else gather_objects(value, group)
 

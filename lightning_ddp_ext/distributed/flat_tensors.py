@@ -40,10 +40,7 @@ def broadcast_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, source: i
 
 @torch.no_grad()
 def overwrite(targets: Sequence[Tensor], flat: Tensor) -> None:
-    """Write flat values into several non-empty tensors, in few kernel launches.
-
-    Elements that share memory, as after `expand`, are written once.
-    """
+    """Write flat values into several non-empty tensors in few kernel launches, memory shared by `expand` once."""
     are_rows = all(target.dim() == 1 for target in targets)
     parts = torch.split(flat, list(map(torch.numel, targets))) if are_rows else views_of(flat, targets)
     pairs = [_distinct(*pair) if 0 in pair[0].stride() else pair for pair in zip(targets, parts, strict=True)]

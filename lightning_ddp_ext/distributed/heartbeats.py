@@ -1,9 +1,4 @@
-"""Heartbeats of all ranks through the store of the process group.
-
-About once a second, a thread of each rank writes the location of its main thread and reads the heartbeats of the other
-ranks. So a slow rank is distinguished from a stopped or lost one, and the first failure reaches all ranks even after
-their connections are gone.
-"""
+"""Heartbeats of all ranks through the store of the process group, which show slow, stopped and lost ranks."""
 
 import json
 import math

@@ -79,10 +79,7 @@ def machine_id() -> str:
 def choose_interface(
     requested: str | None, *, gloo: bool, num_nodes: int, local_address: str | None
 ) -> Interface | None:
-    """Choose the interface of this node, by its address on the way to rank 0 for `"auto"`; None if that is unknown.
-
-    If neither the run nor gloo chooses one, the interface has no name and no addresses.
-    """
+    """Choose the interface of this node, by its address on the way to rank 0 for `"auto"`; None if that is unknown."""
     if requested is None:
         return default_gloo_interface() if gloo else Interface(None, ())
     if requested != AUTO:

@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import psutil
-
 from lightning_ddp_ext.errors import RendezvousError
 
 CONNECT_LIMIT = 10.0  # seconds; TCP itself repeats a lost request after 1, 3 and 7
@@ -45,30 +43,9 @@ def listen(address: str | None, port: int) -> socket.socket:
 def port_error(address: str | None, port: int, error: OSError) -> RendezvousError:
     """Return the error that explains why rank 0 cannot listen on a port."""
     place = f"port {port} of node {socket.gethostname()} cannot be listened on, {address or 'any address'}, rank 0"
-    if error.errno != errno.EADDRINUSE:
-        return RendezvousError(f"{place}: {error.strerror}. Choose another port for rank 0.")
-    listening = _who_listens(port)
-    known = f" by {listening}" if listening else ""
-    return RendezvousError(
-        f"{place}: {os.strerror(errno.EADDRINUSE)}{known}."
-        " Choose another port for rank 0, or end the process that has this one."
-    )
-
-
-def _who_listens(port: int) -> str | None:
-    """Return the name and number of the process that listens on a port, if this user may see it."""
-    try:
-        found = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-    except psutil.AccessDenied:  # macOS shows connections to root only
-        return None
-    numbers = [one.pid for one in found if one.laddr and one.laddr.port == port]
-    number = next((number for number in numbers if number is not None), None)
-    if number is None:
-        return "a process of another user" if numbers else None
-    try:
-        return f"`{psutil.Process(number).name()}` (process {number})"
-    except psutil.Error:  # it has ended, or belongs to another user
-        return f"process {number}"
+    is_taken = error.errno == errno.EADDRINUSE
+    other = ", or end the process that has this one, which `ss -ltnp` lists" if is_taken else ""
+    return RendezvousError(f"{place}: {error.strerror}. Choose another port for rank 0{other}.")
 
 
 def explain_failures(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> dict[Target, str]:

@@ -1,7 +1,6 @@
 """The rendezvous of the ranks of a run: they agree on the interface of each node and check that nodes reach each other.
 
-It is a round of phases. In each phase every rank sends a response to rank 0, which publishes one result, or an error
-that all ranks raise. The first phase also needs a request of rank 0, since its store may hold keys of an earlier round.
+In each of its phases every rank sends a response to rank 0, which publishes one result, or an error that all raise.
 """
 
 import contextlib

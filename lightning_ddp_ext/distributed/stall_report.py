@@ -48,11 +48,6 @@ class StackLocation:
         return " <- ".join(part for part in ("" if is_in_code else self.collective, self.code) if part)
 
 
-def find_main_thread() -> StackLocation:
-    """Return the location of the main thread, which keeps running meanwhile."""
-    return find_stack_location(_main_frame())
-
-
 def find_main_call() -> object:
     """Return an identity of the innermost Python call of the main thread, equal while it lasts, and rarely later."""
     frame = _main_frame()
@@ -125,7 +120,7 @@ def _describe(line: _Line) -> str:
 
 def describe_own_state(position: Callable[[], Mapping[str, Any]], received: int | None = None) -> dict[str, Any]:
     """Return the state of this rank for a heartbeat, with the number of bytes received from other ranks if known."""
-    location = find_main_thread()
+    location = find_stack_location(_main_frame())
     state = {
         "host": socket.gethostname(),
         "process": os.getpid(),

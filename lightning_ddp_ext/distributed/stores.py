@@ -97,10 +97,7 @@ def poll(question: Callable[[], _Answer], deadline: float) -> _Answer:
 def open_store(
     endpoint: RendezvousEndpoint, *, rank: int, world_size: int, num_nodes: int, timeout: timedelta
 ) -> OpenStore:
-    """Create the store on rank 0, and connect to it on the others; under torchrun, all connect to its agent's store.
-
-    Ranks of a single node use its loopback address, whatever the host of the endpoint is called.
-    """
+    """Create the store on rank 0, and connect to it on the others; under torchrun, all connect to its agent's store."""
     if endpoint.path is not None:
         return OpenStore(_open_file(endpoint.path, rank, world_size))
     if rank == 0 and not _is_agent_store(endpoint):
@@ -127,8 +124,7 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
 def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> OpenStore:
     """Wait for the store of rank 0 and connect to it; an unknown or unreachable host is an error much sooner.
 
-    torch's own client doubles its time limit with every attempt, so that a minute becomes several; here, a plain
-    connection waits for the store first.
+    A plain connection waits for the store, since torch's own client doubles its time limit with every attempt.
     """
     place, own = RendezvousEndpoint(host, port), f"rank {rank} on node {socket.gethostname()}"
     limit = timeout.total_seconds()

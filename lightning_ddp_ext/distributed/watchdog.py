@@ -43,8 +43,8 @@ class Interruption(BaseException):
 class DeviceProbe:
     """Finds out whether the device completes its work while the main thread is stuck in one call.
 
-    `silent` is the number of the probe that the device has not answered since the last look, or None. A probe waits for
-    the device in a separate thread. No other time is suitable: a CUDA graph that is being captured would break.
+    `silent` is the number of the probe that the device has not answered, or None. A probe waits in a separate thread,
+    and only then: a CUDA graph that is being captured would break.
     """
 
     def __init__(self, synchronize: Callable[[], object]) -> None:
@@ -71,7 +71,6 @@ class RunWatch:
     """Watches a run on one of its ranks, from `start` to `stop`; report an error of the run with `fail` or `explain`.
 
     One thread exchanges heartbeats and may get stuck in a store that does not answer; the other one decides.
-    `synchronize` waits for the device of this rank; None for the CPU.
     """
 
     def __init__(
@@ -87,6 +86,7 @@ class RunWatch:
         interval = _INTERVAL_IN_FILE if keeps_store_in_file(store) else _INTERVAL
         interval = interval if limit is None else min(interval, limit / _BEATS)
         self._position = position
+        # `synchronize` waits for the device of this rank; None for the CPU.
         self._probe = None if synchronize is None else DeviceProbe(synchronize)
         # On a device, the probe shows whether other backends progress.
         self._counts_bytes = self._probe is not None or uses_sockets_only(dist.get_backend())

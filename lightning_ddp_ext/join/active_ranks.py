@@ -22,10 +22,8 @@ _CPU = torch.device("cpu")
 class ActiveRankCollectives:
     """Runs collectives on the active ranks only, although the user's code issues them on a group of all ranks.
 
-    Reductions are over the active ranks. Gathers and scatters have zeros, or None for objects, in place of the parts of
-    joined ranks. A broadcast from a joined rank, and a message from or to one, raises. A reduction or gather whose root
-    is a joined rank has no result, since a joined rank runs no code that would use it. In the process
-    group `own` joined ranks take part themselves. Outside of `redirect` this costs nothing.
+    Parts of joined ranks are zeros, or None for objects. A root that has joined gets no result, since it runs no code
+    that would use it. In the process group `own`, joined ranks take part themselves.
     """
 
     def __init__(self, own: dist.ProcessGroup, timeout: timedelta | None = None, device: torch.device = _CPU) -> None:

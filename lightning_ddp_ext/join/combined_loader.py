@@ -77,12 +77,8 @@ _SEED = "seed"
 class LockstepCombinedLoader(CountedCombinedLoader):
     """A `CombinedLoader` that makes the same number of steps on every rank, and resumes in the middle of an epoch.
 
-    A rank runs out of data when its own `CombinedLoader` would end. In mode "sequential" all ranks use the same loader
-    at any time.
-
-    Its state is the number of steps, which is the same on every rank. On as many ranks as before, each rank skips the
-    batches it has used. On another number of ranks, the unused samples are dealt out again, which requires a single
-    loader with an `UnpaddedDistributedSampler`. Evaluation, which has no `rng`, does not resume.
+    Its state is the number of steps. On as many ranks as before, each rank skips the batches it has used; on another
+    number, the unused samples of a single loader with an `UnpaddedDistributedSampler` are dealt out again.
     """
 
     def __init__(

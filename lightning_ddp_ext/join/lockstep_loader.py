@@ -16,7 +16,6 @@ from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, StepParticipation
 
 UnevenInputs = Literal["join", "stop", "error"]
-UNEVEN_INPUTS = ("join", "stop", "error")
 
 _UNKNOWN = -1
 
@@ -74,9 +73,8 @@ class HasNextBatch:
 class LockstepLoader:
     """Yields the batches of this rank, and stand-ins for them as long as other ranks have batches.
 
-    A stand-in is a copy of this rank's last batch, so that hooks see a batch of the right form. A rank that never had
-    a batch gets the first batch of another rank. If `lengths` are known on every rank, no message is needed; otherwise
-    ranks agree one batch ahead on whether there is another step, see `HasNextBatch`.
+    A stand-in, which shows hooks a batch of the right form, is a copy of this rank's last batch, or else of another
+    rank's first. Unless `lengths` are known on every rank, ranks agree one batch ahead whether there is another step.
 
     `dropped` is the number of batches of each rank that `uneven_inputs="stop"` drops; without lengths it is known after
     the end, at most 1 for each rank, and `dropped_samples` is the number of samples in these batches.

@@ -29,9 +29,8 @@ _REDUCING = -1  # sent in place of a hash when a value is reduced outside of a s
 class LoggedValues:
     """Synchronises the values that steps log with `sync_dist=True`, all values of a step in one message.
 
-    Lightning reduces each value when it is logged. Here ranks compare the keys of a step when they synchronise its
-    gradients, or when an evaluation step ends, and reduce the values then. Means are weighted like the gradients. On a
-    shadow step, a rank receives the keys from an active rank, and values that hooks and callbacks log have no weight.
+    Ranks compare the keys of a step when they synchronise its gradients, or when an evaluation step ends, and then
+    reduce the values. On a shadow step, a rank receives the keys from an active rank.
     """
 
     def __init__(
@@ -44,17 +43,13 @@ class LoggedValues:
         self._trainer = trainer
         self._module = module
         self._group = group
-        self._participation_now = participation
+        self._participation = participation  # returns the present one
         self._in_step = False
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # records of this step by key
         self._pending: dict[str, Any] = {}  # records of this step whose values are not synchronised yet
         self._adopted: set[str] = set()  # keys of this epoch that only other ranks have logged
         self._begins_evaluation = True  # ranks compare keys after the first batch, then only when there are keys
-
-    @property
-    def _participation(self) -> StepParticipation:
-        return self._participation_now()
 
     def begin(self) -> None:
         """Begin a step, or the time between two steps, in which all ranks take part."""
@@ -79,9 +74,9 @@ class LoggedValues:
         """Reduce a value over ranks with Lightning's own `reduce`, or defer that to `synchronize`."""
         if self._is_logging and self._in_step:
             return tensor
-        if self._is_logging and self._participation.is_uneven and self._trainer.training:
+        if self._is_logging and self._participation().is_uneven and self._trainer.training:
             return self._reduce_all([tensor], [operation], 1.0)[0]
-        if not self._in_step and not self._participation.is_uneven:
+        if not self._in_step and not self._participation().is_uneven:
             self._compare(gather_integer(_REDUCING, self._group))
         return reduce(tensor)
 
@@ -95,12 +90,12 @@ class LoggedValues:
             keys_hashes = gather_integer(self.keys_hash, self._group)
         self._begins_evaluation = self._trainer.training
         if keys_hashes is not None:
-            self._compare([keys_hashes[rank] for rank in self._participation.active])
+            self._compare([keys_hashes[rank] for rank in self._participation().active])
         if not self._pending:
             return
         metrics = list(self._pending.values())
         operations = [metric.meta.sync.op for metric in metrics]
-        values = [torch.zeros_like(one.value) if self._participation.is_shadow else latest(one) for one in metrics]
+        values = [torch.zeros_like(one.value) if self._participation().is_shadow else latest(one) for one in metrics]
         reduced = self._reduce_all(values, operations, weight)
         for metric, value in zip(metrics, reduced, strict=True):
             set_latest(metric, value)
@@ -130,7 +125,7 @@ class LoggedValues:
 
     def update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
         """Log a value as `proceed` does, and note its key if it is to be synchronised."""
-        if self._participation.is_shadow and metric.is_tensor:
+        if self._participation().is_shadow and metric.is_tensor:
             if is_synchronised(metric, on_step=True):  # other ranks wait for the value of this hook
                 value = torch.zeros_like(metric.value)
                 set_latest(metric, self._reduce_all([value], [metric.meta.sync.op], 1.0)[0])
@@ -151,11 +146,11 @@ class LoggedValues:
         device = self._module.device
         own = [value.detach().to(device, widest_float(device), non_blocking=True) for value in values]
         stacked = torch.stack(own)
-        sums, means = sums_and_means(stacked, None if self._participation.is_shadow else weight, self._add_up)
+        sums, means = sums_and_means(stacked, None if self._participation().is_shadow else weight, self._add_up)
         largest = torch.stack(
             [-one if operation == "min" else one for one, operation in zip(own, operations, strict=True)]
         )
-        if self._participation.is_shadow:
+        if self._participation().is_shadow:
             largest.fill_(-torch.inf)
         if not {"max", "min"}.isdisjoint(operations):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)

@@ -22,10 +22,9 @@ def synchronize_states(
 ) -> None:
     """Synchronise a metric's states with the same collectives on all ranks, however many updates each rank has made.
 
-    `synchronize` is torchmetrics' own function. It gathers lists entry by entry, as many entries as this rank has, and
-    a state whose shape or dtype changes with the first update has the old one on ranks without an update. So lists are
-    padded to the longest list and the padding is dropped from the result; states take the shape of ranks that have made
-    an update, and a dtype that holds the values of all ranks.
+    `synchronize` is torchmetrics' own function, which gathers as many entries as this rank has, in its shape and dtype.
+    So lists are padded to the longest list and the padding is dropped from the result; states take the shape of ranks
+    that have made an update, and a dtype that holds the values of all ranks.
     """
     tensors, lists = tensor_states(metric), list_states(metric)
     own = {

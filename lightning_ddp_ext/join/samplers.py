@@ -37,10 +37,7 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
         return iter(self._indices())
 
     def skip_dealt(self, dealt: Sequence[Sequence[int]]) -> None:
-        """Deal out the rest of an epoch, given the number of samples of each rank in each earlier part of the epoch.
-
-        The parts may have had other numbers of ranks.
-        """
+        """Deal out the rest of an epoch, given the number of samples of each rank in each earlier part of it."""
         self._dealt = dealt
         self._update_length()
 

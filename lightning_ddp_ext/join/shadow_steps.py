@@ -17,14 +17,10 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
+from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
 from lightning_ddp_ext._compat.lightning_resuming import reload_training_data_after_epoch
-from lightning_ddp_ext._compat.torchmetrics import (
-    forget_computed,
-    unwatch_synchronization,
-    watch_synchronization,
-)
+from lightning_ddp_ext._compat.torchmetrics import forget_computed, watch_synchronization
 from lightning_ddp_ext.distributed.exchange import StoreMailbox, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
@@ -42,8 +38,8 @@ from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 class LockstepSteps(RankSteps):
     """The steps of ranks that run out of data at different times: a joined rank makes shadow steps.
 
-    In a shadow step the rank runs no code of the module. It takes part in the synchronisation of gradients with weight
-    0, and receives logged values and other changes of the training state from the first active rank.
+    In these it runs no code of the module, takes part in synchronisations with weight 0, and receives logged values and
+    other changes of the training state from the first active rank.
     """
 
     def __init__(
@@ -76,9 +72,10 @@ class LockstepSteps(RankSteps):
         self._batch_stack = ExitStack()
         self._loaders: WeakSet[LockstepCombinedLoader] = WeakSet()
         watch_logging(
-            trainer, self.logged.update, samples.rounded, self.end_batch, self._end_epoch, self.logged.check_epoch
-        )
-        watch_synchronization(synchronize_states)
+            self.cleanup, trainer, self.logged.update, samples.rounded, self.end_batch, self._end_epoch,
+            self.logged.check_epoch,
+        )  # fmt: skip
+        watch_synchronization(self.cleanup, synchronize_states)
         # Lightning would refuse a rank without any samples.
         self._allowed_no_batch = self.module.allow_zero_length_dataloader_with_multiple_devices
         self.module.allow_zero_length_dataloader_with_multiple_devices = True
@@ -90,10 +87,9 @@ class LockstepSteps(RankSteps):
             self._messages.close()
         self._batch_stack.close()
         self._collectives.close()
-        unwatch_logging(self.trainer)
+        super().close()
         for loader in self._loaders:
             loader.close()
-        unwatch_synchronization()
         del self.logged  # it refers to this object, and a cycle would keep the process groups and their threads
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self.group)

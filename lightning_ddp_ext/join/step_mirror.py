@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
 from lightning_ddp_ext._compat.torch import are_identical, version_of, versions_of
+from lightning_ddp_ext.batches.chunk_sizes import SampleCounters
 from lightning_ddp_ext.consistency.fingerprints import checksums
 from lightning_ddp_ext.consistency.setups import find_ignored
 from lightning_ddp_ext.distributed.flat_tensors import overwrite
@@ -46,7 +47,7 @@ class StepMirror:
         self._trainer = trainer
         self._module = module
         self._reducer = reducer
-        self._sample_counters: set[Place] = set()
+        self._sample_counters = SampleCounters()
         self._has_warned = False
 
     def begin_phase(self) -> None:
@@ -84,10 +85,7 @@ class StepMirror:
 
     @torch.no_grad()
     def changes(self, samples: float) -> Tensor | None:
-        """Return the changes since `remember`, or None; an attribute raised by the samples of the batch is no change.
-
-        Raises `UnsupportedFeatureError` for a change that cannot be sent.
-        """
+        """Return the changes since `remember` as bytes, except counters of samples; None if there are none."""
         found = {
             "buffers": self._changed_buffers(),
             "attributes": self._changed_attributes(int(samples)),
@@ -162,13 +160,10 @@ class StepMirror:
         return {name: (one.requires_grad, one) for name, one in self._parameters.items() if differ.get(name, True)}
 
     def _changed_buffers(self) -> dict[str, Tensor | None]:
-        """Return the buffers with another shape or dtype, whose values the reducer does not make equal.
-
-        Under manual optimization return all, since buffers may change after the last backward pass of the step.
-        """
+        """Return the buffers with another shape or dtype, whose values the reducer does not make equal."""
         buffers = self._buffers()
         if not self._module.automatic_optimization:
-            return buffers
+            return buffers  # they may change after the last backward pass of the step
         return {name: one for name, one in buffers.items() if self._forms.get(name, _form(one)) != _form(one)}
 
     def _changed_attributes(self, samples: int) -> list[tuple[Place, list[Any], list[Any]]]:
@@ -181,23 +176,16 @@ class StepMirror:
                     continue
                 if not _is_plain((*place, *old, *new)):
                     self._warn_of(place, new)
-                elif not self._counts_samples(place, old, new, samples):
+                    continue
+                numbers = [value for value in (*old, *new) if isinstance(value, int | float)]
+                raised = [numbers[1] - numbers[0]] if len(numbers) == 2 else []
+                if not self._sample_counters.recognise(place, raised, [samples]):
                     sent.append((place, old, new))
         for name, version in self._tensors.items():
             value = vars(self._module).get(name)
             if isinstance(value, Tensor) and version != version_of(value):
                 self._warn_of(("module", "", name), [value])
         return sent
-
-    def _counts_samples(self, place: Place, old: list[Any], new: list[Any], samples: int) -> bool:
-        """Return True if a number was raised by the samples of the batch; a number of steps is raised by 1 as well."""
-        numbers = [*old, *new]
-        if len(numbers) < 2 or not all(isinstance(number, int | float) for number in numbers):
-            return False
-        is_raised = numbers[1] - numbers[0] == samples
-        if is_raised and samples != 1:
-            self._sample_counters.add(place)
-        return is_raised and place in self._sample_counters
 
     def _warn_of(self, place: Place, values: list[Any]) -> None:
         """Warn once of an attribute of the LightningModule, unless it belongs to a batch (container, graph)."""
@@ -214,14 +202,12 @@ class StepMirror:
         )
 
     def _changed_optimizers(self) -> dict[int, tuple[list[dict[str, Any]], dict[str, Any]]]:
-        """Return the settings of each changed optimizer, and its state, which is empty if only settings have changed.
-
-        A manual step may change state in any depth, such as in a list, which has no version: it is always returned.
-        """
+        """Return the settings of each changed optimizer, and its state; empty if only settings have changed."""
         found = {}
         for number, (optimizer, (settings, state)) in enumerate(
             zip(self._trainer.optimizers, self._optimizers, strict=True)
         ):
+            # A manual step may change state in any depth, such as in a list, which has no version.
             has_state = not self._module.automatic_optimization or _have_changed(state, _state(optimizer))
             if has_state or _have_changed(settings, _settings(optimizer)):
                 values = _without_code(optimizer.state_dict(), "param_groups") if has_state else {}

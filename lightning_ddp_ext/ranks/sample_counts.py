@@ -70,10 +70,7 @@ class FetchedBatch(NamedTuple):
 
 
 class CountedCombinedLoader(CombinedLoader):
-    """A `CombinedLoader` that counts the samples drawn for each batch.
-
-    `fetched` has an entry for each batch that the loop has fetched and not begun yet.
-    """
+    """A `CombinedLoader` that counts the samples of each batch; `fetched` has an entry for each one not begun yet."""
 
     def __init__(self, iterables: Any, mode: Any) -> None:
         super().__init__(iterables, mode)
@@ -126,13 +123,10 @@ def iterables_and_mode(given: Any, is_training: bool) -> tuple[Any, Any]:
 
 
 class BatchSamples:
-    """Number of samples in the current batch of a loop; `problem` says why the last batch has no count.
-
-    If the loader does not draw the samples, they are counted along dimension `batch_dim` of the batch's tensors.
-    """
+    """Number of samples in the current batch: the loader has drawn them, or tensors have them in `batch_dim`."""
 
     def __init__(self, batch_dim: int) -> None:
-        self.problem = ""
+        self.problem = ""  # why the last batch has no count
         self._batch_dim = batch_dim
         self._drawn: float | None = None
 

@@ -32,14 +32,11 @@ _numbers = itertools.count()
 
 
 class StallWatch:
-    """Ends the run on every rank if one of them fails, exits, or gives no sign of life for `limit`.
-
-    The watchdog adds nothing to a step. `has_exited` is True if this rank ends the run with `sys.exit()`, maybe alone.
-    """
+    """Ends the run on every rank if one of them fails, exits, or gives no sign of life for `limit`."""
 
     def __init__(self, limit: timedelta | float | None) -> None:
         self.limit = None if limit is None else as_timeout("stall_timeout", limit)
-        self.has_exited = False
+        self.has_exited = False  # this rank ends the run with `sys.exit()`, maybe alone
         self._watch: RunWatch | None = None
 
     def start(self, trainer: Trainer) -> None:

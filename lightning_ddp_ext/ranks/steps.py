@@ -3,7 +3,7 @@
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop, takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
-from lightning_ddp_ext._compat.lightning_logging import unwatch_logging, watch_logging
+from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.weights import SkipWarning, WeightRule
@@ -52,6 +52,7 @@ class RankSteps(ABC):
         self.all_ranks = StepParticipation(tuple(range(trainer.world_size)), is_shadow=False, is_uneven=False)
         self.participation = self.all_ranks  # in the current batch, and of all ranks outside of batches
         self.fit_gradient = gradient  # None unless the Trainer is fitting
+        self.cleanup = ExitStack()  # restores Lightning at the end of the run
 
     @property
     def gradient(self) -> "RankGradient":
@@ -104,9 +105,9 @@ class RankSteps(ABC):
     ) -> Tensor:
         """Reduce a value over ranks, such as a logged one; `reduce` is Lightning's implementation."""
 
-    @abstractmethod
     def close(self) -> None:
         """End the run."""
+        self.cleanup.close()
 
 
 # The reductions of logged values; a mean is made of sums.
@@ -122,7 +123,7 @@ class EvenSteps(RankSteps):
         super().__init__(trainer, samples, gradient)
         self._weight: float | None = None  # of the values that a step of the LightningModule logs
         self._is_logging = False
-        watch_logging(self.trainer, self._log, self.samples.rounded, self.end_batch)
+        watch_logging(self.cleanup, self.trainer, self._log, self.samples.rounded, self.end_batch)
 
     @override
     def run_step(self, run: Callable[[], STEP_OUTPUT], weight: float) -> STEP_OUTPUT:
@@ -150,10 +151,6 @@ class EvenSteps(RankSteps):
             return means.reshape(tensor.shape).to(tensor)
         return all_reduce(values, _OPERATIONS[reduce_op]).to(tensor)
 
-    @override
-    def close(self) -> None:
-        unwatch_logging(self.trainer)
-
     def _log(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
         self._is_logging = True
         try:
@@ -167,8 +164,6 @@ class RankGradient:
 
     The loss of a micro-batch is multiplied by its weight relative to the first one, which is 1 as long as weights are
     equal. The accumulated gradient times the first weight is then the weighted sum.
-
-    `has_equal_weights` is True once all batches weigh the same because a rank could not count its samples.
     """
 
     def __init__(
@@ -180,7 +175,7 @@ class RankGradient:
         has_equal_weights: bool = False,
     ) -> None:
         self.reducer = reducer
-        self.has_equal_weights = has_equal_weights
+        self.has_equal_weights = has_equal_weights  # of all batches, since a rank cannot count samples
         self.is_blocked = False  # synchronisation is postponed, as in an accumulation window
         self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient
@@ -347,9 +342,8 @@ class RankGradient:
     def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """Run an optimizer's closure, and ensure that gradients and buffers are synchronised; return the loss.
 
-        For L-BFGS, the loss is the mean over the ranks, since it determines the number of evaluations and the step
-        size. It is None if a gradient scaler would find no gradient because no batch has weight: Lightning's precision
-        plugins then skip the step.
+        For L-BFGS, the loss is the mean over the ranks, since it determines the step size. It is None if a gradient
+        scaler would find no gradient because no batch has weight: Lightning's precision plugins then skip the step.
         """
         self._synchronized = False
         loss = closure()
@@ -392,8 +386,8 @@ def zero_loss(module: LightningModule) -> Tensor:
 class StepGuard:
     """Checks the gradients before each optimizer step of this process, of optimizers unknown to Lightning too.
 
-    With a closure, the check follows the closure, which may contain the backward pass. An optimizer that has nothing to
-    do with the training, such as one of a callback for separate parameters, is not checked.
+    A closure, which may contain the backward pass, runs before the check. Optimizers of other parameters are not
+    checked.
     """
 
     def __init__(self, trainer: Trainer, reducer: GradientReducer) -> None:

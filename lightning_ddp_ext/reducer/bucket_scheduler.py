@@ -24,9 +24,8 @@ _KINDS = 16  # remembered kinds of backward pass; a model with more of them over
 class BackwardPredictor:
     """Counts gradients per parameter, and expects the counts of the last backward pass of the same kind.
 
-    The parameter that gets the first gradient identifies the kind: the backward passes of the two networks of a GAN, or
-    of alternating tasks, begin at different last layers. `expected` is the number of gradients of a complete parameter,
-    or `NEVER`; the scheduler adds to `counts` and `order`.
+    The parameter that gets the first gradient identifies the kind, such as the networks of a GAN. `expected` is the
+    number of gradients of a complete parameter, or `NEVER`; the scheduler adds to `counts` and `order`.
     """
 
     def __init__(self, parameters: int) -> None:
@@ -219,15 +218,12 @@ class BucketScheduler:
         self._aside = []
 
     def finish(self) -> None:
-        """End the synchronisation and release the buckets."""
+        """End the synchronisation: every gradient is synchronised, and the buckets are released."""
+        self._unsynchronized.clear()
         for bucket in self._layout.buckets:
             bucket.release()
         self._aside = []
         self.has_begun = False
-
-    def mark_synchronized(self) -> None:
-        """Record that every gradient is synchronised."""
-        self._unsynchronized.clear()
 
     def state(self) -> dict[str, Any]:
         """Return what this rank has learned from backward passes, as numbers and lists."""

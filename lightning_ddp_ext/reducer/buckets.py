@@ -15,8 +15,7 @@ _LARGE = 16384  # elements
 def is_packed_alone(parameter: nn.Parameter) -> bool:
     """Return True if a gradient is scaled on its way into the buffer, in one pass over memory; others go together.
 
-    A pass over memory costs time on a CPU. On other devices the number of kernel launches counts, and all gradients of
-    a bucket are copied in one launch and scaled in another.
+    On other devices than the CPU kernel launches count: one copies all gradients of a bucket, another one scales them.
     """
     return parameter.numel() >= _LARGE and parameter.device.type == "cpu"
 
@@ -24,9 +23,9 @@ def is_packed_alone(parameter: nn.Parameter) -> bool:
 class GradientBucket:
     """Gradients of several parameters of one type and device, contiguous in memory, with an optional payload behind.
 
-    The buffer exists from the first packed gradient until `release`; the gradients of the parameters are views of it
-    and keep its memory. Set `payload_numel` while there is no buffer. `index`, `buffer`, `gradients`, `parameters`,
-    `is_last` and `set_buffer` are methods of `torch.distributed.GradBucket`, which communication hooks expect.
+    The buffer exists from the first packed gradient until `release`; the gradients of the parameters are views of it.
+    Set `payload_numel` while there is no buffer. Communication hooks expect the methods of torch's `GradBucket`:
+    `index`, `buffer`, `gradients`, `parameters`, `is_last` and `set_buffer`.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], members: Sequence[int]) -> None:
@@ -152,8 +151,7 @@ _FIRST_BYTES = 2**20  # the first bucket is small, so that communication starts 
 class GradientLayout:
     """The gradient buckets in the order of sending, the same on every rank at any time.
 
-    The layout starts empty. Parameters used for the first time on any rank (in the first step, after a layer was
-    thawed, with a new head) get new buckets at the end. `excluded` parameters never get a bucket.
+    Parameters used for the first time on any rank get new buckets at the end; `excluded` parameters never get one.
     """
 
     def __init__(

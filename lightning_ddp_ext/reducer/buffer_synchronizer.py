@@ -86,9 +86,9 @@ def average_buffers(
 ) -> None:
     """Overwrite real and complex tensors with the weighted mean over ranks, and others with the source's values.
 
-    There is one message per device, whatever the types; buffers of a device without double precision travel with
-    buffers on the CPU. Values are sent in double precision. A value that is equal on all ranks is therefore unchanged,
-    to the last bit in types of up to 32 bits: its sum, divided by the total weight, is rounded to it.
+    One message per device has the values in double precision, or on the CPU if the device lacks it. A value that is
+    equal on all ranks is therefore unchanged in types of up to 32 bits: its sum, divided by the total weight, is
+    rounded to it.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -141,14 +141,9 @@ _LARGE_BYTES = 2**20
 class BufferSynchronizer:
     """Makes buffers equal on all ranks after any rank has changed them.
 
-    Floating-point and complex buffers become the weighted mean, others come from the first rank with data. Large
-    changed buffers are compared by fingerprints first, for which the host waits, and sent in pieces if they differ.
-
     A change shows in the version of the tensor. torch's batch normalisation does not increase it: its buffers, and
-    others that change as silently in the first steps, are taken as changed in training mode.
-
-    Buffers may change shape, become None or be registered later, if they do so on all ranks in the same step. Buffers
-    that are not dense, or belong to `find_ignored`, are left alone.
+    others that change as silently in the first steps, are taken as changed in training mode. Buffers may change shape,
+    become None or be registered later, if they do so on all ranks in the same step.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -230,7 +225,8 @@ class BufferSynchronizer:
             by_rank = gather_integers([fingerprint(buffer) for buffer in large], self._group)
             large = [buffer for buffer, *prints in zip(large, *by_rank, strict=True) if len(set(prints)) > 1]
         # Pieces take less memory at once.
-        pieces = [[piece] for buffer in large for piece in torch.split(buffer, _count_rows(buffer))]
+        rows = [max(1, _PIECE_NUMEL // max(1, math.prod(buffer.shape[1:]))) for buffer in large]
+        pieces = [[piece] for split in map(torch.split, large, rows) for piece in split]
         for tensors in [small, *pieces]:
             average_buffers(tensors, weight, total, self._rank == source, self._group)
         self.remember()
@@ -247,11 +243,6 @@ class BufferSynchronizer:
             if isinstance(owner, Normalisation) and name in ("running_mean", "running_var")
             if self._specs[index] is not None
         }
-
-
-def _count_rows(buffer: Tensor) -> int:
-    """Return the number of rows of a piece."""
-    return max(1, _PIECE_NUMEL // max(1, math.prod(buffer.shape[1:])))
 
 
 def find_different(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:

@@ -138,9 +138,6 @@ class GradientReducer:
         """Let hooks of `register_post_accumulate_grad_hook` run after the synchronisation, with its gradient.
 
         `synchronize` calls this itself. Call it before a backward pass outside of a block if hooks were added since.
-
-        Raises:
-            UnsupportedFeatureError: If an optimizer steps inside of the backward pass in another way.
         """
         if not self._scheduler.defer_hooks():
             return
@@ -208,7 +205,6 @@ class GradientReducer:
             # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
             self._transport.wait_for_gradients()
         self.control.exchanged = exchanged = self._exchange()
-        self._scheduler.mark_synchronized()
         self._transport.wait_for_gradients()
         if exchanged.total_weight:
             self._complete(exchanged)
@@ -220,10 +216,7 @@ class GradientReducer:
             self._scheduler.run_hooks(exchanged.used, self._hook_context(self.control.position))
 
     def _prepare_control_bucket(self) -> GradientBucket | None:
-        """Return the bucket that carries the control message, the last one if it is on the CPU; the same on all ranks.
-
-        It is given room for the message.
-        """
+        """Return the last bucket, with room for the control message, if it is on the CPU; the same on all ranks."""
         if not self._layout.buckets or self._transport.is_hook:
             return None
         control_bucket = self._layout.buckets[-1]
@@ -271,10 +264,6 @@ class GradientReducer:
         """Restore the state of another reducer to continue bit for bit; before the first synchronisation, on all ranks.
 
         Communication hooks with a state start afresh. A state for other parameters, ranks or bucket sizes is ignored.
-
-        Raises:
-            RuntimeError: If gradients have been synchronised, or a state was loaded already.
-            ReplicaMismatchError: If ranks have the states of different steps.
         """
         if self._begun or self._layout.buckets:
             raise RuntimeError("The reducer has learned something already. Load the state right after the constructor.")

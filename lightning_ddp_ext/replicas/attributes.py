@@ -1,6 +1,6 @@
 """Plain attributes of the module: from the module to its replicas before a step, and back after it."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -9,26 +9,9 @@ from lightning_utilities.core.rank_zero import WarningCache
 
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
 from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions, are_identical
+from lightning_ddp_ext.batches.chunk_sizes import SampleCounters
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.replicas.replica import DICTIONARIES, Place, Replica, Replicas, entries_of
-
-
-class SampleCounters:
-    """Recognises numbers that each replica has raised by its number of samples, so that they have to be added up.
-
-    With chunks of one sample, a counter of samples looks like a counter of steps: earlier steps decide.
-    """
-
-    def __init__(self) -> None:
-        self._known: set[Hashable] = set()
-
-    def recognise(self, key: Hashable, raised: Sequence[float], sizes: Sequence[int]) -> bool:
-        """Return True if the number called `key` counts samples, given by how much each replica has raised it."""
-        if list(raised) != list(sizes) or (set(sizes) == {1} and key not in self._known):
-            return False
-        self._known.add(key)
-        return True
-
 
 _MISSING = object()
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
@@ -40,10 +23,8 @@ _NOT_MIRRORED = STRUCTURE | REPLICA_ATTRIBUTES | {"forward"}
 class AttributeMirror:
     """Pushes the master's attributes to the replicas before a step, and merges the step's changes into the master.
 
-    Entries appended to lists are merged in the order of the replicas, counters of samples are added up, and a scalar
-    that every replica has set to the same value is kept. Any other value stays with its replica until the master's
-    value changes; the master shows the first replica's value. Changes of dictionaries end with the step. A warning
-    names each attribute whose changes are lost once.
+    New items of lists, counters of samples and equal scalars are merged. Any other value stays with its replica until
+    the master's value changes, with one warning; changes of dictionaries end with the step.
     """
 
     def __init__(self, replicas: Replicas) -> None:

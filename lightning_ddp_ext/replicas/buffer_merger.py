@@ -9,8 +9,8 @@ from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation, equal_or_nan
+from lightning_ddp_ext.batches.chunk_sizes import SampleCounters
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
-from lightning_ddp_ext.replicas.attributes import SampleCounters
 from lightning_ddp_ext.replicas.replica import Replicas
 
 
@@ -161,10 +161,7 @@ class BatchNormObserver:
                 calls.clear()
 
     def merge(self, active: Sequence[int], sizes: Sequence[int]) -> set[int]:
-        """Write the whole batch's running statistics into the master, and return the ids of these buffers.
-
-        Layers that compiled code has called more than once are left to the `BufferMerger`.
-        """
+        """Write the whole batch's running statistics into the master, and return the ids of these buffers."""
         groups: dict[tuple[torch.dtype, int], list[_Layer]] = {}
         merged: set[int] = set()
         with torch.no_grad():

@@ -31,9 +31,8 @@ class _Logged:
 class LogReplay:
     """Records `log` on the replicas and repeats it once per key on the master, after the step.
 
-    Overrides of `log` run once, with the value of the whole batch. `log_dict` arrives here key by key. Without
-    `reduce_fx`, values are averaged by weight, except for whole numbers that count samples of each chunk: integer
-    tensors, and Python's integers if they differ between replicas or equal the chunk sizes.
+    `log_dict` arrives here key by key. Without `reduce_fx`, values are averaged by weight, except for whole numbers
+    that count samples of each chunk: integer tensors, and Python's integers if they differ or equal the chunk sizes.
     """
 
     def __init__(self, replicas: Replicas, metrics: MetricMerger) -> None:

@@ -1,7 +1,7 @@
 """Metrics that several replicas update."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,7 +23,7 @@ from lightning_ddp_ext._compat.torchmetrics import (
     take_dtype,
     write_state,
 )
-from lightning_ddp_ext.batches.containers import have_same_items, items, map_items, merge_items, to_device
+from lightning_ddp_ext.batches.containers import have_same_items, map_items, merge_items, to_device, walk
 from lightning_ddp_ext.replicas.replica import Replicas
 
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
@@ -149,10 +149,9 @@ def _record(calls: list[_Call], method: str, args: tuple[Any, ...], kwargs: dict
 class MetricMerger:
     """Merges the updates of replicas' metrics in one step into the master's metrics, and empties the replicas'.
 
-    States that follow from the chunks' states (sums, concatenations, maxima and minima) are merged in the order of the
-    replicas. Other metrics, and calls whose only scalars are floating-point numbers, presumably means of a chunk, are
-    repeated on the master with joined arguments; calls whose arguments cannot be joined, such as texts and lists of
-    tensors, are repeated once per replica.
+    States that follow from the chunks' states are merged in the order of the replicas. Other metrics, and calls whose
+    only scalars are floating-point numbers, presumably means of a chunk, are repeated on the master with joined
+    arguments, or once per replica if they cannot be joined.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -173,10 +172,7 @@ class MetricMerger:
         return self._originals.get(id(metric), metric)
 
     def of_whole_batch(self, value: Any) -> Tensor | None:
-        """Return the whole batch's value for a value, or an element of it, that a replica's `forward` has returned.
-
-        Return None for values from elsewhere.
-        """
+        """Return the whole batch's value for one that a replica's `forward` has returned, or its element; else None."""
         for chunk, whole in self._returned if isinstance(value, Tensor) else ():
             if chunk.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
                 return whole.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -236,9 +232,9 @@ class MetricMerger:
 
     def _pair(self, calls: Sequence[_Call], whole: Any) -> None:
         """Remember the values that replicas' calls returned beside the value of the same call for the whole batch."""
-        wholes = list(_tensors(_with_own_memory(whole)))
+        wholes = _tensors(_with_own_memory(whole))
         for call in calls:
-            parts = list(_tensors(call.returned))
+            parts = _tensors(call.returned)
             if [part.shape for part in parts] == [value.shape for value in wholes]:
                 self._returned.extend(zip(parts, wholes, strict=True))
 
@@ -262,11 +258,8 @@ def _with_own_memory(value: Any) -> Any:
     return map_items(value, _with_own_memory)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    for _, item in items(value):
-        yield from _tensors(item)
+def _tensors(value: Any) -> list[Tensor]:
+    return [part for part in walk(value) if isinstance(part, Tensor)]
 
 
 def _states_suffice(metric: Metric, by_replica: Sequence[Sequence[_Call]]) -> bool:

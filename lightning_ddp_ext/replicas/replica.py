@@ -161,10 +161,7 @@ class References:
 
 
 class Replica:
-    """One copy of the master's module tree: attributes, leaf parameters, buffers and metrics.
-
-    On the master's device the parameters alias the master's storage, elsewhere they are copies.
-    """
+    """One copy of the master's module tree; on the master's device, its parameters share memory with the master's."""
 
     def __init__(self, master: nn.Module, home: torch.device, device: torch.device) -> None:
         self.device = device
@@ -243,12 +240,6 @@ class Replica:
         """Position of the module and name of each buffer."""
         return [(position, name) for position, (_, own) in enumerate(self.modules) for name in own._buffers]
 
-    def receive_flags(self) -> None:
-        """Take over the `requires_grad` flags of the master's parameters."""
-        for parameter, leaf in self.parameters:
-            if leaf.requires_grad != parameter.requires_grad:
-                leaf.requires_grad_(parameter.requires_grad)
-
     def receive_parameters(self, values: Sequence[Tensor]) -> None:
         """Take over the values of the master's parameters, which are on the device of the replica."""
         if self.device != self._home:
@@ -303,10 +294,7 @@ def _copy_metric(metric: Metric | MetricCollection, device: torch.device) -> Met
 
 
 class Replicas(Sequence[Replica]):
-    """The replicas of one module, kept between steps and rebuilt when the module tree changes.
-
-    The first device is the master's. A device may be listed several times.
-    """
+    """The replicas of one module, kept between steps. The first device is the master's; a device may be repeated."""
 
     def __init__(self, master: nn.Module, devices: Sequence[torch.device]) -> None:
         self.master = master
@@ -352,8 +340,9 @@ class Replicas(Sequence[Replica]):
 
     def _send_parameters(self, only_changed: bool) -> None:
         originals = [parameter for parameter, _ in self._replicas[0].parameters]
-        for replica in self._replicas:
-            replica.receive_flags()
+        for parameter, leaf in chain.from_iterable(replica.parameters for replica in self._replicas):
+            if leaf.requires_grad != parameter.requires_grad:
+                leaf.requires_grad_(parameter.requires_grad)
         pointers = [*map(Tensor.data_ptr, originals)]
         if only_changed and pointers == self._pointers and not self._sent_parameters.changed(originals):
             return
@@ -450,10 +439,7 @@ class Replicas(Sequence[Replica]):
                 leaf.grad = None
 
     def reduce_gradients(self, active: Sequence[int]) -> None:
-        """Move the gradients of the replicas to the master and add them in the order of the replicas.
-
-        Hooks on the master's parameters see the gradient of the whole batch, once.
-        """
+        """Add up the gradients in the order of the replicas; hooks on the master's parameters see the sum, once."""
         totals: dict[int, Tensor] = {}  # by position of the parameter
         for index in active:
             leaves = self._replicas[index].leaves

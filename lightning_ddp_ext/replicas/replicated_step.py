@@ -16,7 +16,7 @@ from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
 from lightning_ddp_ext._compat.torch import TensorVersions
 from lightning_ddp_ext._devices import current_device
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
-from lightning_ddp_ext.batches.containers import items
+from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import batch_size_of, gather, rows_of_graphs, split_batch
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
@@ -31,13 +31,11 @@ from lightning_ddp_ext.replicas.workers import ReplicaWorkers, Timer, current_re
 
 def _observable_parts(chunks: Sequence[Any]) -> list[Any]:
     """Return the parts of chunks by which a change of a chunk is noticed."""
-    parts = list(chunks)
-    for part in parts:
-        parts.extend(item for _, item in items(part))  # which this loop visits too
     # Changes of tensors made in inference mode cannot be noticed.
     return [
         part
-        for part in parts
+        for chunk in chunks
+        for part in walk(chunk)
         if not isinstance(part, Mapping | list | tuple) and not (isinstance(part, Tensor) and part.is_inference())
     ]
 
@@ -148,8 +146,7 @@ class _Mergers:
 class ReplicatedModule:
     """Runs the steps of a LightningModule, the master, on its replicas.
 
-    The master itself never runs in a worker thread, so it is never half changed. Logged values, metrics, buffers and
-    attributes of the replicas are merged into it when all have finished.
+    The master never runs in a worker thread; the results of the replicas are merged into it when all have finished.
     """
 
     def __init__(
@@ -186,8 +183,7 @@ class ReplicatedModule:
     def combine_losses(self, losses: Sequence[Tensor], record: BatchRecord) -> Tensor:
         """Return the weighted sum of the active replicas' losses, detached from their graphs; not all weights are 0.
 
-        Lightning's own backward pass (precision, accumulation, overrides) ends here; `backward` resumes it in the
-        replicas.
+        Lightning's own backward pass (precision, accumulation, overrides) ends here; `backward` resumes it in replicas.
         """
         detached = [loss.detach().to(self._devices[0]).requires_grad_(loss.requires_grad) for loss in losses]
         for loss in detached:
@@ -199,10 +195,7 @@ class ReplicatedModule:
         return torch.stack(terms).sum(0)
 
     def backward(self, record: BatchRecord) -> None:
-        """Run the replicas' backward passes from the gradients of the combined losses; add up their gradients.
-
-        A replica whose loss has no gradient runs none.
-        """
+        """Run the replicas' backward passes from the gradients of the combined losses; add up their gradients."""
         losses, record.losses = record.losses, []
         jobs = {
             index: partial(torch.autograd.backward, loss, detached.grad.to(loss.device, loss.dtype))

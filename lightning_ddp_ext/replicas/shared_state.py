@@ -18,10 +18,9 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 class SharedState:
     """Decides whether replicas run one after another because a step uses state that several of them share.
 
-    All replicas share the CPU's generator, and replicas of one device share that device's. Side by side they would draw
-    in an order that changes from run to run, and activation checkpointing, which rewinds the generator, would recompute
-    with other masks. `parametrize.cached()` identifies a tensor by the master's module in every replica, so replicas
-    would use each other's tensors. Each step runs in order the first time, and every step after any use.
+    Side by side they would draw from a shared generator in an order that changes from run to run, and activation
+    checkpointing, which rewinds it, would recompute with other masks. `parametrize.cached()` identifies a tensor by the
+    master's module, so replicas would use each other's tensors. Each step runs in order at first, and after any use.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

@@ -96,8 +96,8 @@ class ReplicaWorkers:
     ) -> tuple[dict[int, Any], dict[int, Timer]]:
         """Run jobs at the same time and return their results and timers, by index of the replica.
 
-        A single job, and jobs in order, run on the calling thread, which has all intra-op threads to itself. If jobs
-        fail, the exception of the first failed replica is raised with a note from `describe`, after all have ended.
+        A single job, and jobs in order, run on the calling thread. After all have ended, the exception of the first
+        failed replica is raised with a note.
         """
         timers = {index: Timer(self._devices[index]) for index in jobs}
         results: dict[int, Any] = {}

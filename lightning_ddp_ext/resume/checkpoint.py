@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io, is_wrapping
 from lightning_ddp_ext._compat.lightning_loaders import training_loader
-from lightning_ddp_ext._compat.lightning_loops import before_each_batch, not_before_each_batch, restore_signal_handling
+from lightning_ddp_ext._compat.lightning_loops import before_each_batch
 from lightning_ddp_ext._compat.lightning_resuming import (
     Progress,
     advance,
@@ -26,7 +26,6 @@ from lightning_ddp_ext._compat.lightning_resuming import (
     end_epoch,
     find_progress,
     restore_callback_metrics,
-    restore_training_data,
     resume_training_data,
 )
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects
@@ -40,14 +39,14 @@ RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 class ResumableRun:
     """Saves and restores the state that differs between ranks, of which Lightning saves nothing or rank 0's only.
 
-    This state consists of the RNG state of Python, NumPy, torch and the loaders, now and at each batch fetched ahead;
-    the state of the reducer, which determines how sums are rounded; and the last logged values of rank 0, which
-    callbacks and schedulers may read. The number of used batches is part of the state of the training loader.
-    `seed` is for random numbers that all ranks share, and the same after resuming.
+    This is the RNG state, now and at each batch fetched ahead; the state of the reducer, which determines how sums are
+    rounded; and the last logged values of rank 0. `seed` is for random numbers that all ranks share.
     """
 
-    def __init__(self, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None) -> None:
-        self.preemption = PreemptionHandler(trainer, reducer.control)
+    def __init__(
+        self, cleanup: contextlib.ExitStack, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None
+    ) -> None:
+        self.preemption = PreemptionHandler(cleanup, trainer, reducer.control)
         self.rng = ResumableRng(trainer.strategy.root_device)
         self._trainer = trainer
         self._reducer = reducer
@@ -62,8 +61,8 @@ class ResumableRun:
             self._progress = Progress(**resumed["progress"])
             self._load(FetchRecord(**own["rng"]), len(of_ranks))
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
-        resume_training_data(trainer, lambda: self._ends_epoch, self._begin)
-        before_each_batch(trainer, self._between_batches)
+        resume_training_data(cleanup, trainer, lambda: self._ends_epoch, self._begin)
+        before_each_batch(cleanup, trainer, self._between_batches)
 
     def save(self, checkpoint: dict[str, Any], has_equal_weights: bool) -> None:
         """Add the state of all ranks to a checkpoint. Two collectives."""
@@ -84,12 +83,6 @@ class ResumableRun:
             "of_ranks": gather_objects(of_rank, self._group),
             "progress": asdict(progress),
         }
-
-    def close(self) -> None:
-        """Restore Lightning's loops and signal handling."""
-        not_before_each_batch(self._trainer)
-        restore_training_data(self._trainer)
-        restore_signal_handling(self._trainer)
 
     def _load(self, record: FetchRecord, ranks: int) -> None:
         if ranks == self._trainer.world_size and record.now.keys() == self.rng.capture().keys():
@@ -136,8 +129,7 @@ class ResumableRun:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint to a partial file in the same folder, and renames it when it is complete and on the disk.
 
-    A killed process or a full disk leaves the previous checkpoint unchanged. The base class writes to the folder for
-    temporary files instead, and copies from another disk. It still writes to remote file systems (`s3://...`).
+    A killed process or a full disk leaves the previous checkpoint unchanged. Remote files are left to the base class.
     """
 
     @override

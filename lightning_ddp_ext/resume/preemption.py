@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,8 +32,7 @@ _SHELL = 128  # added to the number of a signal in the exit code
 class _Shielded:
     """Initialises a worker in a separate process group of the operating system.
 
-    torchrun, `timeout` and some schedulers signal whole groups. A worker that ended would end its rank too, before the
-    rank has saved a checkpoint.
+    torchrun, `timeout` and some schedulers signal whole groups, and a rank ends without a checkpoint if a worker does.
     """
 
     initialize: Callable[[int], object] | None
@@ -58,20 +58,17 @@ def shield_workers(loader: object, rank: int, requeue_signal: signal.Signals) ->
 class PreemptionHandler:
     """Ends training on all ranks after the same batch, with one checkpoint, when any rank receives a signal.
 
-    The signal only sets a flag, which is sent with the next gradient synchronisation. After that batch all ranks save
-    the checkpoint that Lightning finds by `ckpt_path="hpc"`, and exit with 128 plus the number of the signal. After
-    the requeueing signal (SIGUSR1, or the `requeue_signal` of `SLURMEnvironment`) SLURM requeues the job; a handler
-    that another package, such as submitit, has set for it is called when the checkpoint is saved.
-
-    Lightning saves within the signal handler instead, which hangs if the signal interrupts a collective.
+    The signal only sets a flag, which is sent with the next gradient synchronisation: saving within the handler, as
+    Lightning does, hangs if the signal interrupts a collective. After the requeueing signal (SIGUSR1, or the one of
+    `SLURMEnvironment`) SLURM requeues the job, or the handler of another package, such as submitit, is called.
     """
 
-    def __init__(self, trainer: Trainer, control: StepControl) -> None:
+    def __init__(self, cleanup: ExitStack, trainer: Trainer, control: StepControl) -> None:
         self._trainer = trainer
         self._control = control
         self.requeue_signal = _requeue_signal(trainer)
         self._postponed: list[Callable[[], Any]] = []
-        replace_signal_handling(trainer, self._register)
+        replace_signal_handling(cleanup, trainer, self._register)
 
     def stop_if_agreed(self) -> None:
         """Save and raise `SIGTERMException` if a rank has asked all ranks to stop. Call between two batches."""
@@ -125,7 +122,7 @@ class PreemptionHandler:
         signal.signal(signum, receive)
 
 
-def exit_on_sigterm(trainer: Trainer) -> None:
+def exit_on_sigterm(cleanup: ExitStack, trainer: Trainer) -> None:
     """End this process and its children on SIGTERM, in a run without a checkpoint to save.
 
     Lightning's own handler uses collectives, and would hang. Call before the Trainer registers its signal handlers.
@@ -144,7 +141,7 @@ def exit_on_sigterm(trainer: Trainer) -> None:
             if requeue is not None and signal.getsignal(requeue) is signal.SIG_DFL:
                 signal.signal(requeue, signal.SIG_IGN)  # it announces the time limit; there is nothing to save
 
-    replace_signal_handling(trainer, register)
+    replace_signal_handling(cleanup, trainer, register)
 
 
 def requeue_job(environ: Mapping[str, str]) -> None:

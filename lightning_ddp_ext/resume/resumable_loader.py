@@ -16,10 +16,7 @@ WORLD_SIZE = "world_size"
 
 
 class ResumableCombinedLoader(CountedCombinedLoader):
-    """A `CombinedLoader` that skips the batches that an interrupted run has used.
-
-    `may_look_ahead` is False if `training_step` fetches its batches itself.
-    """
+    """A `CombinedLoader` that skips the batches that an interrupted run has used."""
 
     def __init__(
         self, iterables: Any, mode: Any, rng: ResumableRng, world_size: int, may_look_ahead: bool = True
@@ -27,7 +24,7 @@ class ResumableCombinedLoader(CountedCombinedLoader):
         super().__init__(iterables, mode)
         self._world_size = world_size
         self._rng = rng
-        self._may_look_ahead = may_look_ahead
+        self._may_look_ahead = may_look_ahead  # False if `training_step` fetches its batches itself
         self._length: int | None = None
         self._position = self._skip = 0
         self._has_ended = True

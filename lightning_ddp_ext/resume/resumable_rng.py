@@ -81,12 +81,10 @@ class ResumableRng:
         self._has_advanced = True
 
     def record(self, used: int | None, keeps_loaders: bool = True) -> FetchRecord:
-        """Return the record for `used` batches of this epoch, None between epochs.
-
-        If the next epoch has other loaders (`keeps_loaders=False`), their generators are not recorded.
-        """
+        """Return the record for `used` batches of this epoch, None between epochs."""
         now = self.capture()
         if used is None:
+            # Other loaders in the next epoch have other generators.
             now = now if keeps_loaders else {**now, "loaders": []}
             return FetchRecord(False, now, (), now)
         if self._resumed is not None and not self._has_begun:

@@ -100,10 +100,7 @@ _PARTS = ("batch_sampler", "dataset", "sampler")  # of any class
 
 
 def find_loader_rngs(sources: Iterable[object]) -> list[LoaderRng]:
-    """Return the generators that are attributes of loaders and of the samplers and datasets in them, each once.
-
-    The order is the same whenever the loaders are made the same way.
-    """
+    """Return the generators in loaders and in their samplers and datasets, each once, in the order of attributes."""
     found: dict[int, LoaderRng] = {}
     seen: set[int] = set()
     for source in sources:
@@ -129,10 +126,7 @@ def capture_states(generators: Sequence[LoaderRng]) -> list[Any]:
 
 
 def restore_states(generators: Sequence[LoaderRng], captured: Sequence[Any]) -> None:
-    """Restore the result of `capture_states` in generators of the same kinds.
-
-    Other kinds are left unchanged, since loaders may make generators during iteration.
-    """
+    """Restore the result of `capture_states`, unless loaders have made generators of other kinds meanwhile."""
     if [_kind(generator) for generator in generators] == [kind for kind, _ in captured]:
         for generator, (_, state) in zip(generators, captured, strict=True):
             _restore(generator, state)

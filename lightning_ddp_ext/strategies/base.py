@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import OneTrainerStrategy
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext._validation import as_timeout
-from lightning_ddp_ext.clusters.process_group_options import Connection, check_start_method
+from lightning_ddp_ext.clusters.process_group_options import Connection, choose_start_method
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import CheckpointRefusedError
 
@@ -103,15 +103,16 @@ class ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
     def __init__(
         self,
         process_group_backend: str | None = None,
-        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         init_method: str | None = None,
         network_interface: str | None = None,
         **options: Any,
     ) -> None:
-        check_start_method(options.get("start_method", "popen"))
+        if "start_method" in options:  # FSDP has no such option
+            options["start_method"] = choose_start_method(options["start_method"])
         self._connection = Connection(
             backend=process_group_backend,
-            timeout=as_timeout("timeout", timeout),
+            timeout=DEFAULT_TIMEOUT if timeout is None else as_timeout("timeout", timeout),
             init_method=init_method,
             network_interface=network_interface,
         )

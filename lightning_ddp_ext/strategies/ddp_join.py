@@ -1,6 +1,6 @@
 """Distributed training on ranks with different amounts of data."""
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._validation import check_choice
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import RankedLoader
-from lightning_ddp_ext.join.lockstep_loader import UNEVEN_INPUTS, UnevenInputs
+from lightning_ddp_ext.join.lockstep_loader import UnevenInputs
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
@@ -51,11 +52,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     strategy_name = "ddp_join"
 
     def __init__(self, *args: Any, uneven_inputs: UnevenInputs = "join", **options: Any) -> None:
-        if uneven_inputs not in UNEVEN_INPUTS:
-            raise ValueError(
-                f"`uneven_inputs` must be one of {', '.join(map(repr, UNEVEN_INPUTS))}, got {uneven_inputs!r}. Use"
-                ' "join" to train on all data.'
-            )
+        check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs), 'Use "join" to train on all data.')
         super().__init__(*args, **options)
         if self.comm_hook is not None and not (takes_group(self.comm_hook) and self.comm_state is None):
             raise ValueError(

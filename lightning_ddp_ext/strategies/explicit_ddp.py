@@ -23,18 +23,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import surround_launch, takes_dataloader_iter
-from lightning_ddp_ext._compat.lightning_loaders import (
-    keep_batch_samplers,
-    replace_loaders,
-    restore_loaders,
-    restore_preparation,
-)
-from lightning_ddp_ext._compat.lightning_loops import restore_signal_handling
+from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, replace_loaders
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
-from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects, choose_start_method
+from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_versions
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -86,7 +80,7 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
         network_interface: Name of an interface that every node has; `"auto"` for the one that leads to the other nodes;
             `"loopback"` for one node; None to leave the choice to the backend.
         activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
-            string, several of these, or a predicate. See `ActivationCheckpointing`; the saved memory is logged once.
+            string, several of these, or a predicate. Their number is logged once.
         stall_timeout: Time without a sign of life from a rank after which all ranks report their positions and end;
             None for no limit. A slow rank does give signs of life; `timeout` limits the wait for it.
 
@@ -141,10 +135,10 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
             **objects,
             ddp_comm_state=ddp_comm_state,
             process_group_backend=process_group_backend,
-            timeout=DEFAULT_TIMEOUT if timeout is None else timeout,
+            timeout=timeout,
             init_method=init_method,
             network_interface=network_interface,
-            start_method=choose_start_method(start_method),
+            start_method=start_method,
         )
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
@@ -157,7 +151,6 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
         self._checkpointing = (
             None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
         )
-        self._is_saving_reported = False
         self.is_preparing_loader = False  # Lightning, not the user, asks for the arguments of a sampler
         self.rank_steps: RankSteps | None = None  # of this run, as the objects below
         self._run: ResumableRun | None = None
@@ -238,12 +231,9 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
     @override
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            exit_on_sigterm(trainer)
-        self._cleanup.callback(restore_signal_handling, trainer)
-        keep_batch_samplers(trainer, self._preparing_loader)
-        self._cleanup.callback(restore_preparation, trainer)
-        replace_loaders(trainer, self.combine_loaders)
-        self._cleanup.callback(restore_loaders, trainer)
+            exit_on_sigterm(self._cleanup, trainer)
+        keep_batch_samplers(self._cleanup, trainer, self._preparing_loader)
+        replace_loaders(self._cleanup, trainer, self.combine_loaders)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
         if self.rank_steps is None:
             self.rank_steps = self.make_rank_steps(None)
@@ -268,7 +258,7 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
         if self._checkpointing is not None:
             self._cleanup.callback(self._checkpointing.remove, self.module)
             self._checkpointing.apply(self.model)
-            self._is_saving_reported = False
+            rank_zero_info(f"On each rank, {self._checkpointing.report}.")
         reducer = GradientReducer(
             self.model,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -278,7 +268,7 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
             hook_context=self._shared_random_numbers,
         )
         trainer = self.module.trainer
-        self._run = ResumableRun(trainer, reducer, self._resumed)
+        self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed)
         if self.world_size > 1:
             self._random = SharedRandomNumbers(self._run.seed, self.root_device)
         gradient = RankGradient(trainer, reducer, self._weight_rule, self._samples, self._run.resumed_equal_weights)
@@ -323,9 +313,6 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
         # `on_after_backward` is called here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
-        if self._checkpointing is not None and not self._is_saving_reported:
-            self._is_saving_reported = True
-            rank_zero_info(f"On each rank, {self._checkpointing.report}.")
         return closure_loss
 
     @override
@@ -395,9 +382,8 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
             stack.callback(self._watch.stop)
             stack.callback(super().teardown)
             stack.callback(self._cleanup.close)
-            for part in (self._run, self.rank_steps):
-                if part is not None:
-                    stack.callback(part.close)
+            if self.rank_steps is not None:
+                stack.callback(self.rank_steps.close)
             self.rank_steps = self._run = self._random = self._resumed = None
 
 

@@ -304,9 +304,11 @@ def test_other_policies_are_refused():
         (["Block"], ValueError, "names 'Block', which cannot be imported: No module named 'Block'. Write the path"),
         ("no such path", ValueError, "names 'no such path', which cannot be imported"),
         ("torch.nn", TypeError, "must name classes of modules, got <module 'torch.nn'"),
+        (lambda: True, TypeError, "must take one module, got <function "),
+        (lambda module, name: True, TypeError, "missing a required argument: 'name'. Use a class"),
     ):
         with pytest.raises(error, match="`activation_checkpointing` ") as raised:
-            ActivationCheckpointing(policy).apply(nn.Sequential(nn.Linear(1, 1)))
+            ActivationCheckpointing(policy)
         assert message in str(raised.value)
 
 

@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 import signal
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -67,23 +67,24 @@ def test_lightning_handles_signals_where_that_is_replaced():
     assert "self._original_handlers.items()" in inspect.getsource(type(connector).teardown)
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
     before = signal.getsignal(signal.SIGUSR1)
-    lightning_loops.replace_signal_handling(trainer, lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
+    cleanup = ExitStack()
+    lightning_loops.replace_signal_handling(cleanup, trainer, lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
     connector.register_signal_handlers()
     loop._broadcast_sigterm_tensor()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
     connector.teardown()
     assert signal.getsignal(signal.SIGUSR1) == before
-    lightning_loops.restore_signal_handling(trainer)
+    cleanup.close()
     assert connector.register_signal_handlers.__func__ is type(connector).register_signal_handlers
 
 
 def test_the_loop_is_asked_before_each_batch(tmp_path):
     trainer = make_trainer(max_steps=3, default_root_dir=tmp_path)
     asked = []
-    lightning_loops.before_each_batch(trainer, lambda: asked.append(trainer.global_step) is None)
-    trainer.fit(BoringModel())
+    with ExitStack() as cleanup:
+        lightning_loops.before_each_batch(cleanup, trainer, lambda: asked.append(trainer.global_step) is None)
+        trainer.fit(BoringModel())
     assert asked == [0, 1, 2]
-    lightning_loops.not_before_each_batch(trainer)
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
     assert lightning_loops.preemption_path(trainer) == str(tmp_path / "hpc_ckpt_1.ckpt")
 
@@ -238,10 +239,10 @@ def test_loops_ask_a_source_for_their_loaders():
         asked.append(is_training)
         return CombinedLoader(given, "max_size_cycle" if is_training else "sequential")
 
-    lightning_loaders.replace_loaders(trainer, replace)
-    trainer.fit(BoringModel())
+    with ExitStack() as cleanup:
+        lightning_loaders.replace_loaders(cleanup, trainer, replace)
+        trainer.fit(BoringModel())
     assert asked == [True, False] or asked == [False, True]
-    lightning_loaders.restore_loaders(trainer)
     trainer.test(BoringModel(), verbose=False)
     assert len(asked) == 2
 
@@ -290,13 +291,14 @@ def test_loaders_are_shown_to_lightning_before_it_injects_samplers(monkeypatch):
         yield
 
     monkeypatch.setattr(lightning_loaders, "_show_samplers", show)
-    lightning_loaders.keep_batch_samplers(trainer, preparing)
+    cleanup = ExitStack()
+    lightning_loaders.keep_batch_samplers(cleanup, trainer, preparing)
     loader = DataLoader(range(4))
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (5, 2)
     assert trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=None) is loader
     assert len(shown) == 2
     assert entered == [1, 2]
-    lightning_loaders.restore_preparation(trainer)
+    cleanup.close()
     assert trainer.predict(BoringModel(), DataLoader(RandomDataset(32, 10)))[0].shape == (1, 2)
 
 
@@ -367,7 +369,9 @@ def test_logging_is_followed_and_described():
         events.append(key)
         described.append(json.dumps(lightning_logging.describe_logged(key, metric, with_value=True)))
 
+    cleanup = ExitStack()
     lightning_logging.watch_logging(
+        cleanup,
         trainer,
         update,
         lambda batch: 7,
@@ -388,7 +392,7 @@ def test_logging_is_followed_and_described():
     results.batch = torch.zeros(2)
     metric = results[key]
     assert [results._extract_batch_size(metric, given, metric.meta) for given in (3, None)] == [3, 7]
-    lightning_logging.unwatch_logging(trainer)
+    cleanup.close()
     assert not {"update_metrics", "_extract_batch_size"} & set(vars(results))
     assert "batch_size = self._extract_batch_size(self[key], batch_size, meta)" in inspect.getsource(type(results).log)
     assert not {"on_batch_end", "epoch_end_reached", "on_epoch_end"} & set(vars(trainer._logger_connector))

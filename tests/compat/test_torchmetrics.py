@@ -1,5 +1,7 @@
 """Fails when a private name of torchmetrics moves that `_compat` relies on."""
 
+from contextlib import ExitStack
+
 import torch
 import torchmetrics
 from torchmetrics import Metric, MetricCollection
@@ -96,9 +98,9 @@ def test_synchronisation_of_metrics_is_followed(group):
 
     metric = torchmetrics.CatMetric()
     metric.update(torch.ones(2))
-    compat_torchmetrics.watch_synchronization(around)
-    assert metric.compute().tolist() == [1, 1]
-    compat_torchmetrics.unwatch_synchronization()
+    with ExitStack() as cleanup:
+        compat_torchmetrics.watch_synchronization(cleanup, around)
+        assert metric.compute().tolist() == [1, 1]
     compat_torchmetrics.forget_computed(metric)
     assert metric.compute().tolist() == [1, 1]
     assert seen == [(torchmetrics.CatMetric, None)]

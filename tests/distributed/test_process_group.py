@@ -1,7 +1,6 @@
 """Settings of a process group, ports of a node, and errors of a rendezvous that fails, in one process."""
 
 import contextlib
-import os
 import re
 import socket
 from datetime import timedelta
@@ -78,16 +77,14 @@ def test_a_backend_for_other_devices_is_rejected_and_a_registered_one_is_accepte
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", None])
-def test_a_port_of_another_program_is_an_error_that_names_the_program(address):
+def test_a_port_of_another_program_is_an_error(address):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match="in use") as raised:
             listen(address, port)
         text = str(port_error(address, port, raised.value))
     assert text.startswith(f"port {port} of node ")
-    assert "already in use by `" in text
-    assert f"(process {os.getpid()}). Choose another port for rank 0, or end the process" in text
-    assert "in use. Choose" in str(port_error(address, free_port(), raised.value))
+    assert "already in use. Choose another port for rank 0, or end the process that has this one, which `ss" in text
 
 
 def test_an_address_of_another_node_cannot_be_listened_on():

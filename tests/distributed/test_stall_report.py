@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Heartbeats
 from lightning_ddp_ext.distributed.stall_report import (
     describe_main_stack,
-    find_main_thread,
+    describe_own_state,
     find_reason,
     find_stack_location,
 )
@@ -72,14 +72,14 @@ def test_the_main_thread_is_found_from_another_one():
     found = []
 
     def look():
-        found.extend([find_main_thread(), describe_main_stack()])
+        found.extend([describe_own_state(dict), describe_main_stack()])
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    place, stack = found
-    assert place.collective == ""
-    assert "test_the_main_thread_is_found_from_another_one (test_stall_report.py:" in place.code
+    state, stack = found
+    assert state["collective"] == ""
+    assert "test_the_main_thread_is_found_from_another_one (test_stall_report.py:" in state["where"]
     assert "in test_the_main_thread_is_found_from_another_one\n    thread." in stack
 
 

@@ -1,6 +1,7 @@
 """Values that ranks log in lockstep; the ranks are threads of this process."""
 
 import itertools
+from contextlib import ExitStack
 from functools import partial
 from queue import Queue
 
@@ -33,7 +34,7 @@ class Rank:
         self.participation = StepParticipation(tuple(range(group.barrier.parties)), is_shadow=False, is_uneven=False)
         self.values = LoggedValues(self.trainer, LightningModule(), group, lambda: self.participation)
         watch_logging(
-            self.trainer, self.values.update, BatchSamples(0).rounded, lambda: None, self.values.end_epoch,
+            ExitStack(), self.trainer, self.values.update, BatchSamples(0).rounded, lambda: None, self.values.end_epoch,
             self.values.check_epoch,
         )  # fmt: skip
 

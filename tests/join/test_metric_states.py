@@ -1,5 +1,6 @@
 """Metrics of three ranks, of which rank r has made r updates."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torchmetrics import CatMetric, Metric
 
-from lightning_ddp_ext._compat.torchmetrics import unwatch_synchronization, watch_synchronization
+from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.metric_states import synchronize_states
 from tests.support.processes import RankError, RankTimeoutError, run_processes
@@ -72,7 +73,8 @@ class Sums(Metric):
 def synchronize() -> dict[str, Any]:
     """Compute metrics of all ranks."""
     dist.init_process_group("gloo")
-    watch_synchronization(synchronize_states)
+    cleanup = ExitStack()
+    watch_synchronization(cleanup, synchronize_states)
     rank, found = dist.get_rank(), {}
     entries, numbers, shared = Entries(), CatMetric(), Entries()
     # Rank 0 has one entry of two numbers, others as many of one number as their rank says.
@@ -104,7 +106,7 @@ def synchronize() -> dict[str, Any]:
         apart.compute()
     except UnsupportedFeatureError as error:
         found["apart"] = str(error)
-    unwatch_synchronization()
+    cleanup.close()
     return found
 
 

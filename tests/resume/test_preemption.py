@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +37,7 @@ class Rank:
         self.trainer.save_checkpoint = lambda path, **_: self.done.append(f"saved {os.path.basename(path)}")
         self.trainer.strategy.barrier = lambda name=None: self.done.append("waited")
         self.control = StepControl()
-        self.handler = PreemptionHandler(self.trainer, self.control)
+        self.handler = PreemptionHandler(ExitStack(), self.trainer, self.control)
         self.trainer._signal_connector.register_signal_handlers()
 
     def end_step(self, request):
@@ -109,7 +110,7 @@ def test_without_a_checkpoint_to_save_sigterm_ends_the_process_and_its_children(
     trainer = Trainer(strategy="ddp_join", accelerator="cpu", devices=1, logger=False)
     killed = []
     monkeypatch.setattr(trainer.strategy, "_launcher", SimpleNamespace(kill=killed.append))
-    exit_on_sigterm(trainer)
+    exit_on_sigterm(ExitStack(), trainer)
     trainer._signal_connector.register_signal_handlers()
     with pytest.raises(SystemExit) as end:
         os.kill(os.getpid(), signal.SIGTERM)
