@@ -1,8 +1,11 @@
 """Small objects sent between ranks: by collectives, or by messages through the store of a process group."""
 
 import contextlib
+import functools
+import gc
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -20,11 +23,23 @@ from lightning_ddp_ext.errors import OtherRankError
 
 def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Make a group of all ranks that can send CPU tensors."""
+    _keep_from_collection_in_forks()
     backends = dist.get_backend_config()
     backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
     with tracked_connections():
         group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
     return group
+
+
+@functools.cache
+def _keep_from_collection_in_forks() -> None:
+    """Keep processes that this process forks from collecting its garbage; once in a process.
+
+    The traceback of an error can leave a process group in a reference cycle. The destructor of gloo's groups waits for
+    threads, which a fork does not copy, so a worker of a loader that collected the cycle would never return.
+    """
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 def group_with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:

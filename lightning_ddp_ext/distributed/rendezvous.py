@@ -39,6 +39,7 @@ from lightning_ddp_ext.distributed.stores import (
     OpenStore,
     RendezvousEndpoint,
     connect_store,
+    is_agent_store,
     open_store,
     poll,
     serve_store,
@@ -96,9 +97,7 @@ class RendezvousProgress:
 def rendezvous(info: RendezvousInfo, progress: RendezvousProgress) -> tuple[ChosenNetwork, dist.Store]:
     """Meet the other ranks, and return the network that they agree on, with the store for the process group."""
     try:
-        opened = open_store(
-            info.endpoint, rank=info.rank, world_size=info.world_size, num_nodes=info.num_nodes, timeout=info.timeout
-        )
+        opened = _open_store(info)
         with contextlib.ExitStack() as stack:
             return _Rendezvous(info, opened, progress, stack).meet()
     except (DDPExtError, dist.DistError) as failure:
@@ -111,6 +110,12 @@ def rendezvous(info: RendezvousInfo, progress: RendezvousProgress) -> tuple[Chos
             f"rank {info.rank} lost the store at {info.endpoint} during the rendezvous ({reason}). Look for the errors"
             " of the other ranks, rank 0's first."
         ) from failure
+
+
+def _open_store(info: RendezvousInfo) -> OpenStore:
+    return open_store(
+        info.endpoint, rank=info.rank, world_size=info.world_size, num_nodes=info.num_nodes, timeout=info.timeout
+    )
 
 
 @dataclass(slots=True)
@@ -182,10 +187,17 @@ class _Rendezvous:
 
     def _join(self) -> Message:
         """Respond to the newest request of rank 0, and return the network that it publishes; for the other ranks."""
-        store, limit = self.opened.store, self.info.timeout.total_seconds()
+        limit = self.info.timeout.total_seconds()
+        ends = self.info.endpoint.path is None and not is_agent_store(self.info.endpoint)  # with the run of rank 0
 
         def find_network() -> Message | None:
-            text = store.get(_REQUEST) if store.check([_REQUEST]) else b""
+            try:
+                text = self.opened.store.get(_REQUEST) if self.opened.store.check([_REQUEST]) else b""
+            except dist.DistError:
+                if self.name or not ends:
+                    raise
+                self.opened = _open_store(self.info)  # that was the store of an earlier run, which rank 0 has left
+                return None
             request = json.loads(text) if text else None
             # Under torchrun, rank 0 of an attempt that has failed may have left a request behind.
             if request and request["name"] != self.name:

@@ -100,7 +100,7 @@ def open_store(
     """Create the store on rank 0, and connect to it on the others; under torchrun, all connect to its agent's store."""
     if endpoint.path is not None:
         return OpenStore(_open_file(endpoint.path, rank, world_size))
-    if rank == 0 and not _is_agent_store(endpoint):
+    if rank == 0 and not is_agent_store(endpoint):
         return serve_store(_listening_address(endpoint.host, num_nodes), endpoint.port, world_size, timeout)
     host = loopback_address() if num_nodes == 1 and _is_this_node(endpoint.host) else endpoint.host
     return connect_store(host, endpoint.port, rank=rank, timeout=timeout)
@@ -150,17 +150,22 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
                 _logger.warning("%s is still waiting for rank 0 at %s: %s", own, place, reason)
         return None
 
-    addresses = poll(connect, math.inf)
-    assert addresses is not None  # `connect` raises an error in the end
-    try:
-        store = _open_client(addresses[0], port, min(limit, _ANSWER_LIMIT))
-    except (RuntimeError, TimeoutError) as error:
-        raise RendezvousError(
-            f"{own}: the program that listens at {place} is not the store of rank 0"
-            f" ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
-        ) from error
-    store.set_timeout(timeout)
-    return OpenStore(store, addresses[1])
+    may_be_old = True  # an earlier run's store, which rank 0 is about to leave
+    while True:
+        addresses = poll(connect, math.inf)
+        assert addresses is not None  # `connect` raises an error in the end
+        try:
+            store = _open_client(addresses[0], port, min(limit, _ANSWER_LIMIT))
+        except (RuntimeError, TimeoutError) as error:
+            if may_be_old and isinstance(error, dist.DistNetworkError):
+                may_be_old = False
+                continue
+            raise RendezvousError(
+                f"{own}: the program that listens at {place} is not the store of rank 0"
+                f" ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
+            ) from error
+        store.set_timeout(timeout)
+        return OpenStore(store, addresses[1])
 
 
 def _is_refusal(error: OSError) -> bool:
@@ -198,7 +203,7 @@ def _connection_remedy(host: str, error: OSError) -> str:
     return "Set the main address to an address of rank 0's node that this node has a route to."
 
 
-def _is_agent_store(endpoint: RendezvousEndpoint) -> bool:
+def is_agent_store(endpoint: RendezvousEndpoint) -> bool:
     """Return True if torchrun's agent has created the store at this endpoint."""
     of_agent = [os.environ.get(name) for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT")]
     return of_agent == [str(True), endpoint.host, str(endpoint.port)]

@@ -50,6 +50,21 @@ def join_twice(**settings):
     return [again, ""]
 
 
+def join_again(**settings):
+    """Create a process group after another one, which rank 0 destroys late: its store is still there."""
+    settings = {"backend": "gloo", **settings, "timeout": TIMEOUT}
+    values = []
+    for _ in range(3):
+        init_process_group(**settings)
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        values.append(value.item())
+        if settings["rank"] == 0:
+            time.sleep(0.7)
+        dist.destroy_process_group()
+    return values
+
+
 def time_all_reduces(**settings):
     """Return the rows measured without a limit, and with one that is over at once."""
     init_process_group(backend="gloo", timeout=TIMEOUT, **settings)
@@ -165,6 +180,7 @@ FAILED = {
 }  # fmt: skip
 OTHERS = {
     "twice": partial(_ranks, join_twice),
+    "one after another": partial(_ranks, join_again),
     "training": partial(_ranks, train, strategy="ddp", limit=60.0, network_interface="auto"),
     "timed all-reduces": partial(_ranks, time_all_reduces),
 }
@@ -230,6 +246,10 @@ def test_a_process_group_is_kept_unless_its_size_is_another(outcomes):
     for again, error in values(outcomes["twice"]):
         assert again is None
         assert "of 2 in an earlier process group" in error
+
+
+def test_ranks_meet_again_while_rank_0_still_leaves(outcomes):
+    assert values(outcomes["one after another"]) == [[2.0] * 3] * 2
 
 
 def test_all_reduces_are_timed_alike_on_all_ranks_until_the_time_is_over(outcomes):

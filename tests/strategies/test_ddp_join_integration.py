@@ -133,7 +133,6 @@ def train_in_one_process(case: Case, combine: Callable[[list[Tensor]], Tensor] |
 def fit_with_torch_join(folder: str) -> tuple[Tensor, str]:
     """Control: torch's DistributedDataParallel with Join; returns the parameters and a digest of the replica."""
     case = TORCHS
-    dist.init_process_group("gloo")
     module = make_module(case).double()
     (optimizer,), (schedule,) = module.configure_optimizers()
     wrapped = DistributedDataParallel(module.network)
@@ -144,7 +143,6 @@ def fit_with_torch_join(folder: str) -> tuple[Tensor, str]:
                 functional.cross_entropy(wrapped(batch[0]), batch[1]).backward()
                 optimizer.step()
                 schedule["scheduler"].step()
-    dist.destroy_process_group()
     return parameters_of(module), digest_of(module, optimizer)
 
 
@@ -213,8 +211,10 @@ def run_all(cases: list[Case]) -> dict[str, list[Outcome]]:
     outcomes: dict[str, list[Outcome]] = {}
     for world_size in {case.world_size for case in cases}:
         own = {repr(case): case for case in cases if case.world_size == world_size}
+        # In the process group of the runs before it. If the control made a group, its wrapper could have the last
+        # reference to it, and would wait for threads of gloo while it holds the lock that these need, Python's.
         control = {"torch's Join": fit_with_torch_join} if TORCHS in own.values() else {}
-        outcomes |= run_on_ranks(world_size, {**control, **own})
+        outcomes |= run_on_ranks(world_size, {**own, **control})
     return outcomes
 
 

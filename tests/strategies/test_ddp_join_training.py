@@ -14,10 +14,12 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPJoinStrategy
 from tests.strategies.toolkit import (
@@ -98,6 +100,34 @@ def process_groups_and_their_threads_end_with_a_run(folder: str) -> None:
         found.append(count_threads(found[0] if found else 0))
     gc.enable()
     assert found == [found[0]] * 4
+
+
+class Interruption(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise SIGTERMException(143)
+
+
+def interrupt_a_run() -> None:
+    with pytest.raises(SystemExit) as interruption:  # its traceback refers to this frame, which refers to it
+        fit(Classifier(), callbacks=[Interruption()])
+    assert interruption.value.code == 143
+
+
+def a_worker_does_not_collect_the_process_group_of_an_interrupted_run(folder: str) -> None:
+    """It would wait for the threads of the group, which only its rank has, or crash."""
+    gc.collect()
+    gc.disable()
+    fit(Classifier())
+    threads = count_threads(0)
+    interrupt_a_run()
+    assert count_threads(threads) > threads
+    batches = list(loader(*COUNTS))
+    collecting: dict[str, Any] = {"num_workers": 1, "worker_init_fn": lambda _: gc.collect(), "timeout": 60}
+    _, trace = fit(Classifier(), DataLoader(batches, batch_size=None, **collecting))
+    gc.enable()
+    assert len(trace.digests) == 4
+    gc.collect()
+    assert count_threads(threads) == threads
 
 
 def ranks_stay_identical_under_every_kind_of_step(folder: str) -> None:
@@ -247,6 +277,7 @@ def optimizers_draw_the_same_numbers_on_all_ranks_and_steps_draw_different_ones(
 CASES = [
     a_step_is_one_message_whether_loaders_know_their_length_or_not,
     process_groups_and_their_threads_end_with_a_run,
+    a_worker_does_not_collect_the_process_group_of_an_interrupted_run,
     ranks_stay_identical_under_every_kind_of_step,
     averaged_weights_have_the_statistics_of_all_samples,
     manual_optimization_shares_scalers_and_sparse_gradients_but_no_excluded_tensors,
