@@ -22,6 +22,7 @@ class WeightRule:
         self.is_sum = weight_by == "sum"  # losses are sums: gradients are added up, not averaged
         self.is_by_samples = weight_by == "samples"
         self.function = weight_by if callable(weight_by) else None
+        self._has_warned = False
 
     def weigh(self, batch: Any, samples: float) -> float:
         """Return the weight of a batch or chunk with this number of samples."""
@@ -40,21 +41,12 @@ class WeightRule:
         total = 1.0 if self.is_sum else sum(weights)
         return [weight / total if total else 0.0 for weight in weights]
 
-
-class SkipWarning:
-    """Warning, shown once, that `training_step` has returned None for a part of a batch."""
-
-    def __init__(self) -> None:
-        self._is_shown = False
-
-    def show(self, part: str) -> None:
-        """Warn, the first time only; `part` says where the step returned None, such as `"rank 1"`."""
-        if self._is_shown:
-            return
-        self._is_shown = True
-        warnings.warn(
+    def warn_of_skip(self, part: str) -> None:
+        """Warn, the first time only, that `training_step` has returned None on `part`, such as `"rank 1"`."""
+        message = (
             f"`training_step` returned None on {part}, whose samples have no weight in the gradient of this step."
-            " Ignore this warning if that is on purpose. Log with `sync_dist=True` before returning None, if at all.",
-            category=UserWarning,
-            stacklevel=3,
+            " Ignore this if it is on purpose. Log with `sync_dist=True` before returning None, if at all."
         )
+        if not self._has_warned:
+            warnings.warn(message, category=UserWarning, stacklevel=3)
+        self._has_warned = True

@@ -33,11 +33,8 @@ def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 @functools.cache
 def _keep_from_collection_in_forks() -> None:
-    """Keep processes that this process forks from collecting its garbage; once in a process.
-
-    The traceback of an error can leave a process group in a reference cycle. The destructor of gloo's groups waits for
-    threads, which a fork does not copy, so a worker of a loader that collected the cycle would never return.
-    """
+    """Keep forks of this process from collecting its garbage, where an error may have left a group in a cycle."""
+    # The destructor of gloo's groups would wait for threads, which a fork does not copy.
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=gc.freeze)
 

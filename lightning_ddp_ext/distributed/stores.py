@@ -150,15 +150,13 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
                 _logger.warning("%s is still waiting for rank 0 at %s: %s", own, place, reason)
         return None
 
-    may_be_old = True  # an earlier run's store, which rank 0 is about to leave
-    while True:
+    for may_be_old in (True, False):  # an earlier run's store, which rank 0 is about to leave
         addresses = poll(connect, math.inf)
         assert addresses is not None  # `connect` raises an error in the end
         try:
             store = _open_client(addresses[0], port, min(limit, _ANSWER_LIMIT))
         except (RuntimeError, TimeoutError) as error:
             if may_be_old and isinstance(error, dist.DistNetworkError):
-                may_be_old = False
                 continue
             raise RendezvousError(
                 f"{own}: the program that listens at {place} is not the store of rank 0"
@@ -166,6 +164,7 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
             ) from error
         store.set_timeout(timeout)
         return OpenStore(store, addresses[1])
+    raise AssertionError("unreachable")
 
 
 def _is_refusal(error: OSError) -> bool:

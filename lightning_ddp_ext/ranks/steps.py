@@ -22,7 +22,7 @@ from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.batches.weights import SkipWarning, WeightRule
+from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
 from lightning_ddp_ext.ranks.sample_counts import (
@@ -192,7 +192,6 @@ class RankGradient:
         self._is_added = True  # the micro-batch is one of them
         self._is_weightless = False  # the next backward pass is, until it is synchronised
         self._guard = StepGuard(trainer, reducer)
-        self._skip_warning = SkipWarning()
         self._synchronized = False
         self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
@@ -239,7 +238,7 @@ class RankGradient:
         Lightning rejects None on several ranks, and would skip the backward pass, for which the other ranks wait.
         """
         self.weight = 0.0
-        self._skip_warning.show(f"rank {self._trainer.global_rank}")
+        self._rule.warn_of_skip(f"rank {self._trainer.global_rank}")
         return zero_loss(self._module)
 
     def _count(self, batch: Any) -> float:

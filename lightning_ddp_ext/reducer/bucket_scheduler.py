@@ -79,15 +79,13 @@ class BackwardPredictor:
 class BucketScheduler:
     """Moves gradients into buckets while backward passes run, and sends each bucket once it is expected complete.
 
-    Buckets are sent in the order of the layout on every rank. A prediction may be wrong: a gradient that comes after
-    its bucket was sent stays with the parameter, and the bucket is marked late. The `control_bucket` waits for
-    `send_control_bucket`. `has_begun` is True while there are gradients of an unfinished synchronisation.
+    Buckets are sent in the order of the layout on every rank. A gradient that comes after its bucket was sent stays
+    with the parameter, and the bucket is marked late. The `control_bucket` waits for `send_control_bucket`.
 
-    NCCL may deadlock unless every rank issues the collectives of all process groups in one order. If a rank does not
-    use a parameter, its bucket waits for the end of the backward pass, and comes after a collective of the backward
-    pass itself that other ranks issue later than the bucket. So `is_held` is True on a device whose collectives cannot
-    be counted, if the module `communicates` in its backward pass, as `nn.SyncBatchNorm` does, or once any backward pass
-    has done so; buckets then follow all collectives of the backward pass. gloo copes with any order on the CPU.
+    NCCL may deadlock unless every rank issues the collectives of all process groups in one order, and the bucket of a
+    parameter that a rank does not use waits for the end of the backward pass. So `is_held` is True, and buckets follow
+    all collectives of the backward pass, if the module `communicates` there, as `nn.SyncBatchNorm` does, once any
+    backward pass has done so, or on a device whose collectives cannot be counted. gloo copes with any order on CPUs.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class BucketScheduler:
         self._count_collectives = (lambda: 0) if device is None else partial(count_collectives, device, group)
         self.is_held = device is not None and (communicates or self._count_collectives() is None)
         self._counted: int | None = None  # when the first gradient came
-        self.has_begun = False
+        self.has_begun = False  # there are gradients of an unfinished synchronisation
         self.is_active = False
         self.control_bucket: GradientBucket | None = None
         self.predictor = BackwardPredictor(len(parameters))

@@ -83,7 +83,7 @@ class LogReplay:
     def _default_reduction(self, name: str, values: Sequence[Any], chunk_sizes: Sequence[int]) -> str:
         if not all(map(_is_whole, values)):
             return "mean"
-        if any(map(_is_bool, values)):
+        if any(getattr(value, "dtype", type(value)) in (bool, torch.bool) for value in values):
             if len(set(map(bool, values))) > 1:
                 self._warn(
                     name,
@@ -170,10 +170,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return not value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, Integral)
-
-
-def _is_bool(value: Any) -> bool:
-    return value.dtype == torch.bool if isinstance(value, Tensor) else isinstance(value, bool)
 
 
 def _reduction(options: dict[str, Any]) -> str | None:

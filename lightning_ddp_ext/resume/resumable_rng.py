@@ -35,22 +35,17 @@ class FetchRecord:
 class ResumableRng:
     """Restores the RNG state of this process while a run that resumes within an epoch fetches its batches.
 
-    Batches depend on random numbers in two ways: the order of samples and the seeds of workers are drawn when an
-    iteration begins, and a transform in this process draws during a fetch. So a resumed run
-
-    1. begins the iteration from the RNG state at the start of the epoch,
-    2. fetches the used batches once more, which brings loaders and workers to their position,
-    3. fetches each batch that was ahead from the RNG state before its first fetch,
-    4. restores the RNG state of the interruption.
-
-    Generators that are attributes of loaders, samplers and datasets are restored too.
+    Loaders draw when an iteration begins (order, seeds of workers) and during a fetch (transforms). So a resumed run
+    begins the iteration from the RNG state at the start of the epoch; fetches the used batches once more; fetches each
+    batch that was ahead from the RNG state before its first fetch; and restores the RNG state of the interruption, in
+    generators that are attributes of loaders, samplers and datasets too.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self._resumed: FetchRecord | None = None
         self._has_begun = self._has_replayed = self._has_advanced = False
-        self.is_bypassed = False  # loaders resume by themselves, so that only step 4 is needed
+        self.is_bypassed = False  # loaders resume by themselves, and nothing is replayed
         self.loaders: list[Any] = []  # of the current iteration
         self._start = self.capture()
         self._states: deque[RngState] = deque(maxlen=LOOKAHEAD)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.batches.weights import SkipWarning, WeightBy, WeightRule
+from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import check_objects
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.replicas.batch_division import BatchDivision
@@ -101,7 +101,6 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         self._replicated: ReplicatedModule | None = None
         self._last = BatchRecord()
         self._dataloader_idx = 0
-        self._skip_warning = SkipWarning()
         super().__init__(**base)
 
     @property
@@ -248,7 +247,7 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
             record.skip(skipped, self._weight_rule)
             outputs = [output for output in outputs if output is not None]
             if outputs:  # otherwise Lightning warns
-                self._skip_warning.show(f"the replicas {skipped}")
+                self._weight_rule.warn_of_skip(f"the replicas {skipped}")
         if not any(record.weights):
             return None  # as a single device skips a batch of zero weight
         found = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]

@@ -207,7 +207,7 @@ def test_a_strategy_of_one_process_needs_no_network(outcomes):
 def test_the_failed_step_is_named_once_within_the_limit(outcomes):
     found = {}
     for name, (step, *parts) in {
-        "taken port": ("rendezvous", "already in use by `", "(process ", "Choose another port"),
+        "taken port": ("rendezvous", "in use", "`ss -ltnp` lists", "Choose another port"),
         "missing rank": ("rendezvous", "rank 1 of 2 ranks did not join in time. Check that they have been started"),
         "missing interface": ("network", "`nosuch0` not found on node", "available: lo"),
         "missing backend": ("backend", "no backend `mpi`; available: gloo"),
