@@ -56,7 +56,7 @@ def test_a_port_that_rank_0_cannot_have_ends_every_rank_with_one_line(tmp_path):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     messages = [line for line in done.stderr.splitlines() if line.startswith("lightning-ddp-ext: ")]
-    assert any("Address already in use by" in message for message in messages)
+    assert any("Address already in use. Choose another port" in message for message in messages), messages
 
 
 def test_strategies_with_a_process_group_are_known_by_their_class():
