@@ -83,7 +83,7 @@ class LogReplay:
     def _default_reduction(self, name: str, values: Sequence[Any], chunk_sizes: Sequence[int]) -> str:
         if not all(map(_is_whole, values)):
             return "mean"
-        if any(getattr(value, "dtype", type(value)) in (bool, torch.bool) for value in values):
+        if any(isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool for value in values):
             if len(set(map(bool, values))) > 1:
                 self._warn(
                     name,
