@@ -15,6 +15,7 @@ test: $(VENV)/all.installed
 
 slow: $(VENV)/all.installed
 	$(BIN)/python -m pytest -m "slow and not exhaustive"
+	$(BIN)/python -m tests.versions.second_name -m "not slow and not exhaustive"
 
 lint: $(VENV)/all.installed
 	$(BIN)/ruff check .
@@ -29,23 +30,25 @@ docs: $(VENV)/all.installed
 package: $(VENV)/all.installed
 	rm -rf dist
 	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 	.ci/check_wheel $(PYTHON) dist/*.whl
 
+# `make versions ROWS=ci` runs the rows that every change runs, `make versions ROWS="2.8 2.12"` some others.
 versions: $(VENV)/all.installed
-	$(BIN)/python -m tests.versions.run $(TORCH)
+	$(BIN)/python -m tests.versions.run $(ROWS)
 
 # On a machine with a GPU; needs only a Python with torch, Lightning, Hydra and pytest.
 gpu:
 	$(PYTHON) -m tests.gpu.kit $(PART)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* dist site runs
+	rm -rf $(VENV) dist site runs
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/demo.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo]"
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[demo,lightning]"
 	touch $@
 
 $(VENV)/all.installed: pyproject.toml constraints.txt | $(BIN)/python

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from measuring.fitting import Classifier
 from measuring.models import CASES, load_endlessly
-from measuring.training import Classifier
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

@@ -62,6 +62,7 @@ def main() -> None:
     joined = torch.stack([results["ddp_join", samples][0] for samples in SIZES])
     by_rank = [torch.empty_like(joined) for _ in range(2)]
     dist.all_gather(by_rank, joined)
+    dist.barrier()  # torch 2.6 may hang where a group is destroyed right after a collective on tensors
     dist.destroy_process_group()
     if not results["ddp", SIZES[0]][1].is_global_zero:
         return

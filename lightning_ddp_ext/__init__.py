@@ -1,7 +1,8 @@
 """Lightning strategies that keep the gradient of the whole batch, however the batch is split."""
 
-from lightning_ddp_ext.clusters.manual import ManualEnvironment
-from lightning_ddp_ext.clusters.slurm import CheckedSLURMEnvironment
+from typing import TYPE_CHECKING, Any
+
+from lightning_ddp_ext import _import_names
 from lightning_ddp_ext.errors import (
     ActivationCheckpointingError,
     BackendError,
@@ -20,23 +21,31 @@ from lightning_ddp_ext.errors import (
     UnsupportedFeatureError,
     UnsynchronizedGradientsError,
 )
-from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.strategies import (
-    BalancedDataParallelStrategy,
-    DDPCheckpointStrategy,
-    DDPJoinStrategy,
-    ExplicitDDPStrategy,
-)
+
+if TYPE_CHECKING:
+    from lightning_ddp_ext.batches.label_weights import ClassWeights, TokenCount
+    from lightning_ddp_ext.batches.token_batches import TokenBudgetBatchSampler
+    from lightning_ddp_ext.clusters.manual import ManualEnvironment
+    from lightning_ddp_ext.clusters.slurm import CheckedSLURMEnvironment
+    from lightning_ddp_ext.distributed.exchange import scatter_objects
+    from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+    from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
+    from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+    from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
+    from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+    from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCheckpointingError",
     "BackendError",
+    "BalancedDDPStrategy",
     "BalancedDataParallelStrategy",
     "BatchSplitError",
     "CheckedSLURMEnvironment",
     "CheckpointRefusedError",
+    "ClassWeights",
     "ClusterError",
     "DDPCheckpointStrategy",
     "DDPExtError",
@@ -51,8 +60,24 @@ __all__ = [
     "RanksOutOfStepError",
     "RendezvousError",
     "ReplicaMismatchError",
+    "TokenBudgetBatchSampler",
+    "TokenCount",
     "UnevenInputsError",
     "UnsupportedFeatureError",
     "UnsynchronizedGradientsError",
     "__version__",
+    "scatter_objects",
 ]
+
+
+_import_names.install()
+
+
+if not TYPE_CHECKING:  # a type checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        return _import_names.get_public("lightning.pytorch", name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,20 +1,149 @@
-"""Schemas of the packaged Hydra groups, generated from the signatures of the constructors."""
+"""Schemas of the packaged Hydra groups, generated from the signatures of the constructors.
 
+The signatures are read from the sources, because importing torch and Lightning takes seconds: the command refuses
+mistyped settings before.
+"""
+
+import ast
+import functools
+import importlib.util
 import inspect
-from collections.abc import Collection, Sequence
+import pkgutil
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, make_dataclass
 from datetime import timedelta
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Optional, Union, get_args, get_origin
 
 from hydra.core.config_store import ConfigStore
-from hydra.utils import get_object
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
-from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
+from lightning_ddp_ext import _import_names
+from lightning_ddp_ext._import_names import PACKAGE, PACKAGES, find_lightning, lightning_of, name_under
+from lightning_ddp_ext._validation import check_choice
 
 # ruff: noqa: UP045  OmegaConf reads `Optional[...]` on every Python version, `... | None` not on all.
+
+
+# ---------------------------------------------------------------- signatures, read from sources
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """A class or function of a module, as its source has it."""
+
+    names: "_Names"
+    node: ast.ClassDef | ast.FunctionDef
+
+    def arguments(self) -> ast.arguments | None:
+        """Return the arguments of the function, or of the constructor that the class has or inherits."""
+        if isinstance(self.node, ast.FunctionDef):
+            return self.node.args
+        for node in self.node.body:
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                return node.args
+        return None
+
+
+class _Names(dict[str, Any]):
+    """Values of the names of a module, evaluated when they are looked up; imported are modules of Python only."""
+
+    def __init__(self, module: str) -> None:
+        loader: Any = _find_spec(module).loader
+        self._nodes: dict[str, ast.stmt] = {}
+        for node in _statements(ast.parse(loader.get_source(module)).body):
+            for name in _names_set_by(node):
+                self._nodes.setdefault(name, node)
+
+    def __missing__(self, name: str) -> Any:
+        node = self._nodes[name]
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            value: Any = _Definition(self, node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            path = next(alias.name for alias in node.names if name == (alias.asname or alias.name))
+            value = _imported(f"{node.module}.{path}" if isinstance(node, ast.ImportFrom) else path)
+        else:
+            value = self.evaluate(node.value)  # type: ignore[attr-defined]
+        self[name] = value
+        return value
+
+    def evaluate(self, node: ast.expr) -> Any:
+        return eval(compile(ast.Expression(node), "<source>", "eval"), {}, self)
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, also those of its conditions, such as `TYPE_CHECKING`."""
+    for node in body:
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements([*node.body, *node.orelse])
+        else:
+            yield node
+
+
+def _names_set_by(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+@functools.cache
+def _find_spec(module: str) -> ModuleSpec:
+    """Return the spec of a module without importing the packages that hold it."""
+    parent = module.rpartition(".")[0]
+    search = _find_spec(parent).submodule_search_locations if parent else None
+    spec = PathFinder.find_spec(module, search) if parent else importlib.util.find_spec(module)
+    if spec is None:
+        raise ModuleNotFoundError(f"no module {module!r}", name=module)
+    return spec
+
+
+_names_of = functools.cache(_Names)
+
+
+def _imported(path: str) -> Any:
+    """Return what a module imports, if it comes from Python, this package or Lightning."""
+    package = path.partition(".")[0]
+    if package in (PACKAGE, *_import_names.LIBRARIES):
+        return read_source(path)
+    if package in sys.stdlib_module_names:
+        return pkgutil.resolve_name(path)
+    raise KeyError(path)
+
+
+def read_source(path: str) -> Any:
+    """Return the value or the definition that a dotted path leads to, from sources."""
+    is_ours = path.startswith(f"{PACKAGE}.")
+    path = path.replace(f"{_import_names.SECOND}.", f"{PACKAGE}.") if is_ours else name_under(find_lightning(), path)
+    module, _, name = path.rpartition(".")
+    return _names_of(module)[name]
+
+
+def read_parameters(path: str) -> Iterator[inspect.Parameter]:
+    """Yield the named parameters of a function or constructor; annotations that need an import are `Any`."""
+    definition = read_source(path)
+    while (arguments := definition.arguments()) is None:
+        definition = definition.names.evaluate(definition.node.bases[0])
+    positional = [*arguments.posonlyargs, *arguments.args][isinstance(definition.node, ast.ClassDef) :]
+    lacking: list[ast.expr | None] = [None] * len(positional)
+    defaults = [*lacking, *arguments.defaults][-len(positional) :] if positional else []
+    for argument, default in zip(
+        [*positional, *arguments.kwonlyargs], [*defaults, *arguments.kw_defaults], strict=True
+    ):
+        annotation = Any
+        with suppress(Exception):  # objects of torch and Lightning cannot be evaluated, and are not checked
+            annotation = Any if argument.annotation is None else definition.names.evaluate(argument.annotation)
+        value = inspect.Parameter.empty if default is None else definition.names.evaluate(default)
+        yield inspect.Parameter(argument.arg, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation)
+
+
+# ---------------------------------------------------------------- schemas
 
 
 @dataclass(kw_only=True)
@@ -22,7 +151,7 @@ class ProcessGroupConfig:
     """Settings of the process group, which the strategies refer to."""
 
     backend: Optional[str] = None
-    timeout_seconds: float = DEFAULT_TIMEOUT.total_seconds()
+    timeout_seconds: float = read_source("lightning_ddp_ext.distributed.backends.DEFAULT_TIMEOUT").total_seconds()
     stall_timeout_seconds: Optional[float] = 60.0
     init_method: Optional[str] = None
 
@@ -45,6 +174,7 @@ class ClusterConfig:
 class TrainConfig:
     """The whole configuration of the command; docs/configuration.md explains the keys."""
 
+    lightning: Optional[str] = None
     seed: int = 1
     test: bool = True
     plot: bool = True
@@ -65,14 +195,17 @@ class TrainConfig:
 def make_schema(
     path: str, *, base: str | None = None, without: Collection[str] = (), **options: bool | str | None
 ) -> type:
-    """Return a dataclass of the arguments of a constructor and its `base`, but `without` some, and of `options`."""
+    """Return a dataclass of the arguments of a constructor and its `base`, but `without` some, and of `options`.
+
+    Paths are those under `lightning.pytorch`; an application that imports `pytorch_lightning` gets the other ones.
+    """
+    targets = [name_under(find_lightning(), target) for target in (base, path) if target is not None]
     parameters: dict[str, inspect.Parameter] = {}
-    for target in (base, path):
-        if target is not None:
-            parameters.update(inspect.signature(get_object(target), eval_str=True).parameters)
-    fields: list[Any] = [("_target_", str, field(default=path))]
+    for target in targets:
+        parameters.update((parameter.name, parameter) for parameter in read_parameters(target))
+    fields: list[Any] = [("_target_", str, field(default=targets[-1]))]
     for parameter in parameters.values():
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name not in without:
+        if parameter.name not in without:
             fields.append((parameter.name, _field_type(parameter.annotation), _field(parameter)))
     fields += [(name, type(default), field(default=default)) for name, default in options.items()]
     return make_dataclass(f"{path.rpartition('.')[2]}Config", fields, kw_only=True)
@@ -80,11 +213,22 @@ def make_schema(
 
 def _field_type(annotation: Any) -> Any:
     """Return the type that OmegaConf checks: `Any` unless the annotation is one plain type, possibly optional."""
-    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    kinds = {_plain_type(choice) for choice in choices if choice is not NoneType}
+    alternatives = _alternatives(annotation)
+    kinds = {_plain_type(alternative) for alternative in alternatives if alternative is not NoneType}
     if len(kinds) > 1 or Any in kinds:
         return Any
-    return Optional[kinds.pop()] if NoneType in choices else kinds.pop()
+    return Optional[kinds.pop()] if NoneType in alternatives else kinds.pop()
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """Return the strings that an argument can be, if it cannot be anything else but None."""
+    kinds = [kind for kind in _alternatives(annotation) if kind is not NoneType]
+    is_choice = all(get_origin(kind) is Literal and _plain_type(kind) is str for kind in kinds)
+    return tuple(choice for kind in kinds for choice in get_args(kind)) if is_choice else ()
 
 
 def _plain_type(annotation: Any) -> Any:
@@ -109,15 +253,15 @@ _OF_RUN = {
 
 
 def _field(parameter: inspect.Parameter) -> Any:
-    name, default = parameter.name, parameter.default
+    name, default, metadata = parameter.name, parameter.default, {"choices": _choices(parameter.annotation)}
     if default is inspect.Parameter.empty:
-        return field(default=MISSING)
+        return field(default=MISSING, metadata=metadata)
     if isinstance(default, list | tuple):
-        return field(default_factory=lambda: list(default))
+        return field(default_factory=lambda: list(default), metadata=metadata)
     plain = default.total_seconds() if isinstance(default, timedelta) else default
     if name in _OF_RUN:
         plain = f"${{oc.select:{_OF_RUN[name]},{'null' if plain is None else f'{plain:g}'}}}"
-    return field(default=plain)
+    return field(default=plain, metadata=metadata)
 
 
 # Arguments of the strategies that take objects, which a configuration cannot hold.
@@ -138,6 +282,9 @@ def make_schemas() -> dict[str, type]:
         "strategy/balanced_dp": make_schema("lightning_ddp_ext.BalancedDataParallelStrategy", without=OBJECTS),
         "strategy/ddp_checkpoint": make_schema("lightning_ddp_ext.DDPCheckpointStrategy", without=OBJECTS),
         "strategy/ddp_join": make_schema("lightning_ddp_ext.DDPJoinStrategy", base=_EXPLICIT_DDP, without=OBJECTS),
+        "strategy/balanced_ddp": make_schema(
+            "lightning_ddp_ext.BalancedDDPStrategy", base=_EXPLICIT_DDP, without=(*OBJECTS, "prefetch")
+        ),
         "strategy/ddp": make_schema(
             f"{builtin}.ConnectedDDPStrategy",
             start_method="popen",
@@ -170,12 +317,46 @@ def make_schemas() -> dict[str, type]:
     }
 
 
+class _SharedGroup(dict[str, Any]):
+    """A group of the store that copies of the store share: `--help` makes 150, and the store copies what it returns."""
+
+    def __deepcopy__(self, memo: object) -> "_SharedGroup":
+        return self
+
+
 def register_schemas() -> None:
     """Store the schemas in groups below `lightning_ddp_ext`, where the packaged files look for them."""
     store = ConfigStore.instance()
+    store.repo["lightning_ddp_ext"] = _SharedGroup()
     for path, schema in make_schemas().items():
         group, _, name = f"lightning_ddp_ext/{path}".rpartition("/")
         store.store(group=group, name=name, node=schema, provider="lightning_ddp_ext")
+
+
+def choose_lightning(config: DictConfig) -> str:
+    """Return the name of Lightning that a run imports: its key `lightning`, or else that of the class of its model."""
+    if config.lightning is not None:
+        check_choice("lightning", config.lightning, list(PACKAGES), "Leave it out to follow the class of the model.")
+        return str(config.lightning)
+    target = OmegaConf.select(config, "model._target_")
+    with suppress(Exception):  # any error of the import; constructing the model raises it again
+        kind = pkgutil.resolve_name(target)  # `get_object` would write the error to the log
+        if isinstance(kind, type) and not target.startswith("lightning_ddp_ext."):  # ours exist under both names
+            return lightning_of(kind) or find_lightning()
+    return find_lightning()
+
+
+def use_lightning(lightning: str, config: Any) -> None:
+    """Replace the paths of Lightning and of this package in a configuration by those under one name of Lightning."""
+    keys: Any = list(config) if isinstance(config, DictConfig) else range(len(config))
+    for key in keys:
+        if key == "hydra" or OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key):
+            continue
+        value = config[key]
+        if isinstance(value, DictConfig | ListConfig):
+            use_lightning(lightning, value)
+        elif isinstance(value, str) and (path := name_under(lightning, value)) != value:
+            config[key] = path
 
 
 register_schemas()

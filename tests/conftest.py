@@ -4,12 +4,15 @@ import signal
 import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch: threads cost more than they save on tensors of tests
+# Without a buffer, Python writes a line in several parts, and the lines of the ranks that share a pipe mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_ddp_ext.distributed.exchange import destroy_group
 from tests.support import devices
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started the tests in the background
@@ -55,8 +58,12 @@ def _quiet_and_seeded():
 def _no_thread_left_behind():
     before = set(threading.enumerate())
     yield
-    left = [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("replica-")]
-    assert not left, f"threads of replicas outlived the test: {left}"
+    left = [
+        thread.name
+        for thread in set(threading.enumerate()) - before
+        if thread.name.startswith(("replica-", "prefetch"))
+    ]
+    assert not left, f"threads of replicas or loaders outlived the test: {left}"
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +73,7 @@ def _no_rank_left_behind():
     yield
     rank_zero_only.rank = 0  # another rank says nothing
     if dist.is_initialized():
-        dist.destroy_process_group()
+        destroy_group()
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
@@ -84,4 +91,4 @@ def group(tmp_path):
     """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
-    dist.destroy_process_group()
+    destroy_group()

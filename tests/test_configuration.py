@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from omegaconf import OmegaConf
@@ -21,15 +21,17 @@ from omegaconf.errors import OmegaConfBaseException
 import lightning_ddp_ext
 from lightning_ddp_ext import (
     BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
     CheckedSLURMEnvironment,
     DDPJoinStrategy,
     ExplicitDDPStrategy,
     ManualEnvironment,
+    TokenCount,
     config,
 )
+from lightning_ddp_ext._import_names import find_lightning
 from lightning_ddp_ext.callbacks import ReplicaConsistency
 from lightning_ddp_ext.clusters.process_group_options import Connection
-from lightning_ddp_ext.demo.byte_text import count_tokens
 from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
 from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, parse_init_method
 
@@ -39,8 +41,13 @@ ROOT_CONF = Path(__file__).parent.parent / "conf"
 
 @pytest.fixture
 def composed():
+    def compose_as_the_command(*overrides):
+        node = compose("train", overrides=list(overrides))
+        config.use_lightning(find_lightning(), node)
+        return node
+
     with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
-        yield lambda *overrides: compose("train", overrides=list(overrides))
+        yield compose_as_the_command
 
 
 def test_addresses_of_the_documentation_can_be_typed(composed):
@@ -68,7 +75,7 @@ def test_every_option_of_every_group_composes(composed):
         "callbacks", "cluster", "data", "experiment", "logger", "model", "network", "process_group", "strategy",
         "trainer",
     ]  # fmt: skip
-    assert found["strategy"] == ["balanced_dp", "ddp", "ddp_checkpoint", "ddp_join", "fsdp", "single"]
+    assert found["strategy"] == ["balanced_ddp", "balanced_dp", "ddp", "ddp_checkpoint", "ddp_join", "fsdp", "single"]
     for model, data in (
         ("digits_cnn", "digits"), ("byte_transformer", "stdlib_text"), ("byte_transformer", "stdlib_stream"),
     ):  # fmt: skip
@@ -100,7 +107,7 @@ def test_settings_reach_the_strategies(composed):
             assert build(option, *given)._watch.limit == limit, (option, given)
     assert build("ddp_join").uneven_inputs == "join"
     assert build("ddp_join", "strategy.uneven_inputs=stop").uneven_inputs == "stop"
-    assert build("ddp_join", "experiment=stdlib_stream").weight_by is count_tokens
+    assert build("ddp_join", "experiment=stdlib_stream").weight_by == TokenCount(labels="targets")
 
 
 def test_a_manual_cluster_and_a_slurm_job_are_built(composed, monkeypatch):
@@ -145,6 +152,7 @@ def test_schemas_follow_the_signatures_of_constructors():
         "strategy/balanced_dp": (BalancedDataParallelStrategy,),
         "strategy/ddp_checkpoint": (ExplicitDDPStrategy,),
         "strategy/ddp_join": (ExplicitDDPStrategy, DDPJoinStrategy),
+        "strategy/balanced_ddp": (ExplicitDDPStrategy, BalancedDDPStrategy),
         "trainer/trainer": (Trainer,),
         "callbacks/replica_consistency": (ReplicaConsistency,),
         "data/digits": (DigitsData,),
@@ -155,7 +163,27 @@ def test_schemas_follow_the_signatures_of_constructors():
         fields = {field.name for field in dataclasses.fields(schemas[name])} - {"_target_"}
         assert len(fields) > 2, name
         assert fields <= plain, name
-        assert plain - fields <= {*config.OBJECTS, *config.GROUPS}, name
+        refused = {"prefetch"} if name == "strategy/balanced_ddp" else set()
+        assert plain - fields <= {*config.OBJECTS, *config.GROUPS} | refused, name
+        assert not fields & refused, name
+
+
+def test_schemas_are_those_of_the_imported_constructors(monkeypatch):
+    def make_fields():
+        made = {name: OmegaConf.structured(schema) for name, schema in config.make_schemas().items()}
+        fields = {name: [(one.name, one.type, one.metadata) for one in dataclasses.fields(OmegaConf.get_type(node))]
+                  for name, node in made.items()}  # fmt: skip
+        return made, fields
+
+    def imported(path):
+        parameters = inspect.signature(get_object(path), eval_str=True).parameters.values()
+        return [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+
+    read, fields = make_fields()
+    assert sum(map(len, fields.values())) > 150
+    assert dict(fields["strategy/ddp_join"][-1][2]) == {"choices": ("join", "stop", "error")}
+    monkeypatch.setattr(config, "read_parameters", imported)
+    assert (read, fields) == make_fields()
 
 
 class Constructed:

@@ -3,7 +3,6 @@
 import ast
 import doctest
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -12,17 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.versions.run import supported_versions
+import lightning_ddp_ext
+from tests.versions.run import ROWS, describe, lower_bounds, supported_versions
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
 def run(*arguments):
-    # Without a buffer, Python writes a line in two parts, and the lines of two ranks mix.
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=True, cwd=ROOT, env=buffered
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=True, cwd=ROOT
     ).stdout
 
 
@@ -44,8 +42,28 @@ def test_the_readme_is_short():
 def test_pages_state_the_range_of_versions_that_is_required():
     first, *_, last = versions = supported_versions()
     assert ".".join(torch.__version__.split(".")[:2]) in versions
-    for page in ("README.md", "docs/index.md"):
+    for page in ("README.md", "docs/index.md", "docs/installation.md"):
         assert f"torch {first} to {last}" in " ".join((ROOT / page).read_text().split()), page
+
+
+def test_every_supported_version_of_torch_has_a_row_and_the_page_lists_those_that_have_passed():
+    assert list(ROWS) == supported_versions()
+    first, bounds = next(iter(ROWS.values())), lower_bounds()
+    assert first.torch.startswith(f"{bounds['torch']}.")
+    assert first.torchmetrics.startswith(f"{bounds['torchmetrics']}.")
+    page = (ROOT / "docs" / "installation.md").read_text()
+    passed = re.findall(r"^\| 3\..*$", page, re.MULTILINE)
+    assert passed
+    assert passed == [describe(row) for row in ROWS.values() if describe(row) in passed]
+
+
+def test_the_conda_recipe_has_the_version_and_the_bounds_of_the_package():
+    recipe, project = ((ROOT / name).read_text() for name in ("conda/recipe.yaml", "pyproject.toml"))
+    assert f'version: "{lightning_ddp_ext.__version__}"' in recipe
+    required = re.findall(r"^    - ([\w-]+) (>=\S+)$", recipe, re.MULTILINE)
+    missing = [(name, bounds) for name, bounds in required if f'"{name.removeprefix("py")}{bounds}"' not in project]
+    assert set(missing) == {("python", ">=3.10")}
+    assert 'requires-python = ">=3.10"' in project
 
 
 def test_programs_of_pages_import_names_of_the_package_that_exist():
@@ -90,7 +108,16 @@ def test_examples_of_replicas_print_that_they_agree_with_one_device():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["multi_task_checkpointing", "gan", "plain_torch_loop", "uneven_streams", "exact_evaluation"]
+    "name",
+    [
+        "multi_task_checkpointing",
+        "gan",
+        "plain_torch_loop",
+        "uneven_streams",
+        "exact_evaluation",
+        "finetune_language_model",
+        "fabric_loop",
+    ],
 )
 def test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with_one_process(name):
     printed = run(f"examples/{name}.py")
@@ -106,6 +133,8 @@ def test_the_example_of_unequal_devices_prints_that_ddp_is_not_exact():
     runs = [("ddp_checkpoint", "16", "16"), ("ddp_checkpoint", "24", "8"), ("ddp", "24", "8")]
     assert [row[:3] for row in rows] == runs
     assert max(float(row[3]) for row in rows[:2]) < 1e-9 < 1e-3 < float(rows[2][3])
+    (shared,) = re.findall(r"balanced_ddp, 32 samples: .* difference to one process (\S+)", printed)
+    assert float(shared) < 1e-9
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -114,7 +143,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "number", "launcher"),
-    [("ddp_checkpoint", 1, []), ("ddp_join", 1, []), ("gradient_reducer", 0, TORCHRUN), ("gradient_reducer", 1, [])],
+    [("ddp_checkpoint", 1, []), ("ddp_join", 1, []), ("gradient_reducer", 0, TORCHRUN), ("fabric", 0, [])],
 )
 def test_the_program_of_a_page_prints_what_it_says(page, number, launcher, tmp_path):
     text = (ROOT / "docs" / f"{page}.md").read_text()

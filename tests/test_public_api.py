@@ -14,12 +14,13 @@ PACKAGE = Path(lightning_ddp_ext.__file__).parent
 
 def test_public_names_are_these():
     assert sorted(lightning_ddp_ext.__all__) == [
-        "ActivationCheckpointingError", "BackendError", "BalancedDataParallelStrategy", "BatchSplitError",
-        "CheckedSLURMEnvironment", "CheckpointRefusedError", "ClusterError", "DDPCheckpointStrategy", "DDPExtError",
-        "DDPJoinStrategy", "ExplicitDDPStrategy", "GradientReducer", "LoggedKeysError", "ManualEnvironment",
-        "NetworkInterfaceError", "OtherRankError", "RankJoinedError", "RanksOutOfStepError", "RendezvousError",
-        "ReplicaMismatchError", "UnevenInputsError", "UnsupportedFeatureError", "UnsynchronizedGradientsError",
-        "__version__",
+        "ActivationCheckpointingError", "BackendError", "BalancedDDPStrategy", "BalancedDataParallelStrategy",
+        "BatchSplitError", "CheckedSLURMEnvironment", "CheckpointRefusedError", "ClassWeights", "ClusterError",
+        "DDPCheckpointStrategy", "DDPExtError", "DDPJoinStrategy", "ExplicitDDPStrategy", "GradientReducer",
+        "LoggedKeysError", "ManualEnvironment", "NetworkInterfaceError", "OtherRankError", "RankJoinedError",
+        "RanksOutOfStepError", "RendezvousError", "ReplicaMismatchError", "TokenBudgetBatchSampler", "TokenCount",
+        "UnevenInputsError", "UnsupportedFeatureError", "UnsynchronizedGradientsError", "__version__",
+        "scatter_objects",
     ]  # fmt: skip
     assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport", "GradientCheck", "JoinReport", "ReplicaConsistency"]
     for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks):
@@ -27,9 +28,9 @@ def test_public_names_are_these():
 
 
 def test_importing_registers_the_strategies():
-    assert StrategyRegistry["balanced_dp"]["strategy"] is lightning_ddp_ext.BalancedDataParallelStrategy
-    assert StrategyRegistry["ddp_checkpoint"]["strategy"] is lightning_ddp_ext.DDPCheckpointStrategy
-    assert StrategyRegistry["ddp_join"]["strategy"] is lightning_ddp_ext.DDPJoinStrategy
+    assert type(StrategyRegistry.get("balanced_dp")) is lightning_ddp_ext.BalancedDataParallelStrategy
+    assert type(StrategyRegistry.get("ddp_checkpoint")) is lightning_ddp_ext.DDPCheckpointStrategy
+    assert type(StrategyRegistry.get("ddp_join")) is lightning_ddp_ext.DDPJoinStrategy
     assert issubclass(lightning_ddp_ext.BalancedDataParallelStrategy, Strategy)
 
 
@@ -51,8 +52,8 @@ UPSTREAM = ["lightning", "torch", "torchmetrics"]
 PLAIN_TORCH = ["activation_checkpointing", "batches", "consistency", "distributed", "reducer"]
 # A folder imports from folders to its right only.
 LAYERS = [
-    "cli", "callbacks", "strategies", "join", "resume", "ranks", "replicas", "clusters", "activation_checkpointing",
-    "reducer", "consistency", "distributed", "batches", "_compat",
+    "cli", "callbacks", "fabric", "strategies", "shares", "join", "resume", "ranks", "replicas", "clusters",
+    "activation_checkpointing", "reducer", "consistency", "distributed", "batches", "_compat",
 ]  # fmt: skip
 
 

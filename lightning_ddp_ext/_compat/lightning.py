@@ -3,15 +3,13 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import device as Device
@@ -40,12 +38,6 @@ def adopt_device(module: nn.Module, device: Device) -> None:
             part.__dict__.pop("_metric_attributes", None)
             if isinstance(part, LightningModule):
                 part.__dict__["_metric_attributes"] = None
-
-
-def data_hook_owner(trainer: Trainer, hook: str) -> Any:
-    """Return the module or the data module, whichever overrides a batch transfer hook."""
-    selector = trainer._data_connector._datahook_selector
-    return trainer.lightning_module if selector is None else selector.get_instance(hook)
 
 
 def takes_dataloader_iter(module: LightningModule, step: str) -> bool:
@@ -103,19 +95,14 @@ def give_checkpoint_io(strategy: Strategy, checkpoint_io: CheckpointIO) -> None:
     strategy._checkpoint_io = checkpoint_io
 
 
-def is_wrapping(checkpoint_io: object) -> TypeGuard[_WrappingCheckpointIO]:
-    """Return True if a `CheckpointIO` wraps another one, as `AsyncCheckpointIO` does."""
-    return isinstance(checkpoint_io, _WrappingCheckpointIO)
+def start_method_of(strategy: object) -> str:
+    """Return how a strategy starts the other processes of its node: "popen" repeats the command."""
+    return str(getattr(strategy, "_start_method", "popen"))
 
 
-def in_interactive_session() -> bool:
-    """Return True if the Trainer detects a notebook or an interactive interpreter, and thus accepts only fork."""
-    return bool(accelerator_connector._IS_INTERACTIVE)  # type: ignore[attr-defined]  # imported there from Fabric
-
-
-def repeats_the_command(strategy: Strategy) -> bool:
-    """Return True if a strategy starts the other processes of its node by repeating the command."""
-    return str(getattr(strategy, "_start_method", "popen")) == "popen"  # FSDP has no such option
+def synchronizes_batch_norm(strategy: ParallelStrategy) -> bool:
+    """Return True if the Trainer has `sync_batchnorm=True`."""
+    return strategy._layer_sync is not None
 
 
 def keep_weights_for_testing(trainer: Trainer) -> None:

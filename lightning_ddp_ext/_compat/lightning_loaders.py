@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_ddp_ext._compat.lightning import replace_attributes
@@ -42,6 +42,16 @@ def keep_batch_samplers(
         return loader if prepared is shown else prepared
 
     replace_attributes(cleanup, connector, _prepare_dataloader=prepare)
+
+
+def shut_down_workers(loader: object) -> None:
+    """End the workers of a loader, as `CombinedLoader.reset` does."""
+    _shutdown_workers_and_reset_iterator(loader)
+
+
+def keep_loaders(cleanup: ExitStack, trainer: Trainer) -> None:
+    """Have Lightning leave all loaders as they are, without a distributed sampler."""
+    replace_attributes(cleanup, trainer._data_connector, _prepare_dataloader=lambda loader, *_, **__: loader)
 
 
 def _show_samplers(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -75,15 +85,15 @@ def training_loader(trainer: Trainer) -> CombinedLoader | None:
     return trainer.fit_loop._combined_loader
 
 
-def has_state(loader: object) -> bool:
-    """Return True if Lightning saves and loads the state of a loader."""
-    return isinstance(loader, _Stateful)
-
-
 def combination_mode(combined: CombinedLoader) -> str:
     """Return the mode of a combined loader."""
     mode: str = combined._mode
     return mode
+
+
+def is_split_by_node(dataset: object) -> bool:
+    """Return True if `datasets.distributed.split_dataset_by_node` of Hugging Face has made this stream."""
+    return getattr(dataset, "_distributed", None) is not None
 
 
 def is_sampler_wrapper(sampler: object) -> bool:
@@ -108,6 +118,32 @@ def replace_loaders(cleanup: ExitStack, trainer: Trainer, replace: Callable[[Any
             return replace(original(), is_training)
 
         replace_attributes(cleanup, source, dataloader=dataloader)
+
+
+def replace_prediction(
+    cleanup: ExitStack,
+    trainer: Trainer,
+    replace: Callable[[Any], CombinedLoader],
+    end: Callable[[], None],
+    merge: Callable[[list[list[Any]]], list[list[Any]]],
+) -> None:
+    """Replace the loaders of predictions, and the predictions that the Trainer returns: of each loader, each batch.
+
+    `end` is called after the last batch, before the hooks that follow.
+    """
+    loop = trainer.predict_loop
+    source: Any = loop._data_source
+
+    def on_run_end() -> Any:
+        end()
+        results = type(loop).on_run_end(loop)
+        if not results:
+            return results
+        merged = merge(loop._predictions)
+        return merged[0] if loop.num_dataloaders == 1 else merged
+
+    replace_attributes(cleanup, source, dataloader=lambda: replace(type(source).dataloader(source)))
+    replace_attributes(cleanup, loop, on_run_end=on_run_end)
 
 
 def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:

@@ -63,7 +63,7 @@ def without_batch_hooks(trainer: Trainer) -> Iterator[None]:
     """Call no batch hooks of evaluation in this block."""
     module, owner = trainer.lightning_module, vars(trainer)
     callbacks = owner["callbacks"]
-    names = [f"on_{stage}_batch_{end}" for stage in ("validation", "test") for end in ("start", "end")]
+    names = [f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")]
     kept = {name: vars(module)[name] for name in names if name in vars(module)}
     owner["callbacks"] = []
     vars(module).update(dict.fromkeys(names, lambda *_: None))

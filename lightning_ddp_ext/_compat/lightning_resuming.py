@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -131,9 +130,12 @@ def resume_training_data(
     setup, load, reset = loop.setup_data, loop._load_combined_loader_states, loop.epoch_loop.reset
     is_set_up = False
 
+    def is_resuming() -> bool:  # Lightning 2.5.3 has a property for it
+        return bool(getattr(loop, "is_resuming", loop._loaded_from_state_dict))
+
     def setup_data() -> None:
         nonlocal is_set_up
-        if not loop.is_resuming or is_set_up:
+        if not is_resuming() or is_set_up:
             setup()
             return
         is_set_up = True
@@ -143,11 +145,14 @@ def resume_training_data(
 
     def load_states() -> None:
         assert loop._combined_loader is not None
-        if loop.is_resuming and ends_epoch():
+        if is_resuming() and ends_epoch():
             loop._combined_loader_states_to_load = []
         epoch: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         for loader in loop._combined_loader.flattened:
-            _set_sampler_epoch(loader, epoch)
+            for owner in (loader, getattr(loader, "batch_sampler", None)):
+                sampler: Any = getattr(owner, "sampler", None)
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
         load()
 
     def reset_epoch() -> None:

@@ -1,11 +1,14 @@
 """Private names of torch's tensors, modules and data loaders, and comparisons of values with them.
 
-Checked on torch 2.11 to 2.14, and torchdata 0.11.0.
+Checked on torch 2.6 to 2.14, and torchdata 0.11.0.
 """
 
+import copy
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -13,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 # Instance attributes of `nn.Module` that hold the module tree. They differ between replicas.
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
@@ -142,6 +147,26 @@ def called_attribute(module: nn.Module) -> str:
     return "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
 
 
+def _recompile_setting() -> tuple[Any, str]:
+    if hasattr(torch.compiler.config, "recompile_limit"):
+        return torch.compiler.config, "recompile_limit"
+    return importlib.import_module("torch._dynamo.config"), "cache_size_limit"  # torch 2.6
+
+
+def recompile_limit() -> int:
+    """Return how often torch compiles a function for other arguments."""
+    config, name = _recompile_setting()
+    limit: int = getattr(config, name)
+    return limit
+
+
+def recompile_limit_of(limit: int) -> AbstractContextManager[None]:
+    """Replace `recompile_limit` in a context, in every thread."""
+    config, name = _recompile_setting()
+    context: AbstractContextManager[None] = config.patch(**{name: limit})
+    return context
+
+
 CountSamples = Callable[[Any, Any, int | None], int | None]
 
 # A loader of another class that overrides `__iter__` or `_get_iterator` may handle batches before the caller does.
@@ -189,7 +214,7 @@ def iterate_counting(loader: Any, count: CountSamples) -> Iterator[Any]:
     `count` gets the argument and the result of the collate function and the batch size of the sampler, in the worker if
     there is one. The number travels with the batch, so it is right for prefetched batches and persistent workers.
     """
-    given = vars(loader).get("collate_fn") if _has_torchs_iterator(loader) else None
+    given = vars(loader).get("collate_fn") if has_torchs_iterator(loader) else None
     if given is None:
         return iter(loader)
     batch_size = getattr(loader.batch_sampler, "batch_size", None)
@@ -209,8 +234,37 @@ def samples_of(batches: Iterator[Any]) -> int | None:
     return batches.samples if isinstance(batches, _CountingIterator) else None
 
 
-def _has_torchs_iterator(loader: Any) -> bool:
+def has_torchs_iterator(loader: Any) -> bool:
     """Return True if a loader collates samples and uses torch's own iterator."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return False
     return all(getattr(type(loader), name).__module__ in _MODULES for name in ("__iter__", "_get_iterator"))
+
+
+def with_sampler(loader: DataLoader[Any], wrap: Callable[[Any], Any], collate_fn: Callable[[Any], Any]) -> Any:
+    """Return a copy of a loader whose indices come from `wrap` of its sampler, with another collate function.
+
+    This is the batch sampler, or the sampler of a loader without one. torch refuses to set either.
+    """
+    changed = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    vars(changed).update({name: wrap(getattr(loader, name)), "collate_fn": collate_fn, "_iterator": None})
+    return changed
+
+
+class _RandomNumberWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, before: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before = before
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
+            self._before()
+        return func(*args, **(kwargs or {}))
+
+
+def before_random_numbers(function: Callable[[], None]) -> AbstractContextManager[Any]:
+    """Call a function before each use of torch's default generators in this thread."""
+    watch: AbstractContextManager[Any] = _RandomNumberWatch(function)
+    return watch

@@ -3,16 +3,20 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from lightning_ddp_ext.batches.chunk_sizes import limited_chunks, proportional_chunks
 
+TYPICAL = 0.25  # quantile of the times in a window: other processes make batches slower, never faster
 WINDOW = 7  # batches behind each decision: shorter averages followed single slow batches
 LONGEST_WINDOW = 112
-SUSTAINED = 5  # batches of a window that must show the imbalance
 START_AT = 0.10  # imbalance from which samples are moved ...
 STOP_AT = 0.05  # ... until it is below this
+FAR = 0.25  # more imbalance than was accepted, from which the last batches decide, however long the window is
+SUBSTANTIAL = 0.25  # of a chunk: by smaller changes, noise would look like a fixed time
+LEAST_GAIN = 0.3  # of the expected gain, for which a move is kept
+MOST_FIXED = 0.6  # of a replica's time that is taken to be independent of its samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,35 +32,74 @@ class Decision:
         return f"settled at {after}; {self.reason}" if before == after else f"{before} -> {after}; {self.reason}"
 
 
+def divide_by_shares(batch_size: int, shares: Sequence[float], limits: Sequence[int | None]) -> list[int]:
+    """Divide a batch by shares, with at least one sample in each chunk if there are enough, within limits of chunks."""
+    if batch_size < len(shares):
+        return proportional_chunks(batch_size, shares)
+    above_one = [max(batch_size * share - 1, 0.0) for share in shares]
+    rest = proportional_chunks(batch_size - len(shares), above_one if any(above_one) else [1.0] * len(shares))
+    return limited_chunks([1 + chunk for chunk in rest], limits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Shares with the chunk sizes, times and imbalance that were measured with them."""
+
+    shares: list[float]
+    sizes: list[int]
+    times: list[float]
+    imbalance: float
+    expected: float  # time of the slowest replica after the move from this position
+
+
+def _quantiles(window: Sequence[Sequence[float]], fraction: float) -> list[float]:
+    return [sorted(column)[int(fraction * len(column))] for column in zip(*window, strict=True)]
+
+
+def _level(batch_size: int, fixed: Sequence[float], per_sample: Sequence[float]) -> list[float]:
+    """Return the shares with which replicas of these times take equally long; none for those that never could."""
+    shares = [0.0] * len(fixed)
+    busy = list(range(len(fixed)))
+    while busy:
+        rate = sum(1 / per_sample[index] for index in busy)
+        time = (batch_size + sum(fixed[index] / per_sample[index] for index in busy)) / rate
+        slow = [index for index in busy if fixed[index] >= time]
+        if not slow:
+            break
+        busy = [index for index in busy if index not in slow]
+    for index in busy:
+        shares[index] = (time - fixed[index]) / per_sample[index] / batch_size
+    return shares
+
+
 class BalanceController:
     """Finds the shares with which all replicas take equally long for a batch.
 
-    The imbalance is the time of the slowest replica relative to the mean, less 1, in the medians of a window of
-    batches. Every replica keeps at least one sample, since its speed could not be measured otherwise.
+    The imbalance is the time of the slowest replica relative to the mean, less 1, in the lower quartiles of a window of
+    batches. A replica is taken to need a fixed time and a time per sample; a move shows how long the fixed time is.
+    Windows grow while nothing moves, and a move that gains little is undone, for longer each time.
+    Every replica keeps at least one sample, since its speed could not be measured otherwise.
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, noun: str = "replica") -> None:
+        self._noun = noun  # in reasons
         self.shares = [1.0 / num_replicas] * num_replicas
         self.limits: list[int | None] = [None] * num_replicas  # most samples that each replica has memory for
         self._sizes: list[int] = []  # of the batches in the window
         self._window: deque[list[float]] | None = None  # None before the first batch of these sizes
         self._length = WINDOW
-        # Shares, slowest time and imbalance before the last move.
-        self._previous: tuple[list[float], float, float] | None = None
-        self._is_moving = self._has_moved = self._is_settled = False
+        self._fixed = [0.0] * num_replicas  # seconds of each replica for a batch of no samples
+        self._accepted = 0.0  # imbalance that was found acceptable, or unavoidable
+        self._previous: _Position | None = None  # before the last move
+        self._is_moving = self._is_settled = False
         self._smaller = 0  # batches in a row below the full size
+        self._batches = 0  # that were measured
+        self._retry_at = 0  # number of the batch until which nothing moves, since the last move gained too little
+        self._pause = WINDOW  # batches until a retry
 
     def split_sizes(self, batch_size: int) -> list[int]:
         """Divide a batch by the current shares, within the limits as far as other replicas have room."""
-        return self._divide(batch_size, self.shares)
-
-    def _divide(self, batch_size: int, shares: Sequence[float]) -> list[int]:
-        replicas = len(shares)
-        if batch_size < replicas:
-            return proportional_chunks(batch_size, shares)
-        above_one = [max(batch_size * share - 1, 0.0) for share in shares]
-        rest = proportional_chunks(batch_size - replicas, above_one if any(above_one) else [1.0] * replicas)
-        return limited_chunks([1 + chunk for chunk in rest], self.limits)
+        return divide_by_shares(batch_size, self.shares, self.limits)
 
     def observe(self, sizes: Sequence[int], seconds: Sequence[float]) -> Decision | None:
         """Add the chunk sizes and times of a training batch; return a decision if one was made."""
@@ -65,6 +108,8 @@ class BalanceController:
         if 0 < self._smaller < WINDOW or not all(sizes):
             return None  # the last batch of an epoch, or one that could not be divided by the shares
         if sizes != self._sizes:
+            if self._sizes:
+                self._length, self._retry_at = WINDOW, 0
             self._sizes = sizes
             self._previous = None  # measured with other batches
             self._window = None
@@ -72,45 +117,90 @@ class BalanceController:
             self._window = deque()  # without this batch: the first of a size allocates memory and chooses kernels
             return None
         self._window.append(list(seconds))
+        self._batches += 1
+        recent = self._changed()
+        if recent is not None:
+            self._length, self._retry_at = WINDOW, 0
+            self._window = deque(recent)
         if len(self._window) < self._length:
             return None
         decision = self._decide(self._window)
-        if self._window:
+        while self._window and len(self._window) >= max(self._length, LONGEST_WINDOW):
             self._window.popleft()
         return decision
 
+    def _changed(self) -> list[list[float]] | None:
+        """Return the last batches if they show a large change of speed, which need not wait for a whole window."""
+        if self._window is None or self._previous is not None:  # a move is judged by a whole window
+            return None
+        for number, quantile in ((WINDOW, 0.95), (4 * WINDOW, 0.75)):
+            earlier, last = list(self._window)[:-number], list(self._window)[-number:]
+            if len(earlier) < WINDOW or not self._is_shown(last, self._accepted + FAR):
+                continue
+            times = _quantiles(last, TYPICAL)
+            index = times.index(max(times))
+            before, now = ([[one[index] / fmean(one)] for one in part] for part in (earlier, last))
+            # The fewer the batches, the more likely is a series of slow ones.
+            if _quantiles(now, TYPICAL) > _quantiles(before, quantile):
+                return last
+        return None
+
+    def _is_shown(self, window: Sequence[Sequence[float]], threshold: float) -> bool:
+        """Return True if the imbalance is above a threshold in lower quartiles and in medians, for the same replica."""
+        slowest = set()
+        for fraction in (TYPICAL, 0.5):
+            times = _quantiles(window, fraction)
+            if max(times) <= (1 + threshold) * fmean(times):
+                return False
+            slowest.add(times.index(max(times)))
+        return len(slowest) == 1
+
     def _decide(self, window: Sequence[Sequence[float]]) -> Decision | None:
-        times = [median(column) for column in zip(*window, strict=True)]
+        times = _quantiles(window, TYPICAL)
         slowest = max(times)
         imbalance = slowest / fmean(times) - 1
         previous, self._previous = self._previous, None
+        if previous is not None:
+            self._learn(previous, times)
         # A move that shortened the batch is kept even if the ratio rose, and one that lowered the ratio is kept even
-        # if all replicas became slower: the machine may have become busier.
-        if previous is not None and slowest >= previous[1] and imbalance >= previous[2]:
-            self._length = min(2 * self._length, LONGEST_WINDOW)
-            self._is_moving = False
+        # if all replicas became slower: the machine may have become busier. A small part of the gain may be noise.
+        if (
+            previous is not None
+            and slowest > max(previous.times) - LEAST_GAIN * (max(previous.times) - previous.expected)
+            and imbalance > (1 - LEAST_GAIN) * previous.imbalance
+        ):
+            self._pause *= 4
+            self._retry_at = self._batches + self._pause
+            self._is_moving, self._accepted = False, previous.imbalance
+            self._fixed = [0.0] * len(times)
             return self._move(
-                previous[0],
-                f"the slowest replica took {_ms([previous[1]])} before, {previous[2]:.0%} longer than the mean, and"
-                f" takes {_ms([slowest])} now, {imbalance:.0%} longer",
+                previous.shares,
+                f"the slowest {self._noun} took {_ms([max(previous.times)])} before, {previous.imbalance:.0%} longer"
+                f" than the mean, and takes {_ms([slowest])} now, {imbalance:.0%} longer",
             )
-        threshold = STOP_AT if self._is_moving else START_AT
-        index = times.index(slowest)
-        shown = sum(seconds[index] > (1 + threshold) * fmean(seconds) for seconds in window)
-        if imbalance <= threshold or shown * WINDOW < SUSTAINED * len(window):
-            return self._settle(f"the slowest replica takes {imbalance:.0%} longer than the mean ({_ms(times)})")
-        throughputs = [size / time for size, time in zip(self._sizes, times, strict=True)]
-        shares = [throughput / sum(throughputs) for throughput in throughputs]
-        sizes = self._divide(sum(self._sizes), shares)
-        expected = max(size / throughput for size, throughput in zip(sizes, throughputs, strict=True))
+        if self._batches < self._retry_at or not self._is_shown(window, STOP_AT if self._is_moving else START_AT):
+            self._accepted = imbalance
+            return self._settle(f"the slowest {self._noun} takes {imbalance:.0%} longer than the mean ({_ms(times)})")
+        per_sample = [(time - fixed) / size for time, fixed, size in zip(times, self._fixed, self._sizes, strict=True)]
+        shares = _level(sum(self._sizes), self._fixed, per_sample)
+        sizes = divide_by_shares(sum(self._sizes), shares, self.limits)
+        expected = max(fixed + size * one for fixed, size, one in zip(self._fixed, sizes, per_sample, strict=True))
         if sizes == self._sizes or expected >= slowest:
+            self._accepted = imbalance
             within = "" if all(limit is None for limit in self.limits) else " within the memory"
             return self._settle(f"whole samples{within} allow no better than {_ms(times)}")
-        if self._is_settled and self._has_moved:
-            self._length = min(2 * self._length, LONGEST_WINDOW)
-        self._previous, self._is_moving, self._has_moved = (self.shares, slowest, imbalance), True, True
-        reason = f"replica {index} takes {imbalance:.0%} longer than the mean"
-        return self._move(shares, f"{reason} ({_ms(times)}, medians of {len(window)} batches)")
+        self._previous = _Position(self.shares, self._sizes, times, imbalance, expected)
+        self._is_moving = True
+        reason = f"{self._noun} {times.index(slowest)} takes {imbalance:.0%} longer than the mean"
+        return self._move(shares, f"{reason} ({_ms(times)}, lower quartiles of {len(window)} batches)")
+
+    def _learn(self, previous: _Position, times: Sequence[float]) -> None:
+        """Learn the fixed time of each replica whose time rose or fell with its samples."""
+        for index, (before, now) in enumerate(zip(previous.times, times, strict=True)):
+            samples = self._sizes[index] - previous.sizes[index]
+            if samples * (now - before) > 0 and abs(samples) >= SUBSTANTIAL * previous.sizes[index]:
+                fixed = now - self._sizes[index] * (now - before) / samples
+                self._fixed[index] = min(max(fixed, 0.0), MOST_FIXED * now)
 
     def _move(self, shares: list[float], reason: str) -> Decision:
         before = self._sizes
@@ -121,16 +211,17 @@ class BalanceController:
 
     def _settle(self, reason: str) -> Decision | None:
         self._is_moving = False
+        self._length = min(2 * self._length, LONGEST_WINDOW)
         was_settled, self._is_settled = self._is_settled, True
         return None if was_settled else Decision(self._sizes, self._sizes, reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shares and the length of the window, in plain numbers for a checkpoint."""
-        return {"shares": list(self.shares), "batches": self._length}
+        return {"shares": list(self.shares), "batches": self._length, "fixed": list(self._fixed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state, which must have as many shares as there are replicas."""
-        self.shares, self._length = list(state["shares"]), state["batches"]
+        self.shares, self._length, self._fixed = list(state["shares"]), state["batches"], list(state["fixed"])
 
 
 def _ms(seconds: Sequence[float]) -> str:

@@ -1,7 +1,61 @@
-"""Rules that divide a batch into chunks, and counters of the samples in them. Pure arithmetic."""
+"""Rules that divide a batch into chunks, the options that choose one, and counters of samples. Pure arithmetic."""
 
+import math
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
+from typing import Literal
+
+from lightning_ddp_ext._validation import check_integer
+
+Balance = Literal["even", "auto"]
+
+
+class ChunkRule:
+    """The checked options `gpu0_batch_size`, `split` and `balance`, at most one of which is given."""
+
+    def __init__(self, gpu0_batch_size: int | None, split: Sequence[float] | None, balance: Balance | None) -> None:
+        given = {"gpu0_batch_size": gpu0_batch_size, "split": split, "balance": balance}
+        chosen = [f"`{name}={value!r}`" for name, value in given.items() if value is not None]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
+        if gpu0_batch_size is not None:
+            remedy = "Use 0 to keep the first device free of samples."
+            check_integer("gpu0_batch_size", gpu0_batch_size, remedy=remedy)
+        if split is not None:
+            _check_proportions(split)
+        if balance is not None and not (isinstance(balance, str) and balance in ("even", "auto")):
+            raise ValueError(f'`balance` must be "even" or "auto", got {balance!r}. Use `split` for fixed proportions.')
+        self.is_free = not chosen
+        self.is_auto = balance == "auto"
+        self._first = gpu0_batch_size
+        self._proportions = None if split is None else list(split)
+
+    def check_number(self, number: int, noun: str = "device") -> None:
+        """Check that there are as many proportions as devices, or ranks."""
+        if self._proportions is not None and len(self._proportions) != number:
+            nouns = noun if number == 1 else f"{noun}s"
+            raise ValueError(
+                f"`split={self._proportions}` has {len(self._proportions)} entries for {number} {nouns}."
+                f" Give one proportion per {noun}."
+            )
+
+    def divide(self, batch_size: int, number: int) -> list[int]:
+        """Divide a batch as the options say; evenly if they leave that to a controller."""
+        if self._proportions is not None:
+            return proportional_chunks(batch_size, self._proportions)
+        if self._first is not None:
+            return first_limited_chunks(batch_size, number, self._first)
+        return even_chunks(batch_size, number)
+
+
+def _check_proportions(split: object) -> None:
+    if isinstance(split, str) or not isinstance(split, Sequence):
+        raise TypeError(f"`split` must be a sequence of numbers, got {split!r}. Use for example [2, 3, 3].")
+    numbers = all(isinstance(part, int | float) and not isinstance(part, bool) for part in split)
+    if not numbers or any(not 0 <= part < math.inf for part in split) or not 0 < sum(split) < math.inf:
+        raise ValueError(
+            f"`split` must hold non-negative numbers, not all zero, got {list(split)!r}. Use for example [2, 3, 3]."
+        )
 
 
 def proportional_chunks(batch_size: int, proportions: Sequence[float]) -> list[int]:

@@ -5,15 +5,20 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-WeightBy = Literal["samples", "equal", "sum"] | Callable[[Any], float]
+from lightning_ddp_ext.batches.label_weights import TokenCount
 
-_NAMES = ("samples", "equal", "sum")
+WeightBy = Literal["samples", "tokens", "equal", "sum"] | Callable[[Any], float]
+
+_NAMES = ("samples", "tokens", "equal", "sum")
 
 
 class WeightRule:
-    """A checked `weight_by`: the weight of a batch or chunk, and whether losses are added up or averaged."""
+    """A checked `weight_by`: the weight of a batch or chunk, and whether losses are added up or averaged.
 
-    def __init__(self, weight_by: WeightBy) -> None:
+    `inform` is called once with a sentence on the weights, if a batch has to show what they are.
+    """
+
+    def __init__(self, weight_by: WeightBy, inform: Callable[[str], None]) -> None:
         if not callable(weight_by) and weight_by not in _NAMES:
             raise ValueError(
                 f"`weight_by` must be one of {', '.join(map(repr, _NAMES))} or a callable `batch -> float`, got"
@@ -21,7 +26,8 @@ class WeightRule:
             )
         self.is_sum = weight_by == "sum"  # losses are sums: gradients are added up, not averaged
         self.is_by_samples = weight_by == "samples"
-        self.function = weight_by if callable(weight_by) else None
+        self.function = TokenCount() if weight_by == "tokens" else weight_by if callable(weight_by) else None
+        self._inform: Callable[[str], None] | None = inform
         self._has_warned = False
 
     def weigh(self, batch: Any, samples: float) -> float:
@@ -34,6 +40,9 @@ class WeightRule:
                 f"`weight_by` returned {weight} for a batch. Return a finite number of at least 0, such as its number"
                 " of samples or tokens."
             )
+        if self._inform is not None and isinstance(self.function, TokenCount) and self.function.finding is not None:
+            self._inform(f"{self.function.finding}.")
+            self._inform = None
         return weight
 
     def normalize(self, weights: Sequence[float]) -> list[float]:

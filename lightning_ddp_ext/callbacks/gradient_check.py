@@ -29,7 +29,8 @@ from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpa
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.replicas.replicated_step import transfer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
-from lightning_ddp_ext.strategies import BalancedDataParallelStrategy, ExplicitDDPStrategy
+from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _SHOWN = 8  # weights in a message
 _ROWS = 2**20  # elements that are compared at a time, in float64
@@ -249,7 +250,9 @@ class _StepCopy:
         device, plugin = self.module.device, self._trainer.precision_plugin
         # No autocast, because its rounding would hide differences.
         precision = nullcontext() if isinstance(plugin, MixedPrecision) else plugin.train_step_context()
-        alone = replaced_collectives(lambda group, name: _refuse_collective, lambda group: group, lambda: None)
+        alone = replaced_collectives(
+            lambda group, name: _refuse_collective, lambda group: group, lambda: None, lambda name: None
+        )
         try:
             with _preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, _NoDropout():
                 module = self._copied(self._copy)
@@ -275,9 +278,12 @@ class _StepCopy:
         copied: Any = copy.deepcopy(module, {id(self._trainer): view})
         copied.trainer = view
         copied.log = lambda *_, **__: None
+        # `_NoDropout` sees neither kernels that apply dropout, nor the recomputation of activations.
         for part in copied.modules():
-            if isinstance(part, nn.RNNBase):
-                part.dropout = 0.0  # applied within one kernel, where `_NoDropout` does not see it
+            if isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+                part.dropout = 0.0
+            elif isinstance(part, _DROPOUT):
+                part.p = 0.0
         return copied
 
 
@@ -294,6 +300,9 @@ class _TrainerView:
 
     def __deepcopy__(self, memo: Any) -> "_TrainerView":
         return self
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class _NoDropout(TorchFunctionMode):
@@ -429,8 +438,8 @@ def _find_remedy(
         if abs(sum(fitted) - 1) <= tolerance:
             return (
                 f"It fits with the weights {_show(fitted)}: the loss is a mean over something other than samples, such"
-                " as tokens that are not ignored, or a mean with class weights. Set `weight_by` to a function that"
-                " returns what this mean divides by: the number of tokens, or the sum of the class weights."
+                " as tokens that are not ignored, or a mean with class weights. Set `weight_by` to what this mean"
+                ' divides by: `"tokens"`, `ClassWeights(weight)`, or a function that returns it.'
             )
         return (
             f"It fits with the weights {_show(fitted)}, which do not add up to 1: the loss is neither a mean nor a sum,"

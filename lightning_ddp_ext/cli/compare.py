@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
@@ -16,7 +15,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import join_batches
-from lightning_ddp_ext.distributed.exchange import gather_objects, own_group
+from lightning_ddp_ext.distributed.exchange import destroy_group, gather_objects, own_group
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
@@ -61,7 +60,7 @@ class BatchRecorder(Callback):
             return
         group = own_group()
         gathered: list[dict[_Place, list[Any]]] = gather_objects(dict(self.batches), group)
-        dist.destroy_process_group(group)
+        destroy_group(group)
         places = sorted({place for batches in gathered for place in batches})
         self.batches = {place: [batch for batches in gathered for batch in batches.get(place, ())] for place in places}
 

@@ -30,6 +30,8 @@ from rich.text import Text
 
 from lightning_ddp_ext.cli.errors import LaunchError, describe
 from lightning_ddp_ext.cli.report import two_columns
+from lightning_ddp_ext.cli.selftest import run_trials
+from lightning_ddp_ext.cli.settings import check_settings
 from lightning_ddp_ext.cli.validate import (
     check_run,
     find_slurm_problems,
@@ -40,12 +42,14 @@ from lightning_ddp_ext.cli.validate import (
 from lightning_ddp_ext.clusters.launchers import is_started_alone, launched_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.clusters.slurm import summarize
-from lightning_ddp_ext.consistency.setups import compare_setups, describe_versions
-from lightning_ddp_ext.distributed.exchange import list_ranks
+from lightning_ddp_ext.config import use_lightning
+from lightning_ddp_ext.consistency.setups import compare_setups
+from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
 from lightning_ddp_ext.distributed.interfaces import interface_addresses
 from lightning_ddp_ext.distributed.network_choice import ChosenNetwork, NodeNetwork
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, ReplicaMismatchError
+from lightning_ddp_ext.strategies.base import describe_versions_of_run
 
 # The failed step for each error; for all others it is the settings.
 _STEPS: dict[type[Exception], str] = {
@@ -123,6 +127,7 @@ class Diagnosis:
     progress: RendezvousProgress = field(default_factory=RendezvousProgress)
     network: ChosenNetwork | None = None
     all_reduce: list[AllReduceTime] = field(default_factory=list)
+    trials: dict[str, str] = field(default_factory=dict)  # the result of each
     failed: str | None = None
     error: str = ""
     is_shared: bool = False
@@ -151,7 +156,7 @@ class Diagnosis:
         settings = f"strategy={self.strategy}" if self.strategy else ""
         if self.environment:
             settings += f", {self.ranks}, known from {self.environment}"
-        versions = (f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions().items())
+        versions = (f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions_of_run().items())
         this_node = NodeNetwork(
             node=socket.gethostname(), ranks=(self.rank,), interface=None, targets=(), available=interface_addresses()
         )
@@ -164,6 +169,7 @@ class Diagnosis:
             ("network", "" if self.network is None else str(self.network)),
             ("versions", ", ".join(versions)),
             ("all-reduce", _list_times(self.all_reduce, self.world_size)),
+            *self.trials.items(),
         ]
 
 
@@ -249,6 +255,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for missing ranks (%(default)g)")
+    parser.add_argument(
+        "--selftest", action="store_true", help="also train a small model with each strategy, and kill a rank"
+    )
     parser.add_argument("--config-dir", "-cd", help="a folder with your own configuration (default: conf, if there)")
     parser.add_argument("overrides", nargs="*", help="overrides of the training command, such as strategy=ddp_join")
     options = parser.parse_intermixed_args(arguments)
@@ -298,8 +307,10 @@ def diagnose(options: argparse.Namespace) -> Diagnosis:
 
 def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
     config = _compose(options)
+    use_lightning("lightning.pytorch", config)
     choices = config.hydra.runtime.choices
     diagnosis.strategy = str(choices.strategy)
+    check_settings(config, choices)
     prepare_config(config, choices)
     problems = find_slurm_problems(config)
     if problems:
@@ -336,11 +347,16 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
         try:
             strategy.accelerator.setup_device(strategy.root_device)
             diagnosis.network = connection.open(strategy, diagnosis.progress)
-            compare_setups(describe_versions())
+            compare_setups(describe_versions_of_run())
             diagnosis.all_reduce = measure_all_reduce(strategy.root_device)
+            for name, result, problem in run_trials(strategy, connection) if options.selftest else ():
+                diagnosis.trials[name] = problem or result
+                if problem:
+                    diagnosis.failed, diagnosis.error, diagnosis.is_shared = name, problem, True
+                    break
         finally:
             if dist.is_initialized():
-                dist.destroy_process_group()
+                destroy_group()
 
 
 def _compose(options: argparse.Namespace) -> DictConfig:

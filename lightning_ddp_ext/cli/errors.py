@@ -11,8 +11,9 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from lightning_ddp_ext._import_names import LIBRARIES
 
 _SETTINGS, _LETTERS = 8, 100  # largest number of settings in a message, and of letters of each
 
@@ -21,9 +22,7 @@ class LaunchError(Exception):
     """A run that cannot start; the message gives the reason and a remedy."""
 
 
-_SENTENCES = (
-    HydraException, ImportError, LaunchError, MisconfigurationException, OSError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+_SENTENCES = (HydraException, ImportError, LaunchError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def describe(error: BaseException, arguments: Sequence[str] = ()) -> str:
@@ -72,7 +71,8 @@ def _text(error: BaseException) -> str:
     text = str(error)
     if not text:
         return type(error).__name__
-    return text if isinstance(error, _SENTENCES) else f"{type(error).__name__}: {text}"
+    is_lightnings = type(error).__module__.partition(".")[0] in LIBRARIES
+    return text if is_lightnings or isinstance(error, _SENTENCES) else f"{type(error).__name__}: {text}"
 
 
 def _describe_omegaconf(error: OmegaConfBaseException) -> str:

@@ -1,24 +1,23 @@
-"""Entry point: the search path of the configuration, the jobs of a sweep, and one message per error."""
+"""The command: the search path of the configuration, the jobs of a sweep, and one message per error."""
 
+import importlib
 import logging
 import os
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_ddp_ext.cli.doctor import doctor
+from lightning_ddp_ext._import_names import PACKAGES, find_lightning
 from lightning_ddp_ext.cli.errors import LaunchError, describe
-from lightning_ddp_ext.cli.train import train
-from lightning_ddp_ext.cli.validate import has_process_group
-from lightning_ddp_ext.clusters.launchers import find_launcher
-from lightning_ddp_ext.clusters.process_group_options import in_sweep
+from lightning_ddp_ext.cli.settings import check_settings
+from lightning_ddp_ext.clusters.launchers import find_launcher, in_sweep
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _DOCTOR = "doctor"
@@ -38,9 +37,13 @@ def main() -> None:
     """
     os.umask(os.umask(0o077) | 0o002)  # no file or folder that every user of the machine can write
     sys.path.insert(0, os.getcwd())
+    try:
+        lightning = find_lightning()
+    except ModuleNotFoundError as error:
+        _exit(error)
     if sys.argv[1:2] == [_DOCTOR]:
         _quieten()
-        raise SystemExit(doctor(sys.argv[2:]))
+        raise SystemExit(_module_for(lightning, "cli.doctor").doctor(sys.argv[2:]))
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
         # In front, because strategies append overrides to the arguments of the processes that they start.
         sys.argv.insert(1, "--config-dir=conf")
@@ -57,10 +60,7 @@ def main() -> None:
         os.environ[_FULL_ERROR] = wants_traceback or "0"
         _quieten()  # here, because submitit calls only this function in its processes
         try:
-            if in_sweep() and os.environ.get("SUBMITIT_EXECUTOR") != "slurm":  # submitit starts all processes of a job
-                _train_in_sweep(config)
-            else:
-                train(config)
+            _train(config)
         except LaunchError as error:
             if wants_traceback == "1":
                 raise
@@ -82,7 +82,32 @@ def main() -> None:
         _exit(error)
 
 
-def _train_in_sweep(config: DictConfig) -> None:
+def _module_for(lightning: str, name: str) -> Any:
+    """Return a module of this package for a name of Lightning; this one imports neither."""
+    return importlib.import_module(f"{PACKAGES[lightning]}.{name}")
+
+
+def _train(config: DictConfig) -> None:
+    """Train with the Lightning of the model, or start a job of a sweep."""
+    # Here, because its schemas need the sources of an installed Lightning, which `main` checks.
+    from lightning_ddp_ext.config import choose_lightning, use_lightning
+
+    try:
+        OmegaConf.resolve(config)
+        OmegaConf.to_container(config, throw_on_missing=True)
+        check_settings(config, HydraConfig.get().runtime.choices)
+        config.lightning = lightning = choose_lightning(config)  # imports the model, and torch with it
+    except Exception as error:
+        # Any error of a setting, as in `cli/train.py`: the command prints one message.
+        raise LaunchError(str(error)) from error
+    use_lightning(lightning, config)
+    if in_sweep() and os.environ.get("SUBMITIT_EXECUTOR") != "slurm":  # submitit starts all processes of a job
+        _train_in_sweep(lightning, config)
+    else:
+        _module_for(lightning, "cli.train").train(config)
+
+
+def _train_in_sweep(lightning: str, config: DictConfig) -> None:
     """Run one job of a sweep, in a new process if its strategy starts processes by repeating the command."""
     variable = find_launcher()
     if variable is not None:
@@ -91,8 +116,8 @@ def _train_in_sweep(config: DictConfig) -> None:
             f"`--multirun` was started {tasks} times (`{variable}={tasks}`), and each would run all jobs. Start it"
             " once, with `hydra/launcher=submitit_slurm` for jobs of several tasks."
         )
-    if not has_process_group(config):
-        train(config)
+    if not _module_for(lightning, "cli.validate").has_process_group(config):
+        _module_for(lightning, "cli.train").train(config)
         return
     hydra_config = HydraConfig.get()
     folder = str(hydra_config.runtime.output_dir)
@@ -125,8 +150,9 @@ def _quieten() -> None:
     for message in _UPSTREAM_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     # Lightning advertises another package at every start.
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addFilter(lambda record: "litlogger" not in record.getMessage())
+    for lightning in PACKAGES:
+        logger = logging.getLogger(f"{lightning}.utilities.rank_zero")
+        logger.addFilter(lambda record: "litlogger" not in record.getMessage())
 
 
 def _exit(error: BaseException) -> NoReturn:

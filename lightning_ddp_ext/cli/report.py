@@ -15,6 +15,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext.callbacks import BalanceReport
+from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 
 _AROUND = 4  # batches on both sides of a running median
@@ -38,7 +39,8 @@ class LaunchSummary(Callback):
         per_process = getattr(trainer.train_dataloader, "batch_size", None)
         table.add_row("devices", _describe_devices(trainer, per_process))
         if per_process is not None:
-            batch_size = per_process * trainer.world_size
+            is_shared = isinstance(trainer.strategy, BalancedDDPStrategy)
+            batch_size = per_process * (1 if is_shared else trainer.world_size)
             table.add_row("global batch size", str(batch_size))
             accumulated = f" ({trainer.accumulate_grad_batches} batches)" if trainer.accumulate_grad_batches > 1 else ""
             table.add_row("samples per optimizer step", f"{batch_size * trainer.accumulate_grad_batches}{accumulated}")

@@ -22,16 +22,18 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ddp_ext._compat.lightning import keep_weights_for_testing
+from lightning_ddp_ext._import_names import LIBRARIES
 from lightning_ddp_ext.cli.compare import BatchRecorder, merge_results, train_single_process
 from lightning_ddp_ext.cli.errors import LaunchError
 from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_comparison, print_results
 from lightning_ddp_ext.cli.validate import check_run, find_slurm_problems, make, make_all, make_trainer, prepare_config
+from lightning_ddp_ext.distributed.exchange import destroy_group
 from lightning_ddp_ext.errors import CheckpointRefusedError, DDPExtError
-from lightning_ddp_ext.strategies.base import is_refusal, refusal
+from lightning_ddp_ext.strategies.base import TAKES_WEIGHTS_ONLY, is_refusal, refusal
 
 # Errors whose message is the whole explanation, at any time of a run.
 _EXPLAINED = (DDPExtError, MisconfigurationException)
-_LIBRARIES = ("lightning", "lightning_ddp_ext", "torch")
+_LIBRARIES = {*LIBRARIES, "lightning_ddp_ext", "torch"}
 
 
 @dataclass(slots=True)
@@ -64,7 +66,6 @@ def train(config: DictConfig) -> None:
 
 def _build(config: DictConfig) -> _Run:
     try:
-        OmegaConf.resolve(config)
         hydra = HydraConfig.get()
         choices: Any = hydra.runtime.choices
         prepare_config(config, choices)
@@ -126,8 +127,11 @@ def _compares(config: DictConfig, model: LightningModule, data: LightningDataMod
 
 def _fit(config: DictConfig, run: _Run) -> None:
     path = checkpoint_to_resume(config.ckpt_path, run.trainer)
+    options = {"weights_only": config.weights_only} if TAKES_WEIGHTS_ONLY else {}
+    if not options and not config.weights_only:
+        raise LaunchError("`weights_only=false` needs Lightning 2.6. Install it, or leave this out.")
     with _explained(config, run):
-        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=path, weights_only=config.weights_only)
+        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=path, **options)
 
 
 def _test(config: DictConfig, run: _Run) -> Mapping[str, float]:
@@ -142,7 +146,7 @@ def _test(config: DictConfig, run: _Run) -> Mapping[str, float]:
 def _compare(config: DictConfig, run: _Run, recorder: BatchRecorder, results: Mapping[str, float]) -> None:
     """Train once more in one process, on rank 0, and print both results."""
     if dist.is_initialized():
-        dist.destroy_process_group()  # metrics would synchronise through it
+        destroy_group()  # metrics would synchronise through it
     if run.trainer.is_global_zero:
         rank_zero_info("Training once more in one process, on the same batches.")
         with _explained(config, run):
@@ -171,7 +175,7 @@ def _is_mistake(error: Exception, run: _Run) -> bool:
     if run.summary.has_begun:
         return False
     parts = (run.model, run.data, *run.trainer.callbacks, *run.trainer.loggers)  # type: ignore[attr-defined]
-    users = {type(part).__module__.partition(".")[0] for part in parts} - set(_LIBRARIES)
+    users = {type(part).__module__.partition(".")[0] for part in parts} - _LIBRARIES
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return not any(frame.f_globals.get("__name__", "").partition(".")[0] in users for frame in frames)
 

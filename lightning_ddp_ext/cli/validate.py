@@ -1,7 +1,6 @@
-"""Validation of the configuration and of the launch, before a run starts."""
+"""Validation of devices, objects and the launch, before a run starts."""
 
 import os
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,58 +14,33 @@ from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_ddp_ext._devices import find_accelerator
-from lightning_ddp_ext._validation import check_integer, check_number
+from lightning_ddp_ext._import_names import lightning_of
+from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.cli.errors import LaunchError
 from lightning_ddp_ext.clusters.launchers import SET_BY_HAND, TERMINAL, find_launcher
 from lightning_ddp_ext.clusters.manual import ManualEnvironment
 from lightning_ddp_ext.clusters.slurm import find_problems
 from lightning_ddp_ext.demo.digits import check_fractions
+from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.builtin import single_device_strategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
-_DEFAULT = "Leave it out for the default."
 _Part = TypeVar("_Part")
 
 _MOST_PROCESSES = 1024  # of one node, on the CPU
-_LAST_SEED = 2**32 - 1  # of NumPy
 _SINGLE = "single"
-# Smaller values pass the Trainer's own checks, and then train wrongly or divide by zero.
-_LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "gradient_clip_val": 0, "log_every_n_steps": 0}
 
 
 def prepare_config(config: DictConfig, choices: Any) -> None:
-    """Fill in accelerator and devices, and refuse bad settings; `choices` are the chosen options by group."""
-    _check_groups(config, choices)
+    """Fill in accelerator and devices, and refuse impossible ones; `choices` are the chosen options by group."""
     _set_devices(config, choices)
     trainer = config.trainer
-    check_integer("seed", config.seed, most=_LAST_SEED, remedy=_DEFAULT)
-    for name, least in _LEAST.items():
-        if trainer.get(name) is not None:
-            check_number(f"trainer.{name}", trainer[name], least=least, remedy=_DEFAULT)
-    if trainer.get("val_check_interval") == 0:
-        raise ValueError(f"`trainer.val_check_interval` must be above 0, got 0. {_DEFAULT}")
     if trainer.accelerator == "cpu" and trainer.devices != "auto":
         devices = trainer.devices
         number = int(devices) if isinstance(devices, str) and devices.strip().isdecimal() else devices
         remedy = "Use a number of processes or replicas on the CPU, such as 2."
         check_integer("trainer.devices", number, least=1, most=_MOST_PROCESSES, remedy=remedy)
-
-
-def _check_groups(config: DictConfig, choices: Any) -> None:
-    path = config.ckpt_path
-    if path not in (None, "last", "best", "hpc") and "://" not in path and not Path(path).exists():
-        raise LaunchError(f"`ckpt_path={path}` does not exist. Give the path of a checkpoint, or `last`.")
-    for key in {"strategy", "callbacks", "logger"} & set(config.trainer):
-        raise LaunchError(f"`trainer.{key}` has no effect. Use the group `{key}` instead.")
-    for group, key in {"network": "network_interface", "process_group": "process_group_backend"}.items():
-        if config[group] is not None and key not in config.strategy:
-            lacks = f"runs in one process and has no {group.replace('_', ' ')}"
-            reason = f"takes no `{key}`" if has_process_group(config) else lacks
-            raise LaunchError(
-                f"`{group}={choices[group]}` is set, but `strategy={choices.strategy}` {reason}. Leave it out, or"
-                " choose `strategy=ddp` or `strategy=fsdp`."
-            )
 
 
 def _set_devices(config: DictConfig, choices: Any) -> None:
@@ -87,6 +61,12 @@ def _set_devices(config: DictConfig, choices: Any) -> None:
 def make(node: Any, key: str, kind: type[_Part]) -> _Part:
     """Instantiate the part of the configuration under `key`, which has to be a `kind`."""
     part = instantiate(node)
+    other = lightning_of(type(part))
+    if not isinstance(part, kind) and other not in (None, "lightning.pytorch"):
+        raise LaunchError(
+            f"`{key}` makes a {type(part).__name__}, a class of `{other}`, and this run imports `lightning.pytorch`."
+            f" Set `lightning={other}`, and import one of them in model, data and callbacks."
+        )
     if not isinstance(part, kind):
         raise LaunchError(
             f"`{key}` makes a {type(part).__name__}, not a {kind.__name__}. Set `{key}._target_` to the path of a class"
@@ -152,6 +132,11 @@ def _check_fractions(config: DictConfig, strategy: str, trainer: Trainer) -> Non
     fractions = config.data.get("train_fractions")
     if fractions is None:
         return
+    if isinstance(trainer.strategy, BalancedDDPStrategy):
+        raise LaunchError(
+            f"`data.train_fractions={list(fractions)}` gives each process data of its own, and `strategy={strategy}`"
+            " shares the batches of all data. Use `strategy.split` for fixed shares, or `strategy=ddp_join`."
+        )
     check_fractions(fractions, trainer.world_size)
     if len(set(fractions)) > 1 and not isinstance(trainer.strategy, DDPJoinStrategy):
         raise LaunchError(

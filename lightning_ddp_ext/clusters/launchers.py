@@ -3,6 +3,9 @@
 import os
 from typing import NamedTuple
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
 from lightning_ddp_ext.errors import BackendError, ClusterError
 
 
@@ -35,6 +38,11 @@ def launched_rank() -> int:
 def find_launcher() -> str | None:
     """Return the variable in which a launcher gives a number of processes above one."""
     return next((name for name, number in _started_processes().items() if number not in ("0", "1")), None)
+
+
+def in_sweep() -> bool:
+    """Return True if this process runs a job of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def is_started_alone() -> bool:

@@ -1,5 +1,6 @@
 """Process-group arguments of the strategies: how they are checked, and how they open the process group."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -7,17 +8,16 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_ddp_ext._compat.lightning import in_interactive_session, repeats_the_command
+from lightning_ddp_ext._compat.lightning import start_method_of
 from lightning_ddp_ext._validation import check_choice, check_integer, check_text
-from lightning_ddp_ext.clusters.launchers import check_mpirun
+from lightning_ddp_ext.clusters.launchers import check_mpirun, in_sweep
 from lightning_ddp_ext.clusters.slurm import check_tasks, rendezvous_port
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, check_backend
 from lightning_ddp_ext.distributed.interfaces import check_interface
@@ -27,6 +27,7 @@ from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.distributed.stores import parse_init_method
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
+ProcessStrategy = DDPStrategy | FSDPStrategy | FabricDDPStrategy  # one process per device
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _KINDS: dict[str, Any] = {
@@ -58,7 +59,7 @@ class Connection:
         parse_init_method(self.init_method)
         check_interface(self.network_interface)
 
-    def check_launch(self, strategy: DDPStrategy | FSDPStrategy) -> None:
+    def check_launch(self, strategy: ProcessStrategy) -> None:
         """Reject arguments that do not suit devices, nodes and launcher, which the Trainer has just configured."""
         environment = strategy.cluster_environment
         check_backend(self.backend, device_type_of(strategy))
@@ -67,9 +68,7 @@ class Connection:
         check_interface(self.network_interface, strategy.num_nodes)
         _check_sweep(strategy)
 
-    def open(
-        self, strategy: DDPStrategy | FSDPStrategy, progress: RendezvousProgress | None = None
-    ) -> ChosenNetwork | None:
+    def open(self, strategy: ProcessStrategy, progress: RendezvousProgress | None = None) -> ChosenNetwork | None:
         """Create the process group of a strategy that knows its ranks; rank 0 logs the interface of each node."""
         environment = strategy.cluster_environment
         assert environment is not None  # the Trainer gives every strategy one
@@ -92,23 +91,18 @@ class Connection:
         return network
 
 
-def device_type_of(strategy: DDPStrategy | FSDPStrategy) -> str:
+def device_type_of(strategy: ProcessStrategy) -> str:
     """Return the type of a strategy's devices, such as `"cpu"`."""
     # `root_device` raises an IndexError if a launcher has started more processes than there are devices.
     assert strategy.parallel_devices is not None
     return strategy.parallel_devices[0].type
 
 
-def in_sweep() -> bool:
-    """Return True if this process runs a job of a sweep."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def _check_sweep(strategy: DDPStrategy | FSDPStrategy) -> None:
+def _check_sweep(strategy: ProcessStrategy) -> None:
     """Reject a job of a sweep that would start its processes by repeating the command, and with it the whole sweep."""
     environment = strategy.cluster_environment
     starts_processes = environment is not None and not environment.creates_processes_externally
-    if starts_processes and strategy.num_processes > 1 and repeats_the_command(strategy) and in_sweep():
+    if starts_processes and strategy.num_processes > 1 and start_method_of(strategy) == "popen" and in_sweep():
         raise UnsupportedFeatureError(
             f'`--multirun` with `devices={strategy.num_processes}` and `start_method="popen"`: every process that is'
             ' started would begin the whole sweep again. Use `start_method="spawn"`.'
@@ -117,7 +111,7 @@ def _check_sweep(strategy: DDPStrategy | FSDPStrategy) -> None:
 
 def choose_start_method(start_method: StartMethod | None) -> StartMethod:
     """Return a checked start method; for None, "fork" in an interactive session, and "popen" elsewhere."""
-    is_interactive = in_interactive_session()
+    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # as the Trainer, which accepts only fork there
     if start_method is None:
         return "fork" if is_interactive else "popen"
     remedy = 'Use "popen" for processes that run the program again.'

@@ -43,7 +43,7 @@ def find_difference(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | No
     common, _ = Counter(entries).most_common(1)[0]  # the first of several
     majority = [i for i, entry in enumerate(entries) if entry == common]
     others = [i for i, entry in enumerate(entries) if entry != common]
-    ranks = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     rest = list_ranks([ranks[i] for i in majority])
     expected = entries[majority[0]][0]
     if any(kind != expected for kind, _ in entries):  # on every rank, since all have the same records

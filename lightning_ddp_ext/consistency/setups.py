@@ -48,7 +48,7 @@ def compare_setups(description: Mapping[str, object], group: dist.ProcessGroup |
     records = gather_different(own, group)
     if len(records) == 1:
         return
-    differences = _compare_records(records, dist.get_process_group_ranks(group))
+    differences = _compare_records(records, dist.get_process_group_ranks(group or dist.group.WORLD))
     more = f"; and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
     remedy = _REMEDIES.get(differences[0].split(" ")[0], "Make it equal on every rank.")
     raise ReplicaMismatchError(f"ranks are not set up alike: {'; '.join(differences[:_NAMED])}{more}. {remedy}")
@@ -164,8 +164,11 @@ def _refuse_lazy(kind: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def describe_versions() -> dict[str, object]:
-    """Describe the versions of Python, without its last number, of torch, Lightning and this package.
+def describe_versions(*packages: str) -> dict[str, object]:
+    """Describe the versions of Python, without its last number, of torch, of this package, and of other distributions.
+
+    Args:
+        packages: Names of the other distributions.
 
     Returns:
         A description for `compare_setups`.
@@ -173,7 +176,7 @@ def describe_versions() -> dict[str, object]:
     return {
         "version of Python": ".".join(platform.python_version_tuple()[:2]),
         "version of torch": torch.__version__,  # may differ from the installed one in a source build
-        **{f"version of {package}": _installed(package) for package in ("lightning", "lightning-ddp-ext")},
+        **{f"version of {package}": _installed(package) for package in (*packages, "lightning-ddp-ext")},
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -100,7 +100,7 @@ class ByteTransformer(LightningModule):
         logits = self(batch["inputs"])
         return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW with a cosine learning rate."""
         return cosine_adamw(self, self.learning_rate)
 
@@ -173,11 +173,6 @@ class StdlibText(_StdlibData):
 
 
 _NO_TARGET = -100  # ignored by torch's cross-entropy
-
-
-def count_tokens(batch: dict[str, Tensor]) -> int:
-    """Return the number of bytes to predict in a batch, without padding: a function for `weight_by`."""
-    return int((batch["targets"] != _NO_TARGET).sum())
 
 
 class Paragraphs(IterableDataset[Tensor]):

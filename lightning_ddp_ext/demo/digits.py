@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
@@ -75,7 +75,7 @@ class DigitsCNN(LightningModule):
         self.log(f"{stage}_accuracy", accuracy, on_step=False, on_epoch=True, prog_bar=stage == "val")
         return loss
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW with a cosine learning rate."""
         return cosine_adamw(self, self.learning_rate)
 
@@ -179,7 +179,7 @@ _REMEDY = "Use for example [3.0, 1.0], one number per replica."
 
 
 class SlowedDigitsCNN(DigitsCNN):
-    """A `DigitsCNN` whose replicas sleep for a time per sample, to simulate devices of different speed."""
+    """A `DigitsCNN` whose replicas or ranks sleep for a time per sample, to simulate devices of different speed."""
 
     def __init__(self, milliseconds_per_sample: list[float], width: int = 32, learning_rate: float = 2e-3) -> None:
         if not isinstance(milliseconds_per_sample, list) or not milliseconds_per_sample:
@@ -193,13 +193,16 @@ class SlowedDigitsCNN(DigitsCNN):
     @override
     def setup(self, stage: str) -> None:
         devices = getattr(self.trainer.strategy, "devices", [None])  # only `balanced_dp` has several in one process
-        if len(self.milliseconds_per_sample) < len(devices):
+        number, noun = max((len(devices), "replica"), (self.trainer.world_size, "rank"))
+        if len(self.milliseconds_per_sample) < number:
             raise MisconfigurationException(
                 f"`milliseconds_per_sample={self.milliseconds_per_sample}` has {len(self.milliseconds_per_sample)}"
-                f" entries for {len(devices)} replicas. Give one number per replica."
+                f" entries for {number} {noun}s. Give one number per {noun}."
             )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Compute the cross-entropy of a batch (images, labels), slowly."""
-        time.sleep(len(batch[0]) * self.milliseconds_per_sample[current_replica() or 0] / 1000)
+        replica = current_replica()
+        milliseconds = self.milliseconds_per_sample[self.global_rank if replica is None else replica]
+        time.sleep(len(batch[0]) * milliseconds / 1000)
         return super().training_step(batch, batch_idx)

@@ -5,7 +5,7 @@ import math
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 from lightning_ddp_ext._validation import check_integer, check_number
 
@@ -21,7 +21,7 @@ def check_options(**options: object) -> None:
             check_integer(name, value, least=0 if name == "seed" else 1, remedy=_DEFAULT)
 
 
-def cosine_adamw(module: LightningModule, learning_rate: float) -> OptimizerLRSchedulerConfig:
+def cosine_adamw(module: LightningModule, learning_rate: float) -> OptimizerLRScheduler:
     """Return AdamW with a learning rate that falls to zero along a cosine, for `configure_optimizers`."""
     steps = module.trainer.estimated_stepping_batches
     if math.isinf(steps):

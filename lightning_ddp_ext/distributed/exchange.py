@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -13,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_ddp_ext._compat.torch_collectives import cloned_store
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
@@ -37,6 +39,15 @@ def _keep_from_collection_in_forks() -> None:
     # The destructor of gloo's groups would wait for threads, which a fork does not copy.
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=gc.freeze)
+
+
+def destroy_group(group: dist.ProcessGroup | None = None) -> None:
+    """Destroy a process group, or all for None."""
+    if torch.__version__ < "2.8":
+        # There, a group joins its threads without releasing Python's lock, which a thread of gloo waits for if it has
+        # just released the tensor of a collective.
+        time.sleep(0.02)
+    dist.destroy_process_group(group)
 
 
 def group_with_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -103,6 +114,70 @@ def broadcast_bytes(data: Tensor | None, group: dist.ProcessGroup | None, source
     return sent
 
 
+def scatter_objects(
+    objects: Sequence[Any] | None = None, source: int = 0, group: dist.ProcessGroup | None = None
+) -> Any:
+    """Give each rank one of the objects of rank `source`; returns the object of this rank.
+
+    Objects may be plain values, tensors, arrays of numbers, dataclasses and containers of these, of different sizes.
+    They are not pickled. Received tensors are on the CPU. Three collectives: all ranks of the group call this function.
+    In the uneven phase of `ddp_join`, ranks without data do not, and their objects are not sent.
+
+    Args:
+        objects: One object for each rank of the group; None on the other ranks than the source.
+        source: Position in the group of the rank that has the objects.
+        group: A process group; None for all ranks. Without `torch.distributed`, there is one rank.
+
+    Returns:
+        The object at the position of this rank in the group.
+
+    Raises:
+        ValueError: On the source: if `objects` is not a sequence with one object for each rank. On all ranks: if there
+            is no rank `source`.
+        TypeError: On the source: if an object cannot be sent.
+        OtherRankError: On the other ranks, in these cases.
+
+    Examples:
+        >>> scatter_objects(["all of the work"])
+        'all of the work'
+    """
+    is_single = not dist.is_initialized()
+    rank, world_size = (0, 1) if is_single else (dist.get_rank(group), dist.get_world_size(group))
+    if source not in range(world_size):
+        raise ValueError(f"`source` must be a rank of the group, from 0 to {world_size - 1}, got {source}.")
+    error: Exception | None = None
+    packed: list[Tensor] = []
+    if rank == source:
+        try:
+            packed = [_to_bytes(value) for value in _one_per_rank(objects, world_size)]
+        except (ValueError, TypeError) as failure:
+            error = failure
+    if is_single:
+        if error is not None:
+            raise error
+        return unpack(packed[0])[0]
+    lengths = broadcast_object(str(error) if error else [len(data) for data in packed], group, source)
+    if error is not None:
+        raise error
+    if isinstance(lengths, str):
+        raise OtherRankError(f"rank {source} of the group scatters no objects: {lengths}")
+    device = exchange_device(group)
+    received = torch.empty(max(lengths), dtype=torch.uint8, device=device)
+    parts = [functional.pad(data, (0, max(lengths) - len(data))).to(device) for data in packed]
+    dist.scatter(received, parts or None, group=group, group_src=source)
+    return unpack(received[: lengths[rank]])[0]
+
+
+def _one_per_rank(objects: Sequence[Any] | None, world_size: int) -> Sequence[Any]:
+    if not isinstance(objects, Sequence) or len(objects) != world_size:
+        got = f"{len(objects)}" if isinstance(objects, Sequence) else f"a {type(objects).__name__}"
+        raise ValueError(
+            f"`objects` must be a sequence of {world_size} objects, one for each rank, got {got}. Put what belongs to"
+            " one rank into one list."
+        )
+    return objects
+
+
 def _to_bytes(value: object) -> Tensor:
     packed = pack(value)
     if packed.skipped:
@@ -164,7 +239,8 @@ class StoreMailbox:
         failure = self._failure()
         if failure is not None:
             # A later `wait` asks for the failure itself, after it has advanced the number.
-            self._other_store.set(f"{self._number}", f"-{failure}")
+            with contextlib.suppress(dist.DistError):  # the rank with the store may be gone
+                self._other_store.set(f"{self._number}", f"-{failure}")
 
     def close(self) -> None:
         """Raise an error on the ranks that wait for this one, which ends its run without an error."""

@@ -42,7 +42,7 @@ class NodeNetwork:
         first, last = self.ranks[0], self.ranks[-1]
         adjoining = self.ranks == tuple(range(first, last + 1))
         listed = f"{first}-{last}" if adjoining and last > first else ", ".join(map(str, self.ranks))
-        return f"{self.node}: {self.interface or 'no interface chosen'}{addresses}, rank {listed}"
+        return f"{self.node}: {self.interface or 'default interface'}{addresses}, rank {listed}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.distributed.backends import check_backend, connects_without_store, runs_on_streams
 from lightning_ddp_ext.distributed.connections import break_rest, tracked_connections
+from lightning_ddp_ext.distributed.exchange import destroy_group
 from lightning_ddp_ext.distributed.interfaces import (
     AUTO,
     check_gloo_variable,
@@ -134,4 +135,4 @@ def init_process_group(
 def _destroy() -> None:
     break_rest()
     if dist.is_initialized():
-        dist.destroy_process_group()
+        destroy_group()

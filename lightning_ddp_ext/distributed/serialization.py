@@ -6,6 +6,7 @@ Pickle alone would let anyone who reaches the port of a rank run code there.
 import io
 import sys
 import threading
+import warnings
 from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -43,7 +44,9 @@ def pack(value: Any) -> Packed:
 
 def unpack(data: Tensor, fill: Mapping[str, Any] = MappingProxyType({})) -> tuple[Any, dict[str, str]]:
     """Return a value, and the class names of skipped objects by place; `fill.get(place)` takes the place of each."""
-    with _LOCK, torch.serialization.safe_globals([_rebuild, _to_array, frozenset, (fill.get, f"{__name__}._fill")]):
+    allowed: list[Any] = [_rebuild, _to_array, frozenset, (fill.get, f"{__name__}._fill")]
+    with _LOCK, warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")  # torch 2.14 says that it takes time
         value, skipped = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
     return value, skipped
 

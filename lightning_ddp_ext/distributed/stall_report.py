@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lightning_ddp_ext._compat import TRAINER_CALL
+from lightning_ddp_ext._import_names import LIBRARIES, PACKAGES
 from lightning_ddp_ext.distributed.exchange import list_ranks
 from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Failure, Heartbeats, Peer
 
@@ -27,10 +29,12 @@ _EXCHANGING = tuple(
         "join.active_ranks",
     )
 )
-_WAITING = (*_EXCHANGING, f"{_OURS}.join.lockstep_loader")  # it waits for ranks without a collective
+# It waits for ranks without a collective.
+_WAITING = (*_EXCHANGING, *(f"{package}.join.lockstep_loader" for package in PACKAGES.values()))
 _COLLECTIVES = "torch.distributed.distributed_c10d"
-_LIBRARIES = {"torch", "lightning", "torchmetrics", _OURS}
-_ENTRY = ("lightning.pytorch.trainer.call", "_call_and_handle_interrupt")  # callers of this function are not shown
+_LIBRARIES = {"torch", "torchmetrics", *LIBRARIES, _OURS}
+# Callers of these functions are not shown.
+_ENTRIES = {(f"{lightning}.trainer.call", TRAINER_CALL) for lightning in PACKAGES}
 
 _Line = tuple[FrameType, int]
 
@@ -91,7 +95,7 @@ def _make_location(frames: list[_Line]) -> StackLocation:
 
 
 def _walk(frame: FrameType | None) -> Iterator[_Line]:
-    while frame is not None and (_module((frame, 0)), frame.f_code.co_name) != _ENTRY:
+    while frame is not None and (_module((frame, 0)), frame.f_code.co_name) not in _ENTRIES:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
@@ -247,10 +251,12 @@ def _find_stalled_ranks(beats: Heartbeats, unanswered: float, limit: float) -> F
     )
     if not is_deadlock:
         return None
+    are_apart = len({(peer.state.get("step"), peer.state.get("phase")) for peer in peers}) > 1
+    uneven = ' If ranks have different numbers of batches, use `strategy="ddp_join"`.' if are_apart else ""
     return Failure(
         "stalled",
         f"every rank waits for another one, and nothing has come for {min(peer.stillness for peer in peers):.0f} s."
-        f" {_describe_all(beats)}. Call the same collectives in the same order on every rank.",
+        f" {_describe_all(beats)}. Call the same collectives in the same order on every rank.{uneven}",
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext._validation import check_host
@@ -31,6 +32,8 @@ _UNREACHABLE_LIMIT = 20.0  # seconds
 _ATTEMPT_LIMIT = 5.0  # seconds for one connection
 _ANSWER_LIMIT = 10.0  # seconds for an answer of a store
 _PATIENCE = 30.0  # seconds after which a rank warns that it waits for rank 0
+
+_LIBUV_LISTENS = torch.__version__ >= "2.8"  # before, only torch's older server takes a socket that listens already
 
 _logger = logging.getLogger(__name__)
 
@@ -116,7 +119,7 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
     spare_port(chosen)
     store = dist.TCPStore(
         address or loopback_address(), chosen, world_size, is_master=True, timeout=timeout,
-        wait_for_workers=False, master_listen_fd=listening.detach(),
+        wait_for_workers=False, master_listen_fd=listening.detach(), use_libuv=_LIBUV_LISTENS,
     )  # fmt: skip
     return OpenStore(store, address, everywhere=address is None)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ddp_ext._compat.torch_collectives import replaced_collectives
 from lightning_ddp_ext.distributed.connections import tracked_connections
-from lightning_ddp_ext.distributed.exchange import list_ranks
+from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
 from lightning_ddp_ext.errors import RankJoinedError
 
 _Handler = Callable[..., Any]
@@ -54,14 +54,14 @@ class ActiveRankCollectives:
     def close(self) -> None:
         """Destroy the group."""
         if dist.is_initialized() and dist.get_rank() in self._active:
-            dist.destroy_process_group(self._group)
+            destroy_group(self._group)
         self._active, self._group = (), None
 
     @contextmanager
     def redirect(self) -> Iterator[None]:
         """Redirect the collectives of this block, in every thread. Call on an active rank."""
         redirect = ProcessGroupRedirect(self._active, self.group, self._own)
-        with replaced_collectives(redirect.find, redirect.resolve, redirect.refuse_new_groups):
+        with replaced_collectives(redirect.find, redirect.resolve, redirect.refuse_new_groups, redirect.refuse_unknown):
             yield
 
 
@@ -80,9 +80,7 @@ class ProcessGroupRedirect:
         "allgather": "_all_gather",
         "reduce_scatter": "_reduce_scatter",
         "alltoall": "_all_to_all",
-        "_allgather_base": "_all_gather_single",
         "all_gather_single": "_all_gather_single",
-        "_reduce_scatter_base": "_reduce_scatter_single",
         "reduce_scatter_single": "_reduce_scatter_single",
         "alltoall_base": "_all_to_all_single",
         "all_to_all_single": "_all_to_all_single",
@@ -110,6 +108,13 @@ class ProcessGroupRedirect:
         """Raise, because all ranks would have to take part in making a process group."""
         raise self._error("a new process group needs every rank")
 
+    def refuse_unknown(self, name: str) -> None:
+        """Raise, because nobody knows which ranks a function of `torch.distributed` needs."""
+        raise self._unknown(f"torch.distributed.{name}")
+
+    def _unknown(self, name: str) -> RankJoinedError:
+        return self._error(f"`{name}` is not known to work among some of the ranks")
+
     def _concerns(self, group: dist.ProcessGroup) -> bool:
         if group.group_name in self._own:
             return False
@@ -129,7 +134,7 @@ class ProcessGroupRedirect:
         )
 
     def _refuse(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        raise self._error(f"`ProcessGroup.{name}` is not known to work among some of the ranks")
+        raise self._unknown(f"ProcessGroup.{name}")
 
     def _positions(self, group: dist.ProcessGroup) -> list[int]:
         """Return the positions of the active ranks in a group."""

@@ -1,5 +1,6 @@
 """Lightning's combined loaders with the same number of steps on every rank."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
@@ -10,6 +11,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_ddp_ext._compat.lightning_loaders import combination_mode
 from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import (
@@ -74,39 +76,25 @@ _TAKEN = "taken"
 _SEED = "seed"
 
 
-class LockstepCombinedLoader(CountedCombinedLoader):
+class SteppedCombinedLoader(CountedCombinedLoader, ABC):
     """A `CombinedLoader` that makes the same number of steps on every rank, and resumes in the middle of an epoch.
 
-    Its state is the number of steps. On as many ranks as before, each rank skips the batches it has used; on another
-    number, the unused samples of a single loader with an `UnpaddedDistributedSampler` are dealt out again.
+    Its state is the number of steps. Evaluation, which has no `rng`, does not resume.
     """
 
-    def __init__(
-        self,
-        iterables: Any,
-        mode: Any,
-        group: dist.ProcessGroup,
-        uneven_inputs: UnevenInputs,
-        has_next_batch: HasNextBatch,
-        rng: ResumableRng | None,
-        reload_after_epoch: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, iterables: Any, mode: Any, group: dist.ProcessGroup, rng: ResumableRng | None) -> None:
         super().__init__(iterables, mode)
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._uneven_inputs = uneven_inputs
-        self._has_next_batch = has_next_batch
         self._rng = rng
-        self._reload_after_epoch = reload_after_epoch  # calls a function between this epoch and a longer one
-        self._has_reported = False
         self._steps: Iterator[tuple[tuple[Any, FetchedBatch], int, int]] = iter(())
-        self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
-        self._before = 0  # steps in these parts
+        self._before = 0  # steps of this epoch that other ranks made in an interrupted run, and that are not replayed
         self._skip = self._position = 0
         self._has_ended = True
 
     @override
-    def __iter__(self) -> "LockstepCombinedLoader":
+    def __iter__(self) -> "SteppedCombinedLoader":
+        self.stop_prefetching()
         self.fetched.clear()
         skip, self._skip = self._skip, 0
         self._position, self._has_ended = self._before + skip, False
@@ -125,13 +113,6 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         return batch, batch_idx, dataloader_idx
 
     @override
-    def __len__(self) -> int:
-        steps = sum(number_of_steps(lengths, self._uneven_inputs) for lengths in self._lengths_of_ranks())
-        if steps == _UNLIMITED:
-            raise TypeError("the number of batches is not known on every rank")
-        return self._before + int(steps)
-
-    @override
     def reset(self) -> None:
         super().reset()
         self._steps = iter(())
@@ -139,15 +120,92 @@ class LockstepCombinedLoader(CountedCombinedLoader):
     def close(self) -> None:
         """Drop the process group, because Lightning keeps a reference to the loader."""
         self.reset()
-        del self._group, self._has_next_batch
+        self.prefetcher = None
+        del self._group
 
+    @abstractmethod
     def _make_steps(self, skip: int) -> Iterator[tuple[tuple[Any, FetchedBatch], int, int]]:
         """Yield steps with the indices of batch and loader, after as many steps as an interrupted run has made."""
+
+    def _combine(self, loaders: list[Any]) -> CountedCombinedLoader:
+        """Combine loaders that contribute to the same steps: one in mode "sequential", all in other modes."""
+        combined = CountedCombinedLoader(
+            loaders if combination_mode(self) == "sequential" else self.iterables, combination_mode(self)
+        )
+        combined.flattened = loaders
+        combined.prefetcher = self.prefetcher
+        return combined
+
+    def _fetch(
+        self, combined: CountedCombinedLoader, skip: int, limit: int | None, looks_ahead: bool
+    ) -> Iterator[tuple[Any, float | None]]:
+        """Yield the batches of this rank with their numbers of samples."""
+        fetched: Iterable[tuple[Any, int, int]] = combined
+        combined.fetch_limit = limit
+        if self._rng is not None:
+            fetched = self._rng.iterate(combined, self.flattened, skip, looks_ahead)
+        for batch, _, _ in islice(fetched, limit):
+            yield batch, combined.fetched.pop().samples
+
+    @property
+    def used(self) -> int | None:
+        """Number of batches of this epoch that this rank has used since it resumed; None between epochs."""
+        steps = self._steps_made
+        return None if steps is None or self._position == self._before else steps - self._before
+
+    @property
+    def _steps_made(self) -> int | None:
+        steps = self._position - len(self.fetched)
+        has_ended = self._has_ended and not self.fetched
+        length = sized_len(self)
+        return None if has_ended or (length is not None and steps >= length) else steps
+
+
+class LockstepCombinedLoader(SteppedCombinedLoader):
+    """A `CombinedLoader` in which each rank has batches of its own.
+
+    A rank runs out of data when its own `CombinedLoader` would end. In mode "sequential" all ranks use the same loader
+    at any time.
+
+    On as many ranks as before, each rank of a resumed run skips the batches it has used. On another number of ranks,
+    the unused samples are dealt out again, which requires a single loader with an `UnpaddedDistributedSampler`.
+    """
+
+    def __init__(
+        self,
+        iterables: Any,
+        mode: Any,
+        group: dist.ProcessGroup,
+        uneven_inputs: UnevenInputs,
+        has_next_batch: HasNextBatch,
+        rng: ResumableRng | None,
+        reload_after_epoch: Callable[[Callable[[], None]], None],
+    ) -> None:
+        super().__init__(iterables, mode, group, rng)
+        self._uneven_inputs = uneven_inputs
+        self._has_next_batch = has_next_batch
+        self._reload_after_epoch = reload_after_epoch  # calls a function between this epoch and a longer one
+        self._has_reported = False
+        self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
+
+    @override
+    def __len__(self) -> int:
+        steps = sum(number_of_steps(lengths, self._uneven_inputs) for lengths in self._lengths_of_ranks())
+        if steps == _UNLIMITED:
+            raise TypeError("the number of batches is not known on every rank")
+        return self._before + int(steps)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        del self._has_next_batch
+
+    @override
+    def _make_steps(self, skip: int) -> Iterator[tuple[tuple[Any, FetchedBatch], int, int]]:
         ranked = self._ranked
-        parts = [[loader] for loader in ranked] if self._mode == "sequential" else [ranked]
+        parts = [[loader] for loader in ranked] if combination_mode(self) == "sequential" else [ranked]
         for dataloader_idx, (part, numbers) in enumerate(zip(parts, self._lengths_of_ranks(), strict=True)):
-            combined = CountedCombinedLoader(part if self._mode == "sequential" else self.iterables, self._mode)
-            combined.flattened = [loader.loader for loader in part]
+            combined = self._combine([loader.loader for loader in part])
             lengths = None if any(loader.lengths is None for loader in part) else [int(number) for number in numbers]
             limit = None if numbers[self._rank] == _UNLIMITED else int(numbers[self._rank])
             # A rank skips no more batches than it has.
@@ -165,16 +223,6 @@ class LockstepCombinedLoader(CountedCombinedLoader):
                 yield step, batch_idx, dataloader_idx
             self._report_dropped(lockstep)
 
-    def _fetch(
-        self, combined: CountedCombinedLoader, skip: int, limit: int | None, looks_ahead: bool
-    ) -> Iterator[tuple[Any, float | None]]:
-        """Yield the batches of this rank with their numbers of samples."""
-        fetched: Iterable[tuple[Any, int, int]] = combined
-        if self._rng is not None:
-            fetched = self._rng.iterate(combined, self.flattened, skip, looks_ahead)
-        for batch, _, _ in islice(fetched, limit):
-            yield batch, combined.fetched.pop().samples
-
     @property
     def _ranked(self) -> list[RankedLoader]:
         # A single rank keeps the user's loaders, so that `trainer.train_dataloader` returns them.
@@ -186,9 +234,9 @@ class LockstepCombinedLoader(CountedCombinedLoader):
             [min(length, limit) for length in loader.lengths or [_UNLIMITED] * self._world_size]
             for loader, limit in zip(self._ranked, self.limits or repeat(_UNLIMITED), strict=False)
         ]
-        if self._mode == "sequential":
+        if combination_mode(self) == "sequential":
             return lengths
-        return [[_combine(self._mode, of_rank) for of_rank in zip(*lengths, strict=True)]]
+        return [[combined_length(combination_mode(self), of_rank) for of_rank in zip(*lengths, strict=True)]]
 
     def _samples_in(self, batches: Sequence[int]) -> list[int] | None:
         """Return the number of samples in the first batches of each rank; None for several loaders, or if unknown."""
@@ -210,24 +258,13 @@ class LockstepCombinedLoader(CountedCombinedLoader):
             samples = None if kept is None or given is None else sum(given) - sum(kept)
         counted = "" if samples is None else f", {samples} sample{'s' if samples > 1 else ''}"
         # The end of a stream is known only when a rank has reached it, and other ranks may have more than one batch.
+        parts = [
+            f"{number} batch{'es' if number > 1 else ''} of rank {rank}"
+            for rank, number in enumerate(dropped)
+            if number
+        ]
         at_least, always = ("at least ", "") if lockstep.steps is None else ("", " in every epoch")
-        rank_zero_info(
-            f'`uneven_inputs="stop"` drops {at_least}batches {", ".join(map(str, dropped))} of ranks 0 to'
-            f" {self._world_size - 1}{counted}{always}."
-        )
-
-    @property
-    def used(self) -> int | None:
-        """Number of batches of this epoch that this rank has used since it resumed; None between epochs."""
-        steps = self._steps_made
-        return None if steps is None or self._position == self._before else steps - self._before
-
-    @property
-    def _steps_made(self) -> int | None:
-        steps = self._position - len(self.fetched)
-        has_ended = self._has_ended and not self.fetched
-        length = sized_len(self)
-        return None if has_ended or (length is not None and steps >= length) else steps
+        rank_zero_info(f'`uneven_inputs="stop"` drops {at_least}{", ".join(parts)}{counted}{always}.')
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         steps = self._steps_made
@@ -279,7 +316,7 @@ class LockstepCombinedLoader(CountedCombinedLoader):
         )
 
 
-def _combine(mode: str, lengths: Sequence[float]) -> float:
+def combined_length(mode: str, lengths: Sequence[float]) -> float:
     """Return the number of batches of a `CombinedLoader`, given the numbers of its loaders."""
     if mode == "max_size_cycle" and not min(lengths):
         return 0  # nothing to begin the cycle again with

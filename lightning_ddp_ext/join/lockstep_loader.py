@@ -25,8 +25,8 @@ def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> fl
     if uneven_inputs == "error" and min(lengths) != max(lengths):
         shortest = lengths.index(min(lengths))
         raise UnevenInputsError(
-            f"rank {shortest} runs out of data after batch {min(lengths):g}, while rank {lengths.index(max(lengths))}"
-            f' has {max(lengths):g} batches. Give all ranks equally many, or use `uneven_inputs="join"`.'
+            f"rank {shortest} runs out of data after batch {min(lengths):.0f}, while rank {lengths.index(max(lengths))}"
+            f' has {max(lengths):.0f} batches. Give all ranks equally many, or use `uneven_inputs="join"`.'
         )
     return min(lengths) if uneven_inputs == "stop" else max(lengths)
 
@@ -70,11 +70,70 @@ class HasNextBatch:
         return flags, dist.all_reduce(flags, group=self._group, async_op=True)
 
 
+class StepMaker:
+    """Makes the steps of all ranks: tells each batch which ranks have one, and gives the other ranks a stand-in.
+
+    A stand-in is a copy of a batch of this rank, so that hooks see a batch of the right form. A rank that never had a
+    batch gets a batch of another rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, stand_in: list[Any] | None = None) -> None:
+        self.stand_in = [] if stand_in is None else stand_in  # with one entry, if there is a stand-in
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._present: Sequence[bool] = ()
+        self._participation: StepParticipation | None = None
+
+    def make(self, present: Sequence[bool], batch: Any, samples: float | None) -> tuple[Any, FetchedBatch]:
+        """Return the batch of a step, or a stand-in for it, given which ranks have one. Call on every rank."""
+        if self._participation is None or present != self._present:
+            self._present = present
+            active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
+            self._participation = StepParticipation(active, not present[self._rank], not all(present))
+            if self._participation.is_uneven:
+                self._share_stand_in(active[0], batch)
+        if self._participation.is_shadow:
+            batch = copy.deepcopy(self.stand_in[0])  # a copy for each step, since hooks may change it
+        return batch, FetchedBatch(samples, self._participation)
+
+    def _share_stand_in(self, source: int, batch: Any) -> None:
+        """Give joined ranks that have no stand-in the batch of another rank."""
+        needed = gather_integer(not self.stand_in and not self._present[self._rank], self._group)
+        if not any(needed):
+            return
+        data = broadcast_bytes(pack(batch).data if self._rank == source else None, self._group, source)
+        stand_in, skipped = unpack(data)
+        lacking = list_ranks([rank for rank, needs in enumerate(needed) if needs])
+        if "" in skipped:
+            raise UnsupportedFeatureError(
+                f"{lacking} never had a batch that can be copied, and cannot be given one of rank {source}:"
+                f" {name_skipped(skipped)} can only be sent by running code on the other side. Give every rank at least"
+                " one batch, of tensors without gradients and objects that `copy.deepcopy` copies."
+            )
+        if not needed[self._rank]:
+            return
+        if skipped:
+            warnings.warn(
+                f"rank {self._rank} never had a batch that can be copied, and hooks see one of rank {source} in its"
+                f" place, with None instead of {name_skipped(skipped)}, which cannot be sent.",
+                category=UserWarning,
+                stacklevel=2,
+            )
+        self.keep(stand_in)
+
+    def keep(self, batch: Any) -> None:
+        """Keep a copy of a batch of this rank as the stand-in, if it can be copied."""
+        try:
+            self.stand_in[:] = [copy.deepcopy(batch)]
+        except Exception:  # a user's class may raise anything; the batch of another rank stands in then
+            self.stand_in.clear()
+
+
 class LockstepLoader:
     """Yields the batches of this rank, and stand-ins for them as long as other ranks have batches.
 
-    A stand-in, which shows hooks a batch of the right form, is a copy of this rank's last batch, or else of another
-    rank's first. Unless `lengths` are known on every rank, ranks agree one batch ahead whether there is another step.
+    The stand-in is this rank's last batch, see `StepMaker`. Unless `lengths` are known on every rank, ranks agree one
+    batch ahead whether there is another step, see `HasNextBatch`.
 
     `dropped` is the number of batches of each rank that `uneven_inputs="stop"` drops; without lengths it is known after
     the end, at most 1 for each rank, and `dropped_samples` is the number of samples in these batches.
@@ -96,9 +155,7 @@ class LockstepLoader:
         self._uneven_inputs = uneven_inputs
         self._skip = skip  # steps that an interrupted run has made
         self._has_next_batch = has_next_batch
-        self._present: Sequence[bool] = ()
-        self._participation: StepParticipation | None = None
-        self._stand_in: list[Any] = []  # with one entry, if there is a stand-in
+        self._maker = StepMaker(group)
         self.steps: int | None = None  # if known
         self.dropped: list[int] = []
         self.dropped_samples: int | None = None
@@ -109,7 +166,7 @@ class LockstepLoader:
     def __iter__(self) -> Iterator[tuple[Any, FetchedBatch]]:
         own_skip = self._skip if self._lengths is None else min(self._skip, self._lengths[self._rank])
         for batch, _ in deque(itertools.islice(self._batches, own_skip), maxlen=1):
-            self._keep(batch)
+            self._maker.keep(batch)
         return self._iterate_unsized() if self._lengths is None else self._iterate_sized(self._lengths)
 
     def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[tuple[Any, FetchedBatch]]:
@@ -118,8 +175,8 @@ class LockstepLoader:
         for step in range(self._skip, self.steps):
             batch, samples = self._fetch(own, step) if step < own else (None, None)
             if step == own - 1 < self.steps - 1:
-                self._keep(batch)
-            yield self._make_step([length > step for length in lengths], batch, samples)
+                self._maker.keep(batch)
+            yield self._maker.make([length > step for length in lengths], batch, samples)
 
     def _iterate_unsized(self) -> Iterator[tuple[Any, FetchedBatch]]:
         following = next(self._batches, None)
@@ -135,52 +192,9 @@ class LockstepLoader:
             if following is not None:
                 following = next(self._batches, None)
                 if following is None:
-                    self._keep(batch)
+                    self._maker.keep(batch)
             self._has_next_batch.send(following is not None)
-            yield self._make_step(present, batch, samples)
-
-    def _make_step(self, present: Sequence[bool], batch: Any, samples: float | None) -> tuple[Any, FetchedBatch]:
-        if self._participation is None or present != self._present:
-            self._present = present
-            active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
-            self._participation = StepParticipation(active, not present[self._rank], not all(present))
-            if self._participation.is_uneven:
-                self._share_stand_in(active[0], batch)
-        if self._participation.is_shadow:
-            batch = copy.deepcopy(self._stand_in[0])  # a copy for each step, since hooks may change it
-        return batch, FetchedBatch(samples, self._participation)
-
-    def _share_stand_in(self, source: int, batch: Any) -> None:
-        """Give joined ranks that have no stand-in the batch of another rank."""
-        needed = gather_integer(not self._stand_in and not self._present[self._rank], self._group)
-        if not any(needed):
-            return
-        data = broadcast_bytes(pack(batch).data if self._rank == source else None, self._group, source)
-        stand_in, skipped = unpack(data)
-        lacking = list_ranks([rank for rank, needs in enumerate(needed) if needs])
-        if "" in skipped:
-            raise UnsupportedFeatureError(
-                f"{lacking} never had a batch that can be copied, and cannot be given one of rank {source}:"
-                f" {name_skipped(skipped)} can only be sent by running code on the other side. Give every rank at least"
-                " one batch, of tensors without gradients and objects that `copy.deepcopy` copies."
-            )
-        if not needed[self._rank]:
-            return
-        if skipped:
-            warnings.warn(
-                f"rank {self._rank} never had a batch that can be copied, and hooks see one of rank {source} in its"
-                f" place, with None instead of {name_skipped(skipped)}, which cannot be sent.",
-                category=UserWarning,
-                stacklevel=2,
-            )
-        self._keep(stand_in)
-
-    def _keep(self, batch: Any) -> None:
-        """Keep a copy of a batch as the stand-in, if it can be copied."""
-        try:
-            self._stand_in = [copy.deepcopy(batch)]
-        except Exception:  # a user's class may raise anything; the batch of another rank stands in then
-            self._stand_in = []
+            yield self._maker.make(present, batch, samples)
 
     def _end_early(self, present: Sequence[bool], step: int, following: tuple[Any, float | None] | None) -> None:
         if self._uneven_inputs == "error":

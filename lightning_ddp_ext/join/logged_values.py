@@ -90,7 +90,7 @@ class LoggedValues:
             keys_hashes = gather_integer(self.keys_hash, self._group)
         self._begins_evaluation = self._trainer.training
         if keys_hashes is not None:
-            self._compare([keys_hashes[rank] for rank in self._participation().active])
+            self._compare([keys_hashes[rank] for rank in self._participation().active], list(self._pending))
         if not self._pending:
             return
         metrics = list(self._pending.values())
@@ -164,10 +164,10 @@ class LoggedValues:
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def _compare(self, hashes: Sequence[float]) -> None:
-        """Raise if ranks are about to reduce different values."""
+    def _compare(self, hashes: Sequence[float], keys: Sequence[str] | None = None) -> None:
+        """Raise if ranks are about to reduce different values, of these keys or of all keys of the epoch."""
         if len(set(hashes)) > 1:
-            keys = self._synchronised_keys()
+            keys = self._synchronised_keys() if keys is None else keys
             own = [key for key in keys if key not in self._adopted]
             _raise_difference(gather_objects((keys, own), self._group))
 

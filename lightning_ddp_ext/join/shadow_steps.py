@@ -21,15 +21,21 @@ from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
 from lightning_ddp_ext._compat.lightning_resuming import reload_training_data_after_epoch
 from lightning_ddp_ext._compat.torchmetrics import forget_computed, watch_synchronization
-from lightning_ddp_ext.distributed.exchange import StoreMailbox, gather_integers, own_group
+from lightning_ddp_ext.distributed.exchange import StoreMailbox, destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
-from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader
+from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, SteppedCombinedLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.join.metric_states import synchronize_states
 from lightning_ddp_ext.join.step_mirror import StepMirror
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, FetchedBatch, StepParticipation, iterables_and_mode
+from lightning_ddp_ext.ranks.sample_counts import (
+    BatchSamples,
+    FetchAhead,
+    FetchedBatch,
+    StepParticipation,
+    iterables_and_mode,
+)
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, zero_loss
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
@@ -70,7 +76,7 @@ class LockstepSteps(RankSteps):
         self._last_uneven: StepParticipation | None = None
         self._runs_among_active = False
         self._batch_stack = ExitStack()
-        self._loaders: WeakSet[LockstepCombinedLoader] = WeakSet()
+        self._loaders: WeakSet[SteppedCombinedLoader] = WeakSet()
         watch_logging(
             self.cleanup, trainer, self.logged.update, samples.rounded, self.end_batch, self._end_epoch,
             self.logged.check_epoch,
@@ -92,9 +98,11 @@ class LockstepSteps(RankSteps):
             loader.close()
         del self.logged  # it refers to this object, and a cycle would keep the process groups and their threads
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+            destroy_group(self.group)
 
-    def combine_loaders(self, given: Any, rng: ResumableRng | None) -> LockstepCombinedLoader:
+    def combine_loaders(
+        self, given: Any, rng: ResumableRng | None, prefetcher: FetchAhead | None = None
+    ) -> SteppedCombinedLoader:
         """Combine the loaders of a loop so that all ranks make the same steps; `rng` is None in evaluation."""
         loader = LockstepCombinedLoader(
             *iterables_and_mode(given, is_training=rng is not None),
@@ -104,6 +112,7 @@ class LockstepSteps(RankSteps):
             rng,
             partial(reload_training_data_after_epoch, self.trainer),
         )
+        loader.prefetcher = prefetcher
         self._loaders.add(loader)
         return loader
 

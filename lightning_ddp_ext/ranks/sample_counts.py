@@ -4,9 +4,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from typing_extensions import override
@@ -62,15 +63,44 @@ class StepParticipation:
     is_uneven: bool  # some rank has no batch
 
 
+class SharedBatch(NamedTuple):
+    """A batch that ranks share."""
+
+    number: int  # in the run
+    sizes: tuple[int, ...]  # number of samples of each rank
+    drawn: int  # hash of the indices
+
+
 class FetchedBatch(NamedTuple):
     """The samples of a batch, and the ranks that have a batch in its step."""
 
     samples: float | None  # None if they cannot be counted
     participation: StepParticipation | None = None  # None if every rank has a batch
+    shares: SharedBatch | None = None  # if ranks share the batch
+
+
+CountedFetch = tuple[tuple[Any, int, int], float | None]
+"""A batch with its index and the index of its loader, and its number of samples."""
+
+
+class FetchAhead(Protocol):
+    """Fetches batches before they are needed."""
+
+    def begin(self, limit: int | None) -> None:
+        """Begin an iteration of at most `limit` batches."""
+
+    def next(self, fetch: Callable[[], CountedFetch]) -> CountedFetch:
+        """Return the result of the next call of `fetch`."""
+
+    def close(self) -> None:
+        """End the iteration."""
 
 
 class CountedCombinedLoader(CombinedLoader):
     """A `CombinedLoader` that counts the samples of each batch; `fetched` has an entry for each one not begun yet."""
+
+    prefetcher: FetchAhead | None = None
+    fetch_limit: int | None = None  # number of batches to fetch, if it is not the length
 
     def __init__(self, iterables: Any, mode: Any) -> None:
         super().__init__(iterables, mode)
@@ -80,6 +110,7 @@ class CountedCombinedLoader(CombinedLoader):
 
     @override
     def __iter__(self) -> "CountedCombinedLoader":
+        self.stop_prefetching()
         self.fetched.clear()
         loaders = self.flattened
         self.flattened = [CountedLoader(loader, self._counts) for loader in loaders]
@@ -87,17 +118,29 @@ class CountedCombinedLoader(CombinedLoader):
             super().__iter__()
         finally:
             self.flattened = loaders  # Lightning and users look at these
+        if self.prefetcher is not None:
+            self.prefetcher.begin(sized_len(self) if self.fetch_limit is None else self.fetch_limit)
         return self
 
     @override
     def __next__(self) -> tuple[Any, int, int]:
+        batch, samples = self._fetch_next() if self.prefetcher is None else self.prefetcher.next(self._fetch_next)
+        self.fetched.append(FetchedBatch(samples))
+        return batch
+
+    def _fetch_next(self) -> CountedFetch:
         self._counts.clear()
         batch = super().__next__()
-        self.fetched.append(FetchedBatch(mean_count(self._counts)))
-        return batch
+        return batch, mean_count(self._counts)
+
+    def stop_prefetching(self) -> None:
+        """Drop the batches that were fetched ahead."""
+        if self.prefetcher is not None:
+            self.prefetcher.close()
 
     @override
     def reset(self) -> None:
+        self.stop_prefetching()  # before its workers end
         super().reset()
         self.fetched.clear()
 

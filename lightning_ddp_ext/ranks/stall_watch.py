@@ -101,7 +101,8 @@ def describe_position(trainer: Trainer) -> Mapping[str, Any]:
     stage = trainer.state.stage
     phase = _PHASES.get(stage, "set-up") if stage is not None else "set-up"
     if stage == RunningStage.TRAINING:
-        phase += f", batch {trainer.fit_loop.epoch_loop.batch_idx}"
+        index = trainer.fit_loop.epoch_loop.batch_idx
+        phase += f", batch {index}" if index >= 0 else ", before batch 0"
     elif stage is not None and stage.evaluating:
         loop = trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == TrainerFn.FITTING else trainer.validate_loop
         loop = trainer.test_loop if stage == RunningStage.TESTING else loop

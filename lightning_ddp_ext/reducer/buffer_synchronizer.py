@@ -3,7 +3,8 @@
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ class BufferTable:
         self._module = module
         self._parts: list[nn.Module] = []
         self._tree: list[object] = [None]
-        self._names: list[str] = []
+        self.names: list[str] = []
         self.places: list[tuple[nn.Module, str]] = []  # owners and names
         self.entries: list[Tensor | None] = []
         self.specs: list[_Spec | None] = []
@@ -55,7 +56,7 @@ class BufferTable:
         """Describe the buffers, for `compare_setups`."""
         return {
             f"buffer `{name}`": "None" if tensor is None else describe(tensor)
-            for name, tensor in zip(self._names, self.entries, strict=True)
+            for name, tensor in zip(self.names, self.entries, strict=True)
         }
 
     def _find_tree(self) -> list[object]:
@@ -72,7 +73,7 @@ class BufferTable:
             for prefix, part in self._module.named_modules()
             for name in part._buffers
         ]
-        self._names = [full for full, _, _ in found if full not in ignored]
+        self.names = [full for full, _, _ in found if full not in ignored]
         self.places = [(part, name) for full, part, name in found if full not in ignored]
 
 
@@ -154,6 +155,7 @@ class BufferSynchronizer:
         self._values: list[Tensor | None] = []
         self._comparisons = 0
         self._silent: set[int] = set()  # buffers that change silently on this rank
+        self._has_warned = False
         self._structure, self._specs = 0, self._table.specs  # that all ranks have agreed on
         self._accept()
 
@@ -227,9 +229,35 @@ class BufferSynchronizer:
         # Pieces take less memory at once.
         rows = [max(1, _PIECE_NUMEL // max(1, math.prod(buffer.shape[1:]))) for buffer in large]
         pieces = [[piece] for split in map(torch.split, large, rows) for piece in split]
+        own = self._copy_averaged() if weight else {}
         for tensors in [small, *pieces]:
             average_buffers(tensors, weight, total, self._rank == source, self._group)
+        self._warn_of_averages(own)
         self.remember()
+
+    def _copy_averaged(self) -> dict[int, Tensor]:
+        """Return copies of buffers that may differ between ranks before they are averaged; on rank 0, at first."""
+        if self._rank or self._has_warned or self._comparisons >= _LEARNING:
+            return {}
+        return {
+            index: buffer.clone()
+            for index, ((owner, _), buffer) in enumerate(zip(self._table.places, self._table.entries, strict=True))
+            if buffer is not None and _has_mean(buffer.dtype) and not isinstance(owner, Normalisation)
+        }
+
+    def _warn_of_averages(self, own: Mapping[int, Tensor]) -> None:
+        """Warn, the first time only, that ranks had different values of a buffer, given those of this rank."""
+        pairs = [(value, buffer) for index, value in own.items() if (buffer := self._table.entries[index]) is not None]
+        differ = list(itertools.compress(own, find_different(pairs)))
+        if differ:
+            self._has_warned = True
+            warnings.warn(
+                f"buffer `{self._table.names[differ[0]]}` was changed differently by each rank, and its mean by the"
+                " weights of the batches is kept. That is exact for a running mean. A queue or a maximum needs the"
+                " values of all ranks: gather them in the step, or use a metric.",
+                category=UserWarning,
+                stacklevel=2,
+            )
 
     def _accept(self) -> None:
         """Take over the present buffers, of which none is known to be equal on all ranks."""

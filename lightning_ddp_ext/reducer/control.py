@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ddp_ext.errors import RanksOutOfStepError
 
-_NUMBERS = 7  # of each rank, listed in `ControlMessage.write`
+_NUMBERS = 11  # of each rank, listed in `ControlMessage.write`
 _BYTES = 8  # of a number
 
 
@@ -24,6 +24,9 @@ class ExchangedControl:
         stop: The largest `StepControl.stop` of any rank.
         has_next_batch: `StepControl.has_next_batch` of each rank.
         logged_keys: `StepControl.logged_keys` of each rank.
+        timed: `StepControl.timed` of each rank.
+        seconds: `StepControl.seconds` of each rank.
+        most_samples: `StepControl.most_samples` of each rank.
         structures: For each rank, a number that identifies the names, types and shapes of its buffers.
         late: For each bucket, above 0 if a gradient came after the bucket had been sent on any rank.
         used: For each parameter, above 0 if it has a gradient on any rank.
@@ -34,6 +37,9 @@ class ExchangedControl:
     stop: int
     has_next_batch: Sequence[bool]
     logged_keys: Sequence[float]
+    timed: Sequence[float]
+    seconds: Sequence[float]
+    most_samples: Sequence[float]
     structures: Sequence[float]
     late: Sequence[float]
     used: Sequence[float]
@@ -64,6 +70,11 @@ class StepControl:
         stop: Above 0 to ask all ranks to stop. The largest number of any rank is exchanged, so it may encode a reason.
         has_next_batch: Whether this rank has a batch for the next step.
         logged_keys: Hash of the keys that this rank has logged in the step, a whole number below 2 ** 53.
+        drawn: Hash of the indices that ranks have drawn for a batch that they share, of that size too. Different
+            hashes are an error.
+        timed: Number of a step whose time is known by now, from 1; 0 for none.
+        seconds: Time that this rank computed in that step.
+        most_samples: Most samples of a shared batch that this rank has memory for; -1 if that is not known.
         exchanged: The values of all ranks in the last synchronisation; None before the first.
     """
 
@@ -73,6 +84,10 @@ class StepControl:
     stop: int = 0
     has_next_batch: bool = False
     logged_keys: int = 0
+    drawn: int = 0
+    timed: int = 0
+    seconds: float = 0.0
+    most_samples: int = -1
     exchanged: ExchangedControl | None = None
 
 
@@ -113,7 +128,8 @@ class ControlMessage:
         own = torch.tensor(
             [
                 *(found.weight, found.begun, found.structure),
-                *(control.position, control.stop, control.has_next_batch, control.logged_keys),
+                *(control.position, control.stop, control.has_next_batch, control.logged_keys, control.drawn),
+                *(control.timed, control.seconds, control.most_samples),
             ],
             dtype=torch.float64,
         )
@@ -130,7 +146,8 @@ class ControlMessage:
         sent = sums[:of_ranks]
         sent = sent if sent.dtype == torch.float64 else sent.to(torch.uint8).view(torch.float64)
         columns = zip(*sent.reshape(self._world_size, _NUMBERS).tolist(), strict=True)
-        weights, begun, structures, positions, stops, has_next_batch, logged_keys = columns
+        weights, begun, structures, positions, stops, has_next_batch, logged_keys, drawn, *measured = columns
+        timed, seconds, most_samples = measured
         if len(set(begun)) > 1:
             raise RanksOutOfStepError(
                 f"rank {self._rank} makes its synchronisation {found.begun} of gradients, others theirs of number"
@@ -143,10 +160,18 @@ class ControlMessage:
                 f" {_others(positions, control.position)}. Run equally many batches, and in each of them equally many"
                 " synchronised backward passes, on every rank."
             )
+        if len(set(drawn)) > 1:
+            other = next(rank for rank, number in enumerate(drawn) if number != drawn[0])
+            raise RanksOutOfStepError(
+                f"rank {other} has drawn other samples than rank 0 for the batch that they share. Use a sampler that"
+                " draws alike on every rank, whatever else the rank does, or `ddp_join`."
+            )
         marks = iter(sums[of_ranks:].tolist())
         late, used, changed = (list(itertools.islice(marks, len(part))) for part in found[-3:])
         flags = list(map(bool, has_next_batch))
-        return ExchangedControl(weights, int(max(stops)), flags, logged_keys, structures, late, used, changed)
+        return ExchangedControl(
+            weights, int(max(stops)), flags, logged_keys, timed, seconds, most_samples, structures, late, used, changed
+        )
 
 
 def _others(numbers: Sequence[float], own: int) -> str:

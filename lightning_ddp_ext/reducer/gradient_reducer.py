@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ddp_ext._compat.torch import steps_in_backward
 from lightning_ddp_ext._validation import check_bucket_cap
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_module, fixed_parameters, shared_parameters
-from lightning_ddp_ext.distributed.exchange import digest, group_with_cpu, own_group
+from lightning_ddp_ext.distributed.exchange import destroy_group, digest, group_with_cpu, own_group
 from lightning_ddp_ext.distributed.flat_tensors import broadcast_all
 from lightning_ddp_ext.errors import RanksOutOfStepError, UnsupportedFeatureError
 from lightning_ddp_ext.reducer.bucket_scheduler import BucketScheduler
@@ -292,7 +292,7 @@ class GradientReducer:
         """Remove the hooks from the module, and destroy the process group if the reducer has made it."""
         self._scheduler.close()
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            destroy_group(self._group)
         self._owns_group = False
 
     @property

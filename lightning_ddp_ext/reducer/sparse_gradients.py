@@ -38,7 +38,7 @@ class SparseGradients:
             )
         dense = gradient.layout == torch.strided
         gradient = gradient.detach() * factor if dense else gradient.detach().coalesce() * factor
-        sizes = gather_integer(-1 if dense else gradient._nnz(), self._group)  # a message on the CPU
+        sizes = gather_integer(-1 if dense else gradient.indices().shape[1], self._group)  # a message on the CPU
         if min(sizes) < 0:
             # A dense gradient somewhere, of a layer tied to the embedding: the sum is dense.
             parameter.grad = gradient.to_dense()

@@ -26,6 +26,7 @@ from lightning_ddp_ext._compat.torch import (
     versions_of,
 )
 from lightning_ddp_ext._compat.torchmetrics import forget_compute_groups, move_keeping_dtype
+from lightning_ddp_ext.consistency.fingerprints import fingerprint_all
 from lightning_ddp_ext.distributed.flat_tensors import send_all
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
@@ -418,8 +419,12 @@ class Replicas(Sequence[Replica]):
 
     @contextmanager
     def refuse_changed_parameters(self, active: Sequence[int], step: str) -> Iterator[None]:
-        """Refuse a step that changes parameters in place, except through `.data`; take over flags that it changed."""
+        """Refuse a step that changes parameters; take over flags that it changed.
+
+        Changes through `.data` have no version, and are found in the first training steps.
+        """
         before = {index: versions_of(self._replicas[index].leaves) for index in active}
+        values = self._fingerprint_parameters(active)
         yield
         for index, versions in before.items():
             for (parameter, leaf), version in zip(self._replicas[index].parameters, versions, strict=True):
@@ -431,6 +436,20 @@ class Replicas(Sequence[Replica]):
                     )
                 if leaf.requires_grad != parameter.requires_grad:
                     parameter.requires_grad_(leaf.requires_grad)
+        if values != self._fingerprint_parameters(active):
+            raise UnsupportedFeatureError(
+                f"a parameter was changed through `.data` inside `{step}`, which every replica does again. Change it in"
+                " a hook such as `on_train_batch_start`, as a moving average of the weights."
+            )
+
+    def _fingerprint_parameters(self, active: Sequence[int]) -> list[int]:
+        """Return a number that depends on the values of the parameters of each replica, in the first training steps."""
+        if not self.is_learning:
+            return []
+        return [
+            fingerprint_all({str(position): leaf for position, leaf in enumerate(self._replicas[index].leaves)})
+            for index in active
+        ]
 
     def forget_gradients(self) -> None:
         """Clear gradients that a step left on the replicas' parameters, as Lightning does before its backward pass."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, SimpleProfiler
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_ddp_ext._compat.lightning import data_hook_owner
 from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
-from lightning_ddp_ext._compat.torch import TensorVersions
-from lightning_ddp_ext._devices import current_device
+from lightning_ddp_ext._compat.torch import TensorVersions, recompile_limit, recompile_limit_of
+from lightning_ddp_ext._devices import Timer, current_device
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
 from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.batches.splitting import batch_size_of, gather, rows_of_graphs, split_batch
@@ -26,7 +26,7 @@ from lightning_ddp_ext.replicas.log_replay import LogReplay
 from lightning_ddp_ext.replicas.metric_merger import MetricMerger
 from lightning_ddp_ext.replicas.replica import Replicas
 from lightning_ddp_ext.replicas.shared_state import SharedState, refuse_changed_settings
-from lightning_ddp_ext.replicas.workers import ReplicaWorkers, Timer, current_replica
+from lightning_ddp_ext.replicas.workers import ReplicaWorkers, current_replica
 
 
 def _observable_parts(chunks: Sequence[Any]) -> list[Any]:
@@ -169,8 +169,7 @@ class ReplicatedModule:
         self._scattered: _ScatteredBatch | None = None
         self._closing = ExitStack()
         # Compiled code is specific to the device, and to the number of threads, which workers share.
-        limit = 2 * len(set(devices)) * torch.compiler.config.recompile_limit
-        self._closing.enter_context(torch.compiler.config.patch(recompile_limit=limit))  # type: ignore[attr-defined]
+        self._closing.enter_context(recompile_limit_of(2 * len(set(devices)) * recompile_limit()))
         self._closing.callback(self._workers.close)
 
     def run(self, step: str, batch: Any, args: Sequence[Any], dataloader_idx: int) -> tuple[list[Any], BatchRecord]:
@@ -355,7 +354,8 @@ def transfer(chunk: Any, module: LightningModule, replica: Any, device: torch.de
     """Move a chunk with the transfer hooks; the replica runs the hooks that the module overrides."""
     hooks = {"transfer_batch_to_device": (device, dataloader_idx), "on_after_batch_transfer": (dataloader_idx,)}
     for hook, args in hooks.items():
-        owner = data_hook_owner(module.trainer, hook)
+        data = module.trainer.datamodule  # type: ignore[attr-defined]  # public, but set outside of the class
+        owner = data if data is not None and is_overridden(hook, data) else module
         with current_device(device):
             chunk = getattr(replica if owner is module else owner, hook)(chunk, *args)
     return chunk

@@ -5,7 +5,6 @@ import contextvars
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
@@ -14,45 +13,10 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext._devices import current_device
+from lightning_ddp_ext._devices import Timer, current_device
 
 Job = Callable[[], Any]
 _Task = tuple["Future[Any]", Job]
-
-
-class Timer:
-    """Measures how long a device works on a job, on accelerators with events in the current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def start(self) -> None:
-        """Start measuring."""
-        self._start = self._now()
-
-    def stop(self) -> None:
-        """Stop measuring."""
-        self._stop = self._now()
-
-    def _now(self) -> Any:
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
-
-    def is_done(self) -> bool:
-        """Return True if the device has finished the job; does not wait."""
-        return isinstance(self._stop, float) or self._stop.query()
-
-    @property
-    def seconds(self) -> float:
-        """Time between start and stop; waits for the device."""
-        if isinstance(self._start, float):
-            return float(self._stop - self._start)
-        if not self.is_done():
-            self._stop.synchronize()
-        return float(self._start.elapsed_time(self._stop)) / 1000
 
 
 _running = threading.local()

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io, is_wrapping
+from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io
 from lightning_ddp_ext._compat.lightning_loaders import training_loader
 from lightning_ddp_ext._compat.lightning_loops import before_each_batch
 from lightning_ddp_ext._compat.lightning_resuming import (
@@ -167,8 +167,8 @@ class AtomicSaveMixin(Strategy):
         given = given_checkpoint_io(self)
         if given is None:
             self.checkpoint_io = given = AtomicCheckpointIO()
-        elif is_wrapping(given):
-            given.checkpoint_io = AtomicCheckpointIO()  # ignored if it has one already
+        elif hasattr(given, "checkpoint_io"):  # it wraps another one, as `AsyncCheckpointIO` does
+            given.checkpoint_io = AtomicCheckpointIO()  # ignored if it has one
         return given
 
     @checkpoint_io.setter

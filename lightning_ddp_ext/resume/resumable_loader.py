@@ -6,9 +6,13 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_loaders import has_state
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, combine_counted, iterables_and_mode
+from lightning_ddp_ext.ranks.sample_counts import (
+    CountedCombinedLoader,
+    FetchAhead,
+    combine_counted,
+    iterables_and_mode,
+)
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 
 POSITION = "position"
@@ -32,6 +36,7 @@ class ResumableCombinedLoader(CountedCombinedLoader):
     @override
     def __iter__(self) -> "ResumableCombinedLoader":
         skip, self._skip = self._skip, 0
+        self.stop_prefetching()  # sets generators of loaders back
         self._rng.begin(self.flattened, skip)
         super().__iter__()
         self._length = sized_len(self)
@@ -86,11 +91,24 @@ def state_with_position(states: list[dict[str, Any]]) -> dict[str, Any]:
     return next((state for state in states if POSITION in state), {})
 
 
-def make_resumable(given: Any, rng: ResumableRng, world_size: int, may_look_ahead: bool) -> CombinedLoader:
+def has_states(combined: CombinedLoader) -> bool:
+    """Return True if a loader resumes by itself."""
+    return any(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in combined.flattened)
+
+
+def make_resumable(
+    given: Any, rng: ResumableRng, world_size: int, may_look_ahead: bool, prefetcher: FetchAhead | None
+) -> CombinedLoader:
     """Combine the loaders of a training loop so that they resume; a loader with a state resumes by itself."""
     iterables, mode = iterables_and_mode(given, is_training=True)
     combined = ResumableCombinedLoader(iterables, mode, rng, world_size, may_look_ahead)
-    if any(has_state(loader) for loader in combined.flattened):
+    if has_states(combined):
         rng.is_bypassed = True
+        if prefetcher is not None:
+            rank_zero_warn(
+                "`prefetch` has no effect on a loader with a state, which counts the batches that it has fetched rather"
+                " than used. Leave `prefetch` out, or use a loader without `state_dict`: this strategy resumes it."
+            )
         return combine_counted(given, is_training=True)
+    combined.prefetcher = prefetcher
     return combined

@@ -47,6 +47,8 @@ class ResumableRng:
         self._has_begun = self._has_replayed = self._has_advanced = False
         self.is_bypassed = False  # loaders resume by themselves, and nothing is replayed
         self.loaders: list[Any] = []  # of the current iteration
+        # Of the generators in loaders after the fetch of the last batch that was used, if a thread fetches ahead.
+        self.loader_states: list[Any] | None = None
         self._start = self.capture()
         self._states: deque[RngState] = deque(maxlen=LOOKAHEAD)
         self._fetched = self._used = 0
@@ -132,7 +134,14 @@ class ResumableRng:
 
     def capture(self) -> RngState:
         """Return the RNG state of this process and of its loaders."""
-        return {**capture_rng_state(self._device), "loaders": capture_states(find_loader_rngs(self.loaders))}
+        ahead = self.loader_states
+        loaders = capture_states(find_loader_rngs(self.loaders)) if ahead is None else ahead
+        return {**capture_rng_state(self._device), "loaders": loaders}
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether RNG states will be restored."""
+        return self._resumed is not None
 
     def _restore(self, state: RngState) -> None:
         restore_rng_state(state, self._device)

@@ -99,10 +99,10 @@ _KINDS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, ran
 _PARTS = ("batch_sampler", "dataset", "sampler")  # of any class
 
 
-def find_loader_rngs(sources: Iterable[object]) -> list[LoaderRng]:
+def find_loader_rngs(sources: Iterable[object], excluded: Iterable[object] = ()) -> list[LoaderRng]:
     """Return the generators in loaders and in their samplers and datasets, each once, in the order of attributes."""
     found: dict[int, LoaderRng] = {}
-    seen: set[int] = set()
+    seen = {id(part) for part in excluded}
     for source in sources:
         found.update((id(generator), generator) for generator in _search(source, seen))
     return list(found.values())

@@ -1,6 +1,7 @@
 """The strategy `balanced_dp`: one process, several devices, one chunk of each batch per replica."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -11,24 +12,29 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning import OneTrainerStrategy, synchronizes_batch_norm, takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning_loaders import replace_loaders
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import check_objects
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, combine_counted
 from lightning_ddp_ext.replicas.batch_division import BatchDivision
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord, ReplicatedModule
-from lightning_ddp_ext.strategies.base import Registered, WeightsOnlyLoadMixin
+from lightning_ddp_ext.resume.prefetching import Prefetcher, has_streams, pin
+from lightning_ddp_ext.resume.resumable_loader import has_states
+from lightning_ddp_ext.strategies.base import WeightsOnlyLoadMixin
 
 T = TypeVar("T")
 
 
-class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStrategy):
+class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, ParallelStrategy):
     """Trains one module on several devices in one process, with chunks of a batch as large as each device can take.
 
     Every device holds a replica of the module and runs the whole step on its chunk, loss included. The losses are
@@ -50,9 +56,11 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
             `"even"` for replicas of one device. `Trainer(deterministic=True)` turns `"auto"` into `"even"`, because
             chunks that follow measured times change the order of floating-point additions.
         weight_by: Weights of the chunks' losses. `"samples"` is exact for losses that are means over samples; `"sum"`
-            for losses that are sums; `"equal"` gives every chunk the same weight; a callable maps a chunk to its
-            weight, such as its number of non-padding tokens.
+            for losses that are sums; `"tokens"` for means over tokens, see `TokenCount`; `"equal"` gives every chunk
+            the same weight; a callable maps a chunk to its weight, such as its number of boxes.
         batch_dim: Dimension of the batch's tensors that counts samples.
+        prefetch: Number of training batches that a thread fetches, collates and pins while the current one trains, also
+            without workers; 0 for none.
         accelerator: See `lightning.pytorch.strategies.ParallelStrategy`.
         parallel_devices: See `lightning.pytorch.strategies.ParallelStrategy`; by default the Trainer's `devices`.
         checkpoint_io: See `lightning.pytorch.strategies.ParallelStrategy`.
@@ -74,8 +82,6 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         [2, 6]
     """
 
-    strategy_name = "balanced_dp"
-
     def __init__(
         self,
         gpu0_batch_size: int | None = None,
@@ -83,6 +89,7 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         balance: Literal["even", "auto"] | None = None,
         weight_by: WeightBy = "samples",
         batch_dim: int = 0,
+        prefetch: int = 0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -90,7 +97,8 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
     ) -> None:
         self._division = BatchDivision(gpu0_batch_size, split, balance)
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
-        self._weight_rule = WeightRule(weight_by)
+        check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")
+        self._weight_rule = WeightRule(weight_by, rank_zero_info)
         base: dict[str, Any] = {
             "accelerator": accelerator, "parallel_devices": parallel_devices, "checkpoint_io": checkpoint_io,
             "precision_plugin": precision_plugin,
@@ -98,6 +106,8 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         check_objects(**base)
         self.weight_by = weight_by
         self.batch_dim = batch_dim
+        self.prefetch = prefetch
+        self._cleanup, self._prefetching = ExitStack(), ExitStack()
         self._replicated: ReplicatedModule | None = None
         self._last = BatchRecord()
         self._dataloader_idx = 0
@@ -162,21 +172,21 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         if num_nodes != 1:
             raise UnsupportedFeatureError(
                 f"`balanced_dp` runs in one process on one node, got `num_nodes={num_nodes}`."
-                ' Set `num_nodes=1`, or use `strategy="ddp"` for several nodes.'
+                ' Set `num_nodes=1`, or use `strategy="balanced_ddp"` for several nodes.'
             )
 
     @override
     def _configure_launcher(self) -> None:
-        if self._layer_sync is not None:
+        if synchronizes_batch_norm(self):
             raise UnsupportedFeatureError(
                 "`balanced_dp` cannot synchronise batch normalisation: its replicas share one process and"
-                ' no process group. Remove `sync_batchnorm=True`, or use `strategy="ddp"`.'
+                ' no process group. Remove `sync_batchnorm=True`, or use `strategy="balanced_ddp"`.'
             )
         processes = 1 if self.cluster_environment is None else self.cluster_environment.world_size()
         if processes > 1:
             raise UnsupportedFeatureError(
                 f"`balanced_dp` runs in one process, but {type(self.cluster_environment).__name__} reports"
-                f' {processes}. Start it as a plain `python` command or with one task, or use `strategy="ddp"`.'
+                f' {processes}. Start it as a plain `python` command or with one task, or use "balanced_ddp".'
             )
         self._division.check(self.devices)
 
@@ -217,7 +227,7 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
             raise UnsupportedFeatureError(
                 "`balanced_dp` cannot run manual optimization: every replica would step the optimizer on its own chunk."
-                ' Set `automatic_optimization = True`, or use `strategy="ddp"`.'
+                ' Set `automatic_optimization = True`, or use `strategy="ddp_checkpoint"`.'
             )
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
             if takes_dataloader_iter(module, step):
@@ -225,9 +235,23 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
                     f"`balanced_dp` cannot cut batches that `{step}(self, dataloader_iter)` fetches itself."
                     f" Take `batch` and `batch_idx` in `{step}`."
                 )
+        if self.prefetch and trainer.state.fn == TrainerFn.FITTING:
+            replace_loaders(self._cleanup, trainer, self._combine_loaders)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._division.start(self.devices)
+
+    def _combine_loaders(self, given: Any, is_training: bool) -> Any:
+        if not is_training:
+            return given
+        self._prefetching.close()  # the Trainer has dropped the loader before this one
+        combined = combine_counted(given, is_training=True)
+        if isinstance(combined, CountedCombinedLoader) and not has_states(combined):
+            # Chunks are copied when the step has cut the batch; from pinned memory, that does not stop the host.
+            prepare = pin if any(map(has_streams, self.devices)) else None
+            combined.prefetcher = Prefetcher(self.prefetch, self.root_device, prepare=prepare)
+            self._prefetching.callback(combined.prefetcher.close)
+        return combined
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -326,4 +350,6 @@ class BalancedDataParallelStrategy(Registered, WeightsOnlyLoadMixin, ParallelStr
         if self._replicated is not None:
             self._replicated.close()
         self._replicated = None
+        self._prefetching.close()
+        self._cleanup.close()
         super().teardown()

@@ -1,8 +1,11 @@
-"""Registration, safe loading of checkpoints, connection and reduction, shared by the strategies."""
+"""Safe loading of checkpoints, connection, versions and reduction, shared by the strategies."""
 
 import contextlib
+import inspect
+import os
 import pickle
 import re
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,30 +17,26 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStra
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import OneTrainerStrategy
 from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext._import_names import DISTRIBUTIONS
 from lightning_ddp_ext._validation import as_timeout
 from lightning_ddp_ext.clusters.process_group_options import Connection, choose_start_method
+from lightning_ddp_ext.consistency.setups import describe_versions
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import CheckpointRefusedError
-
-
-class Registered(OneTrainerStrategy):
-    """Mixin that registers a strategy with Lightning under `strategy_name`."""
-
-    strategy_name = ""
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=cls.__name__)
-
 
 _NAMED = 3  # in a message
 _GLOBAL = re.compile(r"GLOBAL (\S+)")  # how torch names what it refuses
 _UNREADABLE = re.compile("PytorchStreamReader|TorchScript|magic number")
-_REMEDY = "Pass `weights_only=False` to `trainer.fit` if you trust its author."
+
+# Before Lightning 2.6, neither `trainer.fit` nor a strategy takes `weights_only`.
+TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(Strategy.load_checkpoint).parameters
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_REMEDY = (
+    "Pass `weights_only=False` to `trainer.fit` if you trust its author."
+    if TAKES_WEIGHTS_ONLY
+    else "Allow its classes with `torch.serialization.add_safe_globals` if you trust its author."
+)
 
 
 class WeightsOnlyLoadMixin(Strategy):
@@ -51,11 +50,27 @@ class WeightsOnlyLoadMixin(Strategy):
         if weights_only is False:
             return super().load_checkpoint(checkpoint_path, weights_only)
         try:
-            return super().load_checkpoint(checkpoint_path, weights_only=True)
+            if TAKES_WEIGHTS_ONLY:
+                return super().load_checkpoint(checkpoint_path, weights_only=True)
+            with _weights_only_forced():
+                return super().load_checkpoint(checkpoint_path)
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
             if not is_refusal(error):
                 raise
             raise refusal(checkpoint_path, error) from error
+
+
+@contextlib.contextmanager
+def _weights_only_forced() -> Iterator[None]:
+    """Have `torch.load` read tensors and plain values only, whatever its caller asks for."""
+    given = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_FORCE]
+        if given is not None:
+            os.environ[_FORCE] = given
 
 
 def is_refusal(error: Exception) -> bool:
@@ -95,6 +110,11 @@ def widened(tensor: Any, reduce_op: dist.ReduceOp | str | None) -> Any:
     is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
     is_whole = isinstance(tensor, Tensor) and not tensor.is_floating_point() and not tensor.is_complex()
     return tensor.to(widest_float(tensor.device)) if is_mean and is_whole else tensor
+
+
+def describe_versions_of_run() -> dict[str, object]:
+    """Describe the versions that all ranks share, with the distribution of Lightning that this module imports."""
+    return describe_versions(DISTRIBUTIONS["lightning.pytorch"])
 
 
 class ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):

@@ -11,8 +11,6 @@ from lightning_ddp_ext.clusters.process_group_options import device_type_of
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.strategies.base import ConnectedStrategy
 
-_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-
 
 class ConnectedDDPStrategy(ConnectedStrategy, DDPStrategy):
     """Lightning's `DDPStrategy` over a chosen network."""
@@ -29,7 +27,11 @@ class ConnectedFSDPStrategy(ConnectedStrategy, FSDPStrategy):
     def __init__(self, *, sharding_strategy: Any = "FULL_SHARD", state_dict_type: str = "full", **options: Any) -> None:
         if not isinstance(sharding_strategy, Enum):  # torch's enumeration is accepted too
             name = sharding_strategy.upper() if isinstance(sharding_strategy, str) else sharding_strategy
-            check_choice("sharding_strategy", name, _SHARDING_STRATEGIES, "Leave it out to shard everything.")
+            from torch.distributed.fsdp import ShardingStrategy  # takes long, and few programs need it
+
+            check_choice(
+                "sharding_strategy", name, [*ShardingStrategy.__members__], "Leave it out to shard everything."
+            )
         check_choice("state_dict_type", state_dict_type, ("full", "sharded"), 'Use "full" for one file.')
         super().__init__(sharding_strategy=sharding_strategy, state_dict_type=state_dict_type, **options)
 

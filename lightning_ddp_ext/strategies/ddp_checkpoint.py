@@ -17,5 +17,3 @@ class DDPCheckpointStrategy(ExplicitDDPStrategy):
         >>> from lightning_ddp_ext import DDPCheckpointStrategy
         >>> trainer = Trainer(strategy=DDPCheckpointStrategy(), accelerator="cpu", devices=2, logger=False)
     """
-
-    strategy_name = "ddp_checkpoint"

@@ -49,8 +49,6 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         >>> trainer = Trainer(strategy=DDPJoinStrategy(), accelerator="cpu", devices=2, logger=False)
     """
 
-    strategy_name = "ddp_join"
-
     def __init__(self, *args: Any, uneven_inputs: UnevenInputs = "join", **options: Any) -> None:
         check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs), 'Use "join" to train on all data.')
         super().__init__(*args, **options)
@@ -84,12 +82,16 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     @override
     def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
         trainer = self.module.trainer
-        return LockstepSteps(trainer, self._samples, gradient, self.uneven_inputs, self._timeout, self._watch)
+        return LockstepSteps(
+            trainer, self._samples, gradient, self.uneven_inputs, self._connection.timeout, self._watch
+        )
 
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         assert self._lockstep is not None
-        return self._lockstep.combine_loaders(given, self._run.rng if is_training and self._run is not None else None)
+        if not is_training or self._run is None:
+            return self._lockstep.combine_loaders(given, None)
+        return self._lockstep.combine_loaders(given, self._run.rng, self.make_prefetcher())
 
     @override
     def compared_arguments(self) -> dict[str, object]:

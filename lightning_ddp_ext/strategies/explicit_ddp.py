@@ -22,14 +22,19 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import surround_launch, takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning import (
+    OneTrainerStrategy,
+    start_method_of,
+    surround_launch,
+    takes_dataloader_iter,
+)
 from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, replace_loaders
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
-from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_versions
+from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, combine_counted
@@ -39,14 +44,15 @@ from lightning_ddp_ext.reducer.comm_hooks import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
+from lightning_ddp_ext.resume.prefetching import Prefetcher, copies_to
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
-from lightning_ddp_ext.strategies.base import ConnectedStrategy, Registered, widened
+from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run, widened
 
 _ONE_MINUTE = timedelta(minutes=1)
 
 
-class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStrategy):
+class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy, DDPStrategy):
     """The base of the strategies with one process per device: exact gradients after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -71,9 +77,10 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
             `"forkserver"`. By default `"fork"` in interactive sessions, such as notebooks, and `"popen"` elsewhere.
         bucket_cap_mb: Largest size of a bucket of gradients in MiB.
         weight_by: Weight of a rank's batch in the gradient. `"samples"` is exact for losses that are means over
-            samples; `"sum"` for losses that are sums; `"equal"` gives every batch the same weight, as torch does; a
-            callable maps a batch to a number, such as its non-padding tokens. Micro-batches of an accumulation window
-            are weighted in the same way, so that a short last window is exact too.
+            samples; `"tokens"` for means over tokens, see `TokenCount`; `"sum"` for losses that are sums; `"equal"`
+            gives every batch the same weight, as torch does; a callable maps a batch to a number, such as its boxes.
+            Micro-batches of an accumulation window are weighted in the same way, so that a short last window is exact
+            too.
         batch_dim: Dimension of samples in a batch's tensors, for loaders that do not draw samples themselves: iterables
             other than a `DataLoader`, `batch_size=None`, or a class with its own iterator.
         init_method: Another rendezvous endpoint than the main address: `"tcp://host:port"` or `"file:///path"`.
@@ -81,6 +88,8 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
             `"loopback"` for one node; None to leave the choice to the backend.
         activation_checkpointing: Modules that recompute their activations in the backward pass: a class, its path as a
             string, several of these, or a predicate. Their number is logged once.
+        prefetch: Number of training batches that a thread fetches, collates and copies to the device while the current
+            one trains, also without workers; 0 for none.
         stall_timeout: Time without a sign of life from a rank after which all ranks report their positions and end;
             None for no limit. A slow rank does give signs of life; `timeout` limits the wait for it.
 
@@ -113,12 +122,14 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
         network_interface: str | None = None,
         activation_checkpointing: ActivationCheckpointingPolicy | None = None,
         stall_timeout: timedelta | float | None = _ONE_MINUTE,
+        prefetch: int = 0,
         **unknown: object,
     ) -> None:
         refuse_unknown(unknown, ExplicitDDPStrategy)
-        self._weight_rule = WeightRule(weight_by)
+        self._weight_rule = WeightRule(weight_by, rank_zero_info)
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_bucket_cap(bucket_cap_mb)
+        check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")
         objects: dict[str, Any] = {
             "accelerator": accelerator,
             "parallel_devices": parallel_devices,
@@ -143,6 +154,7 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
         self.batch_dim = batch_dim
+        self.prefetch = prefetch
         self.comm_hook = ddp_comm_hook
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
             self.comm_hook = ddp_comm_wrapper(ddp_comm_hook)
@@ -159,6 +171,7 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
         # Undoes the set-up of a run. It stays empty in a process that only starts others: there is nothing to undo, and
         # the module has no trainer.
         self._cleanup = ExitStack()
+        self._prefetching = ExitStack()  # ends the thread that fetches ahead
         self._samples = BatchSamples(batch_dim)
 
     @property
@@ -188,7 +201,18 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
         if not is_training or self._run is None:
             return combine_counted(given, is_training=False)
         may_look_ahead = not takes_dataloader_iter(self.module, "training_step")
-        return make_resumable(given, self._run.rng, self.world_size, may_look_ahead)
+        return make_resumable(given, self._run.rng, self.world_size, may_look_ahead, self.make_prefetcher())
+
+    def make_prefetcher(self) -> Prefetcher | None:
+        """Return an object that fetches training batches ahead, or None if that is off."""
+        if not self.prefetch or self._run is None:
+            return None
+        # The Trainer has dropped the loader before this one, perhaps in the middle of an epoch.
+        self._prefetching.close()
+        copies = copies_to(self.root_device, self.module)
+        prefetcher = Prefetcher(self.prefetch, self.root_device, self._run.rng, copies)
+        self._prefetching.callback(prefetcher.close)
+        return prefetcher
 
     def compared_arguments(self) -> dict[str, object]:
         """Return the arguments that must be the same on every rank."""
@@ -222,7 +246,7 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
     @override
     def setup_distributed(self) -> None:
         self._resumed = None
-        if self._start_method in ("spawn", "forkserver"):  # torch passes tensors on the CPU in shared memory
+        if start_method_of(self) in ("spawn", "forkserver"):  # torch passes tensors on the CPU in shared memory
             _unshare([self.module, *self.module.trainer.callbacks])  # type: ignore[attr-defined]
         self._connect()
         super().setup_distributed()  # it keeps the process group that it finds
@@ -232,11 +256,15 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             exit_on_sigterm(self._cleanup, trainer)
-        keep_batch_samplers(self._cleanup, trainer, self._preparing_loader)
+        self.keep_loaders(trainer)
         replace_loaders(self._cleanup, trainer, self.combine_loaders)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
         if self.rank_steps is None:
             self.rank_steps = self.make_rank_steps(None)
+
+    def keep_loaders(self, trainer: Trainer) -> None:
+        """Have Lightning keep what it would change about loaders beyond their samplers."""
+        keep_batch_samplers(self._cleanup, trainer, self._preparing_loader)
 
     @contextmanager
     def _preparing_loader(self) -> Iterator[None]:
@@ -249,12 +277,12 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        if callable(self.weight_by) and takes_dataloader_iter(self.module, "training_step"):
+        if self._weight_rule.function is not None and takes_dataloader_iter(self.module, "training_step"):
             raise UnsupportedFeatureError(
                 "`training_step(self, dataloader_iter)` fetches batches itself, so that a callable `weight_by` has none"
                 " to weigh. Take the batch instead, or leave `weight_by` out: each batch then has weight 1."
             )
-        compare_setups({**describe_versions(), **describe_arguments(self.compared_arguments())})
+        compare_setups({**describe_versions_of_run(), **describe_arguments(self.compared_arguments())})
         if self._checkpointing is not None:
             self._cleanup.callback(self._checkpointing.remove, self.module)
             self._checkpointing.apply(self.model)
@@ -264,7 +292,7 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
             bucket_cap_mb=self.bucket_cap_mb,
             comm_hook=self.comm_hook,
             comm_state=self.comm_state,
-            timeout=self._timeout,
+            timeout=self._connection.timeout,
             hook_context=self._shared_random_numbers,
         )
         trainer = self.module.trainer
@@ -382,6 +410,7 @@ class ExplicitDDPStrategy(Registered, AtomicSaveMixin, ConnectedStrategy, DDPStr
             stack.callback(self._watch.stop)
             stack.callback(super().teardown)
             stack.callback(self._cleanup.close)
+            stack.callback(self._prefetching.close)
             if self.rank_steps is not None:
                 stack.callback(self.rank_steps.close)
             self.rank_steps = self._run = self._random = self._resumed = None

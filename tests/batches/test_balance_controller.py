@@ -47,7 +47,7 @@ def test_a_replica_three_times_slower_is_balanced_in_20_batches(slow, noise, bou
     assert imbalances[-1] < bound
     assert moves(decisions)
     assert "takes" in decisions[0].reason
-    assert "medians of 7 batches" in decisions[0].reason
+    assert "lower quartiles of 7 batches" in decisions[0].reason
 
 
 def test_small_differences_and_single_slow_batches_move_nothing():
@@ -67,6 +67,49 @@ def test_noise_on_equal_devices_settles():
     assert len(moves(decisions)) < 20
 
 
+class Interrupted(Device):
+    """Is interrupted by other processes in some of the batches, for a time that does not depend on the samples."""
+
+    def __init__(self, per_sample, fixed, share, seed):
+        super().__init__(per_sample, fixed, noise=0.15, seed=seed)
+        self.share = share
+
+    def seconds(self, samples):
+        pause = self.random.uniform(2, 4) if self.random.random() < self.share else 0.0
+        return super().seconds(samples) + pause
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_interruptions_of_equal_devices_move_nothing_for_long(ranks, seed):
+    devices = [Interrupted(0.06, 0.45, 0.4 if index == 0 else 0.1, ranks * seed + index) for index in range(ranks)]
+    decisions, imbalances = run(BalanceController(ranks), devices, 1000, batch_size=16 * ranks)
+    assert len(moves(decisions)) <= 6
+    assert fmean(imbalances) < 0.05
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_device_that_gains_little_from_fewer_samples_keeps_its_share(seed):
+    devices = [Interrupted(0.01, 1.5, 0.3, seed), Interrupted(0.01, 1.0, 0.1, seed + 5)]
+    controller = BalanceController(2)
+    decisions, _ = run(controller, devices, 2000, batch_size=32)
+    assert 2 <= len(moves(decisions)) <= 12
+    assert min(min(decision.after) for decision in decisions) >= 10
+    late, _ = run(controller, devices, 1000, batch_size=32)
+    assert len(moves(late)) <= 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_change_of_speed_is_followed_in_ten_batches_in_spite_of_noise(seed):
+    devices = [Device(3, noise=0.5, seed=seed), Device(1, noise=0.5, seed=seed + 5)]
+    controller = BalanceController(2)
+    run(controller, devices, 300)
+    devices.reverse()
+    _, imbalances = run(controller, devices, 40)
+    assert imbalances[0] > 0.3
+    assert max(imbalances[10:]) < 0.1
+
+
 def test_a_device_that_becomes_slower_later_is_noticed():
     devices = [Device(1), Device(1)]
     controller = BalanceController(2)
@@ -75,6 +118,27 @@ def test_a_device_that_becomes_slower_later_is_noticed():
     _, imbalances = run(controller, devices, 40)
     assert imbalances[-1] < 0.05
     assert controller.split_sizes(60) == [40, 20]
+
+
+@pytest.mark.parametrize("fixed", [0, 8, 20])
+def test_speeds_that_swap_are_followed_in_15_batches_each_time(fixed):
+    devices = [Device(3, fixed), Device(1, fixed)]
+    controller = BalanceController(2)
+    run(controller, devices, 60)
+    for _ in range(4):
+        devices.reverse()
+        _, imbalances = run(controller, devices, 40)
+        assert imbalances[0] > 0.3
+        # The first move follows after five batches; a second one corrects it if a fixed time is not known yet.
+        assert max(imbalances[5:15]) < 0.3
+        assert max(imbalances[15:]) < 0.05
+
+
+def test_a_fixed_time_is_learned_from_the_first_move():
+    devices = [Device(3, fixed=20), Device(1, fixed=20)]
+    decisions, imbalances = run(BalanceController(2), devices, 40)
+    assert [decision.after for decision in moves(decisions)] == [[20, 44], [16, 48]]
+    assert imbalances[-1] == 0
 
 
 def test_moves_that_do_not_help_are_undone():

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
@@ -529,9 +530,24 @@ class Recurrent(Plain):
         return self.last(self.attention(hidden, hidden, hidden)[0]).square().mean()
 
 
-def test_a_lstm_and_attention_are_compared_without_dropout():
+class Recomputing(Plain):
+    """Recomputes dropout in the backward pass."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.block = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Tanh(), nn.AlphaDropout(0.5))
+
+    def training_step(self, batch, batch_idx):
+        features = batch[0].requires_grad_()
+        hidden = checkpoint(self.block, features, use_reentrant=self.use_reentrant)
+        return self.last(hidden).square().mean()
+
+
+@pytest.mark.parametrize("module", [Recurrent(), Recomputing(True), Recomputing(False)])
+def test_dropout_is_off_in_kernels_and_in_the_recomputation_of_activations(module):
     data = loader(CASES["mean in float32"])
-    (record,) = check(Recurrent(), BalancedDataParallelStrategy(split=SIZES), data)["records"]
+    (record,) = check(module, BalancedDataParallelStrategy(split=SIZES), data)["records"]
     assert record.remedy is None
     assert record.difference < EXACT_IN_FLOAT32
 

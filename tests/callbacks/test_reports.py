@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, DDPJoinStrategy
+from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPJoinStrategy
 from lightning_ddp_ext.callbacks import BalanceReport, JoinReport
 from lightning_ddp_ext.callbacks.join_report import RankRecord
 from tests.parity import Classifier, dataset, quiet_trainer
@@ -70,6 +70,52 @@ def test_values_are_logged_with_those_of_the_step(tmp_path):
         ("3", "1.0", "2.0"),
     ]
     assert all(float(row["replica_0/milliseconds"]) > 0 and row["loss_step"] for row in rows)
+
+
+SHARED = {"split": {"split": [1, 3]}, "accumulated": {"gpu0_batch_size": 0}}
+
+
+def report_shares(folder):
+    """Train two ranks on shared batches; return the records of each run."""
+    found = {}
+    for name, options in SHARED.items():
+        callback, path = BalanceReport(Path(folder) / name / "replicas.csv"), Path(folder) / name
+        logger = CSVLogger(path, name=None, version="")
+        windows = 2 if name == "accumulated" else 1
+        fit(
+            BalancedDDPStrategy(**options), 2, callback, logger=logger, log_every_n_steps=1,
+            accumulate_grad_batches=windows,
+        )  # fmt: skip
+        found[name] = [asdict(record) for record in callback.records]
+    return found
+
+
+@pytest.mark.cpu_only("the table has the memory of processes")
+def test_every_rank_records_the_shares_and_times_of_all_ranks(tmp_path, capsys):
+    found = run_processes(report_shares, 2, str(tmp_path), timeout=120)
+    assert found[0].keys() == found[1].keys() == SHARED.keys()
+    chunks = {"split": [2, 6, 1, 2] * 2, "accumulated": [0, 11] * 2}
+    batches = {"split": [0, 0, 1, 1, 2, 2, 3, 3], "accumulated": [0, 0, 2, 2]}
+    for name in SHARED:
+        records = found[0][name]
+        assert records == found[1][name]
+        assert [record["chunk"] for record in records] == chunks[name]
+        assert [record["batch"] for record in records] == batches[name]
+        assert [record["replica"] for record in records] == [0, 1] * (len(records) // 2)
+        for pair in zip(records[::2], records[1::2], strict=True):
+            longest = max(record["seconds"] for record in pair)
+            assert longest > 0
+            assert [one["idle_share"] for one in pair] == pytest.approx([1 - one["seconds"] / longest for one in pair])
+        with (tmp_path / name / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["replica_0/samples"]]
+        logged = [float(row[f"replica_{rank}/samples"]) for row in rows for rank in range(2)]
+        assert logged == chunks[name]
+        with (tmp_path / name / "replicas.csv").open() as file:
+            assert [int(row["chunk"]) for row in csv.DictReader(file)] == chunks[name]
+    assert {record["seconds"] for record in found[0]["accumulated"][::2]} == {0.0}  # rank 0 had no sample
+    printed = capsys.readouterr().out
+    assert printed.count("Ranks, medians of the last") == 2
+    assert printed.count("GiB") == 4
 
 
 class Failing(Callback):

@@ -8,7 +8,7 @@ MISTAKES = {
     "strategy.gpu0_batchsize=2": "Did you mean `gpu0_batch_size`? Valid: balance, batch_dim",
     "strategy.gpu0_batch_size=two": "`strategy.gpu0_batch_size`: Value 'two' of type 'str' could not be",
     "strategy.gpu0_batch_size=-1": "in `strategy`: `gpu0_batch_size` must be at least 0, got -1",
-    "strategy=balanced": "`strategy=balanced` does not exist. Did you mean `balanced_dp`? Valid: balanced_dp, ddp",
+    "strategy=balanced": "`strategy=balanced` does not exist. Did you mean `balanced_dp`? Valid: balanced_ddp, ",
     "strategy.split=[1,x]": "`strategy.split[1]`: Value 'x' of type 'str' could not be converted to Float",
     "strategy=[1": "`strategy=[1` is not a valid override",
     "sede=1": "`sede` is not a setting. Did you mean `seed`?",

@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import signal
+import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def make_trainer(**options):
 
 
 def test_strategies_use_these_private_names_of_lightning_only():
-    """`_configure_launcher` is the last call of a Trainer's constructor, `_layer_sync` shows `sync_batchnorm=True`."""
+    """`_configure_launcher` is the last call of a Trainer's constructor."""
     private = {
         name for cls in (Strategy, ParallelStrategy, DDPStrategy) for name in vars(cls) if re.match("_[^_]", name)
     }
@@ -49,12 +50,12 @@ def test_strategies_use_these_private_names_of_lightning_only():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute | ast.FunctionDef):
                 used.add(node.attr if isinstance(node, ast.Attribute) else node.name)
-    assert used & (private | {"_layer_sync"}) == {"_configure_launcher", "_layer_sync"}
+    assert used & private == {"_configure_launcher"}
     called = []
 
     class Refusing(balanced_dp.BalancedDataParallelStrategy):
         def _configure_launcher(self):
-            called.append((self.parallel_devices, self._layer_sync is not None))
+            called.append((self.parallel_devices, lightning.synchronizes_batch_norm(self)))
 
     Trainer(strategy=Refusing(), accelerator="cpu", devices=2, sync_batchnorm=True, logger=False)
     assert called == [([torch.device("cpu")] * 2, True)]
@@ -65,7 +66,8 @@ def test_lightning_handles_signals_where_that_is_replaced():
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     assert "self._signal_connector.register_signal_handlers()" in inspect.getsource(Trainer._run)
     assert "self._original_handlers.items()" in inspect.getsource(type(connector).teardown)
-    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)
+    broadcasts = hasattr(loop, "_broadcast_sigterm_tensor")  # Lightning 2.5.0 does not
+    assert ("self._broadcast_sigterm_tensor()" in inspect.getsource(type(loop).advance)) is broadcasts
     before = signal.getsignal(signal.SIGUSR1)
     cleanup = ExitStack()
     lightning_loops.replace_signal_handling(cleanup, trainer, lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
@@ -112,15 +114,8 @@ def test_a_restarted_job_is_tested_with_the_weights_it_has(tmp_path, monkeypatch
     assert module.value.item() == (2 if kept else 1)
 
 
-def test_a_module_owns_its_data_hooks_and_takes_on_a_device():
-    class Module(LightningModule):
-        def transfer_batch_to_device(self, batch, device, dataloader_idx):
-            return batch
-
-    trainer, module = make_trainer(), Module()
-    trainer.strategy.connect(module)
-    trainer._data_connector.attach_data(module)
-    assert lightning.data_hook_owner(trainer, "transfer_batch_to_device") is module
+def test_a_module_takes_on_a_device():
+    module = LightningModule()
     lightning.adopt_device(module, torch.device("meta"))
     assert (module.device, module._metric_attributes) == (torch.device("meta"), None)
 
@@ -173,9 +168,8 @@ def test_the_arguments_of_steps_are_recognised():
 
 def test_the_trainer_knows_an_interactive_session(monkeypatch):
     """And it refuses strategies that do not start processes by fork there."""
-    assert accelerator_connector._IS_INTERACTIVE is lightning.in_interactive_session() is False
+    assert accelerator_connector._IS_INTERACTIVE is (hasattr(sys, "ps1") or bool(sys.flags.interactive)) is False
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
-    assert lightning.in_interactive_session()
     with pytest.raises(MisconfigurationException, match="is not compatible with an interactive environment"):
         Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False)
 
@@ -192,7 +186,7 @@ def test_a_trainer_reads_the_accelerator_of_a_strategy_before_its_other_settings
 
 def test_launches_and_ends_are_recognised():
     launched = [DDPStrategy(), DDPStrategy(start_method="spawn"), FSDPStrategy()]
-    assert [lightning.repeats_the_command(strategy) for strategy in launched] == [True, False, True]
+    assert [lightning.start_method_of(strategy) for strategy in launched] == ["popen", "spawn", "popen"]
     errors = [SIGTERMException(143), _TunerExitException(), SystemExit(), SystemExit(0), SystemExit(1), ValueError()]
     assert [lightning.is_planned_end(error) for error in errors] == [True, True, False, False, False, False]
     assert [lightning.is_exit(error) for error in errors] == [False, False, True, True, False, False]
@@ -329,6 +323,28 @@ def test_combined_loaders_save_their_state_and_wrapped_samplers_are_recognised()
     wrapped.dataset.reset()
     assert wrapped.dataset[2] == 2
     assert not lightning_loaders.is_sampler_wrapper(DistributedSampler(range(4), 2, 0))
+
+
+def test_loaders_are_kept_and_predictions_merged():
+    module, loader = BoringModel(), DataLoader(range(4), 2)
+    trainer = make_trainer()
+    module.predict_step = lambda batch, batch_idx: batch.tolist()
+    seen = []
+
+    def replace(given):
+        seen.append(given)
+        return CombinedLoader(given, "sequential")
+
+    cleanup = ExitStack()
+    lightning_loaders.keep_loaders(cleanup, trainer)
+    lightning_loaders.replace_prediction(
+        cleanup, trainer, replace, lambda: seen.append("end"), lambda parts: [[sum(one) for one in parts[0]]]
+    )
+    assert trainer.predict(module, loader) == [1, 5]
+    assert seen == [loader, "end"]
+    assert trainer.predict(module, loader, return_predictions=False) is None
+    cleanup.close()
+    assert trainer.predict(module, loader) == [[0, 1], [2, 3]]
 
 
 def test_batch_hooks_of_evaluation_are_silenced():

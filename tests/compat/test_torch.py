@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import itertools
+import threading
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import dataloader as torchs
 
 from lightning_ddp_ext._compat import torch as compat_torch
@@ -24,6 +26,33 @@ def test_tensors_are_flattened_whatever_their_strides_and_parts_are_views():
     first, second, _ = compat_torch.views_of(flat, tensors)
     first[1, 1] = second[...] = 9
     assert flat.tolist() == [0, 2, 1, 9, 9, 1, 1]
+
+
+def test_each_use_of_a_default_generator_in_this_thread_is_announced():
+    calls, own = [], torch.Generator()
+    with compat_torch.before_random_numbers(lambda: calls.append(torch.get_rng_state())):
+        before = torch.get_rng_state()
+        torch.rand(2, generator=own)
+        torch.ones(2).exponential_(generator=own)
+        torch.arange(6).view(2, 3).float().mean()
+        assert calls == []
+        for count, draw in enumerate(
+            (
+                lambda: torch.empty((), dtype=torch.int64).random_(),  # as loaders and samplers do
+                lambda: torch.randperm(3),
+                lambda: torch.rand(()),
+                lambda: torch.ones(3).bernoulli(0.5),
+                lambda: nn.functional.dropout(torch.ones(3)),
+            ),
+            start=1,
+        ):
+            draw()
+            assert len(calls) == count
+        thread = threading.Thread(target=torch.rand, args=(2,))
+        thread.start()
+        thread.join()
+    assert len(calls) == 5
+    assert torch.equal(calls[0], before)  # before the number is drawn
 
 
 def test_tensors_count_changes_in_place():
@@ -104,6 +133,34 @@ def test_iterators_have_the_names_that_count():
     assert len(next(batches)) == compat_torch.samples_of(batches) == 2
 
 
+def test_loaders_draw_from_a_replaced_sampler_and_fetchers_iterate_over_the_indices_of_streams():
+    seen = []
+
+    class Indices(list):
+        def __iter__(self):
+            seen.append(len(self))
+            return super().__iter__()
+
+    class Numbers(IterableDataset):
+        def __iter__(self):
+            return iter(range(5))
+
+    def wrap(sampler):
+        return [Indices(indices) for indices in itertools.islice(sampler, 3)]
+
+    for given, expected in (
+        (DataLoader(range(4), 2), [[0, 1], [2, 3]]),
+        (DataLoader(Numbers(), 2), [[0, 1], [2, 3], [4]]),
+        (DataLoader(range(2), None), [0, 1]),
+    ):
+        keep = (lambda sampler: sampler) if given.batch_size is None else wrap
+        changed = compat_torch.with_sampler(given, keep, lambda samples: samples)
+        assert list(changed) == expected
+        assert type(changed) is DataLoader
+        assert given.collate_fn is not changed.collate_fn
+    assert seen.count(2) >= 5
+
+
 def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
     refused = {
         "_set_sequence_number_for_group", "_start_coalescing", "all_gather_single_coalesced", "allgather_coalesced",
@@ -112,13 +169,16 @@ def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
         "split_group",
     }  # fmt: skip
     methods = set(torch_collectives.find_collectives())
-    assert {"allreduce", "_allgather_base", "split_group"} <= methods
-    assert methods - ProcessGroupRedirect._HANDLERS.keys() - refused == set()
+    assert {"allreduce", "_allgather_base", "alltoall"} <= methods
+    public = {torch_collectives._PUBLIC_NAMES.get(name, name) for name in methods}
+    assert public - ProcessGroupRedirect._HANDLERS.keys() - refused == set()
 
 
 def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
     monkeypatch.setattr(dist.ProcessGroup, "all_shuffle", lambda group: "shuffled", raising=False)  # a later torch's
-    monkeypatch.setattr(torch_collectives, "find_collectives", torch_collectives.find_collectives.__wrapped__)
+    monkeypatch.setattr(dist, "all_shuffle", lambda: dist.group.WORLD.all_shuffle(), raising=False)
+    for name in ("find_collectives", "find_unknown_functions"):
+        monkeypatch.setattr(torch_collectives, name, getattr(torch_collectives, name).__wrapped__)
     seen = []
 
     def find(found, name):
@@ -127,17 +187,21 @@ def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
 
     value = torch.ones(2)
     before = dict(vars(dist.ProcessGroup))
-    with torch_collectives.replaced_collectives(find, lambda found: found, lambda: seen.append("group")):
+    with torch_collectives.replaced_collectives(find, lambda found: found, lambda: seen.append("group"), seen.append):
         dist.all_reduce(value)
         dist.broadcast(value, 0)
         dist.new_group()
-        with pytest.raises(ValueError, match="ranks_to_exclude"):
-            dist.shrink_group([])
-        assert group.all_shuffle() == "shuffled"
-    assert seen == [(True, "allreduce"), (True, "broadcast"), "group", "group", (True, "all_shuffle")]
+        if hasattr(dist, "shrink_group"):
+            with pytest.raises(ValueError, match="ranks_to_exclude"):
+                dist.shrink_group([])
+        else:
+            seen.append("group")
+        assert dist.all_shuffle() == "shuffled"
+    wanted = [(True, "allreduce"), (True, "broadcast"), "group", "group", "all_shuffle", (True, "all_shuffle")]
+    assert seen == wanted
     dist.all_reduce(value)
-    assert group.all_shuffle() == "shuffled"
-    assert len(seen) == 5
+    assert dist.all_shuffle() == "shuffled"
+    assert seen == wanted
     assert dict(vars(dist.ProcessGroup)) == before
 
 
@@ -149,7 +213,7 @@ def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
         asked.append(found is group)
         return found
 
-    with torch_collectives.replaced_collectives(lambda *_: None, resolve, lambda: None):
+    with torch_collectives.replaced_collectives(lambda *_: None, resolve, lambda: None, asked.append):
         for given in (group, group.group_name, mesh):
             assert functional_collectives.all_reduce(torch.ones(2), "sum", given).tolist() == [1, 1]
     assert asked == [True, True, True]
@@ -157,7 +221,7 @@ def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
 
 def test_objects_are_read_and_nothing_is_none(group):
     objects = [None]
-    with torch_collectives.replaced_collectives(lambda *_: None, lambda found: found, lambda: None):
+    with torch_collectives.replaced_collectives(lambda *_: None, lambda found: found, lambda: None, objects.append):
         dist.all_gather_object(objects, {"a": 1})
         assert c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group) is None
     assert objects == [{"a": 1}]

@@ -1,6 +1,7 @@
 import torch
 
-from lightning_ddp_ext.demo.byte_text import Paragraphs, StdlibStream, count_tokens, pad
+from lightning_ddp_ext import TokenCount
+from lightning_ddp_ext.demo.byte_text import Paragraphs, StdlibStream, pad
 
 
 def test_a_stream_yields_all_text_in_pieces(tmp_path):
@@ -9,6 +10,9 @@ def test_a_stream_yields_all_text_in_pieces(tmp_path):
     second.write_bytes(b"two")
     pieces = [bytes(piece.tolist()) for piece in Paragraphs([first, second], block_size=7)]
     assert pieces == [b"one\n", b"x" * 8, b"xx\n", b"two\n"]
+
+
+count_tokens = TokenCount(labels="targets")
 
 
 def test_padding_counts_no_tokens():

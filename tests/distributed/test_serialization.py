@@ -20,9 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_ddp_ext.distributed.exchange import StoreMailbox, broadcast_bytes, broadcast_object, gather_objects
+from lightning_ddp_ext.distributed.exchange import (
+    StoreMailbox,
+    broadcast_bytes,
+    broadcast_object,
+    gather_objects,
+    scatter_objects,
+)
 from lightning_ddp_ext.distributed.flat_tensors import divide_into_buckets, send_all
 from lightning_ddp_ext.distributed.serialization import _Call, _rebuild, name_skipped, pack, unpack
+from lightning_ddp_ext.errors import OtherRankError
 from tests.support.processes import run_processes
 
 
@@ -200,6 +207,55 @@ def test_an_object_that_ranks_cannot_exchange_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(TypeError, match=r"`Opaque` at `\[0\]` cannot be sent"):
         gather_objects([Opaque()])
+
+
+def scatter(rank, objects, source=0):
+    try:
+        return scatter_objects(objects if rank == source else None, source)
+    except (ValueError, TypeError, OtherRankError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def scatter_several():
+    """Scatter from one rank of three; after errors, ranks still agree."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ragged = [{"rows": torch.ones(size)} for size in (0, 3, 1000)]
+    pair = dist.new_group([0, 2])
+    within = scatter_objects(["a", "b"] if rank == 2 else None, 1, pair) if rank != 1 else None
+    return [
+        scatter(rank, ragged, source=2),
+        scatter(rank, [1, 2]),
+        scatter(rank, [1, Opaque(), 3]),
+        scatter(rank, None, source=1),
+        scatter(rank, [], source=3),
+        scatter(rank, ("x", None, 2.5)),
+        within,
+    ]
+
+
+def test_each_rank_gets_its_object_or_every_rank_an_error():
+    by_rank = run_processes(scatter_several, 3, timeout=180)
+    for rank, (found, *errors, last, within) in enumerate(by_rank):
+        assert len(found["rows"]) == (0, 3, 1000)[rank]
+        wrong, opaque, nothing, source = errors
+        assert wrong.startswith(
+            "ValueError" if rank == 0 else "OtherRankError: rank 0 of the group scatters no objects"
+        )
+        assert "`objects` must be a sequence of 3 objects, one for each rank, got 2." in wrong
+        assert "`Opaque` cannot be sent to another rank" in opaque
+        assert "got a NoneType" in nothing
+        assert nothing.startswith("ValueError" if rank == 1 else "OtherRankError: rank 1")
+        assert source == "ValueError: `source` must be a rank of the group, from 0 to 2, got 3."
+        assert last == ("x", None, 2.5)[rank]
+        assert within == ("a", None, "b")[rank]
+
+
+def test_without_other_ranks_there_is_one_object():
+    assert scatter_objects([{"a": 1}]) == {"a": 1}
+    for objects, message in (([1, 2], "a sequence of 1 objects"), (None, "got a NoneType")):
+        with pytest.raises(ValueError, match=message):
+            scatter_objects(objects)
 
 
 def close_after_the_server():

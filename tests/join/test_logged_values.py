@@ -113,15 +113,15 @@ def test_all_values_of_a_step_are_in_one_message():
     assert run_ranks(2, run) == [[1, 20]] * 2
 
 
-def fails(hook, is_training, active=(0, 1, 2), odd_step=0):
-    """Return the error of three ranks, of which rank 1 logs an odd key in one of two steps."""
+def fails(hook, is_training, active=(0, 1, 2), odd_step=0, is_known=False):
+    """Return the error of three ranks, of which rank 1 logs an odd key in one of two steps, maybe all before it."""
     messages = Queue()
 
     def run(group):
         rank = Rank(group, is_training)
 
         def log(number):
-            if group.rank == 1 and number == odd_step:
+            if (group.rank == 1 and number == odd_step) or (is_known and number < odd_step):
                 rank.log(hook, "odd", 1.0)
             rank.log(hook, "even", 1.0)
 
@@ -140,6 +140,8 @@ def test_keys_that_differ_are_named_with_their_ranks():
         hook = hooks[is_training]
         message = fails(hook, is_training, odd_step=number)
         assert message.startswith(f"rank 1 logs `odd` with `sync_dist=True` in `{hook}`, rank 0 does not.")
+        if number:
+            assert fails(hook, is_training, odd_step=number, is_known=True) == message
         # A joined rank adopts the keys of the first active rank, and is not the one that is named.
         message = fails(hook, is_training, (1, 2), number)
         assert message.startswith(f"rank 1 logs `odd` with `sync_dist=True` in `{hook}`, rank 2 does not.")

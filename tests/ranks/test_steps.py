@@ -68,7 +68,7 @@ def make_gradient():
             optimizers=[],
             precision_plugin=None,
         )
-        gradients.append(RankGradient(trainer, RecordingReducer(), WeightRule(weight_by), BatchSamples(0)))
+        gradients.append(RankGradient(trainer, RecordingReducer(), WeightRule(weight_by, print), BatchSamples(0)))
         return gradients[-1], epoch_loop
 
     yield make

@@ -70,7 +70,7 @@ def largest_error(found: nn.Module, wanted: nn.Module) -> float:
 def spread(tensor: Tensor) -> float:
     """Largest difference to the first rank's, on any rank."""
     first = tensor.detach().clone().contiguous()
-    dist.broadcast(first, 0)
+    dist.broadcast(first.view(-1).view(torch.uint8), 0)  # gloo does not know every type
     largest = (tensor.detach() - first).abs().max().double()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)

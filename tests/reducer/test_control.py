@@ -24,7 +24,9 @@ def found_on(rank, **changes):
 
 
 def control_of(rank, position=2**52 + 1):
-    return StepControl(position=position, stop=rank, has_next_batch=rank == 1, logged_keys=2**53 - 1 - rank)
+    return StepControl(
+        position=position, stop=rank, has_next_batch=rank == 1, logged_keys=2**53 - 1 - rank, most_samples=rank - 1
+    )
 
 
 def exchange(dtype, found, controls):
@@ -45,6 +47,7 @@ def test_values_arrive_exactly_in_every_type_that_may_carry_them(dtype):
     assert exchanged.stop == 2
     assert exchanged.has_next_batch == [False, True, False]
     assert list(exchanged.logged_keys) == [2**53 - 1 - rank for rank in ranks]
+    assert list(exchanged.most_samples) == [-1, 0, 1]
     assert list(exchanged.structures) == [2**48 - 1 - rank for rank in ranks]
     assert (exchanged.late, exchanged.used, exchanged.changed) == ([1, 0], [3, 1, 0], [0, 3])
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_ddp_ext._devices import peak_memory
-from lightning_ddp_ext.replicas.batch_division import BatchDivision, DeviceMemory
+from lightning_ddp_ext.batches.device_memory import DeviceMemory
+from lightning_ddp_ext.replicas.batch_division import BatchDivision
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 
 
@@ -83,7 +84,8 @@ class FakeMemory:
 @pytest.fixture
 def memory(monkeypatch):
     fake = FakeMemory()
-    monkeypatch.setattr(torch, "accelerator", fake)
+    for module in ("_devices", "batches.device_memory"):
+        monkeypatch.setattr(f"lightning_ddp_ext.{module}.memory_statistics", lambda device: fake)
     monkeypatch.setattr("lightning_ddp_ext.replicas.batch_division.reports_memory", lambda device: True)
     monkeypatch.setattr("lightning_ddp_ext._devices._earlier_peaks", {})
     return fake

@@ -3,6 +3,8 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
+from lightning_ddp_ext.replicas import buffer_merger
+from lightning_ddp_ext.replicas import replica as replica_module
 from lightning_ddp_ext.replicas.buffer_merger import BufferMerger
 from lightning_ddp_ext.replicas.replica import Replica, Replicas
 from tests.support.devices import device
@@ -115,9 +117,8 @@ def test_without_the_first_replica_its_buffers_follow_the_others():
 def calls(monkeypatch):
     """Comparisons of buffers and their transfers to replicas, in order."""
     called, receive = [], Replica.receive_buffers
-    for module in ("buffer_merger", "replica"):
-        name = f"lightning_ddp_ext.replicas.{module}.same_values"
-        monkeypatch.setattr(name, lambda *args: called.append("compare") or same_values(*args))
+    for module in (buffer_merger, replica_module):
+        monkeypatch.setattr(module, "same_values", lambda *args: called.append("compare") or same_values(*args))
     monkeypatch.setattr(Replica, "receive_buffers", lambda *args: called.append("send") or receive(*args))
     return called
 

@@ -207,6 +207,28 @@ def test_a_step_may_freeze_parameters_but_not_change_them_in_place():
         replicas[1].module.second.weight.mul_(0.5)
 
 
+def test_changes_through_data_are_noticed_in_the_first_training_steps():
+    def decay_in_place(weight):
+        weight.data.mul_(0.5)
+
+    def decay(weight):
+        weight.data = weight.data * 0.5
+
+    for change in (decay_in_place, decay):
+        replicas = replicate(Net())
+        for _ in range(2):
+            with replicas.refuse_changed_parameters([0, 1], "training_step"):
+                pass
+            replicas.refresh()
+        with (
+            pytest.raises(
+                UnsupportedFeatureError, match=r"a parameter was changed through `\.data` inside `training_step`"
+            ),
+            replicas.refuse_changed_parameters([0, 1], "training_step"),
+        ):
+            change(replicas[1].module.second.weight)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_lazy_and_torchscript_modules_are_refused():
     with pytest.raises(UnsupportedFeatureError, match="parameter `weight` is not initialised yet"):

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-import torch._dynamo
 
+from lightning_ddp_ext._compat.torch import recompile_limit, recompile_limit_of
 from lightning_ddp_ext.replicas.shared_state import SharedState
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers
 
@@ -59,11 +59,11 @@ def test_modes_and_context_variables_of_the_caller_hold_in_the_workers(workers):
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
             variable.get(),
-            torch._dynamo.config.recompile_limit,
+            recompile_limit(),
         )
 
-    jobs, limit = {0: modes, 1: modes}, torch._dynamo.config.recompile_limit
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16), torch._dynamo.config.patch(recompile_limit=17):
+    jobs, limit = {0: modes, 1: modes}, recompile_limit()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16), recompile_limit_of(17):
         token = variable.set("set")
         assert run(workers, jobs)[0] == dict.fromkeys(jobs, (False, False, torch.float16, "set", 17))
         variable.reset(token)

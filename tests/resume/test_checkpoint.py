@@ -25,7 +25,7 @@ def test_a_checkpoint_is_saved_and_loaded_and_a_save_that_fails_leaves_the_one_b
     AtomicCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, path)
     with pytest.raises(ArithmeticError, match="cannot be saved"):
         AtomicCheckpointIO().save_checkpoint({"number": 2, "other": Unpicklable()}, path)
-    assert torch.equal(AtomicCheckpointIO().load_checkpoint(path, weights_only=True)["weight"], torch.ones(3))
+    assert torch.equal(torch.load(path, weights_only=True)["weight"], torch.ones(3))
     assert [entry.name for entry in path.parent.iterdir()] == ["a.ckpt"]
 
 

@@ -42,7 +42,7 @@ class Rank:
 
     def end_step(self, request):
         """Return the exit code if the rank ends after a step whose largest request this is."""
-        self.control.exchanged = ExchangedControl([1.0], request, *[()] * 6)
+        self.control.exchanged = ExchangedControl([1.0], request, *[()] * 9)
         try:
             self.handler.stop_if_agreed()
         except SystemExit as end:

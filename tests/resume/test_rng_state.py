@@ -124,9 +124,10 @@ def draw_on_device(monkeypatch):
         get_rng_state=generator.get_state, set_rng_state=generator.set_state, manual_seed=generator.manual_seed
     )
     monkeypatch.setattr(torch, "privateuseone", module, raising=False)
-    torch.get_device_module.cache_clear()
+    clear_cache = getattr(torch.get_device_module, "cache_clear", lambda: None)  # torch 2.6 has no cache
+    clear_cache()
     yield lambda: draw(generator)
-    torch.get_device_module.cache_clear()
+    clear_cache()
 
 
 def test_a_device_of_any_kind_draws_the_same_numbers_again_and_shares_them_between_ranks(draw_on_device):

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.strategies import StrategyRegistry
 from torch.utils.data import DataLoader, Subset
 
 import lightning_ddp_ext
@@ -30,7 +29,7 @@ from tests.support.devices import device, devices
         ({"split": [1, float("nan")]}, ValueError, "`split` must hold non-negative numbers"),
         ({"split": []}, ValueError, "`split` must hold non-negative numbers"),
         ({"balance": "odd"}, ValueError, '`balance` must be "even" or "auto", got \'odd\''),
-        ({"weight_by": "tokens"}, ValueError, "`weight_by` must be one of"),
+        ({"weight_by": "token"}, ValueError, "`weight_by` must be one of"),
         ({"batch_dim": -1}, ValueError, "`batch_dim` must be at least 0, got -1"),
         ({"unknown": 1}, TypeError, "unknown"),
     ],
@@ -196,7 +195,6 @@ def test_a_step_that_all_replicas_skip_is_skipped_as_on_one_device():
     assert parallel.trainer.global_step == single.trainer.global_step
 
 
-def test_importing_twice_and_registering_again_is_harmless():
-    BalancedDataParallelStrategy.register_strategies(StrategyRegistry)
+def test_importing_twice_is_harmless():
     importlib.reload(lightning_ddp_ext)
     assert isinstance(quiet_trainer("balanced_dp", 2).strategy, BalancedDataParallelStrategy)

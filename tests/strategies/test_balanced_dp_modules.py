@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_ext import UnsupportedFeatureError
+from lightning_ddp_ext._compat.torch import recompile_limit, recompile_limit_of
 from lightning_ddp_ext.replicas.workers import current_replica
 from tests.parity import (
     CLASSES,
@@ -169,7 +170,7 @@ class Compiled(Evaluated):
 def _fresh_compiler():
     torch._dynamo.reset()
     # Code is compiled for every chunk size, gradient mode and number of threads.
-    with torch._dynamo.config.patch(recompile_limit=64):
+    with recompile_limit_of(64):
         yield
     torch._dynamo.reset()
 
@@ -188,17 +189,17 @@ def test_compiled_parts_run_compiled_on_every_replica(how):
 
 
 def test_the_recompile_limit_allows_for_the_threads_of_replicas_while_the_trainer_runs():
-    limits, before = set(), torch._dynamo.config.recompile_limit
+    limits, before = set(), recompile_limit()
 
     class Watching(Classifier):
         def training_step(self, batch, batch_idx):
-            limits.add((threading.current_thread().name, torch._dynamo.config.recompile_limit))
+            limits.add((threading.current_thread().name, recompile_limit()))
             return super().training_step(batch, batch_idx)
 
     train(Watching(), balanced([2, 6]), 2, max_epochs=1)
     threads = ["MainThread", *(f"replica-{index}-{device(index)}" for index in (0, 1))]
     assert limits == {(name, 2 * before) for name in threads}
-    assert torch._dynamo.config.recompile_limit == before
+    assert recompile_limit() == before
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -1,5 +1,6 @@
 """`ddp_checkpoint` on two ranks gives the gradients of one process with all batches, or raises an error."""
 
+import importlib.util
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -218,10 +219,13 @@ EXACT = {
     "optimizers of torch": Case(UNEVEN, ByTorch),
     "a probe, accumulated": Case(UNEVEN, WithProbe, windows=2),
     "L-BFGS": Case(UNEVEN, LBFGS),
-    "Hugging Face, reentrant": Case([[2, 3], [1, 4]], partial(TwoTasks, True)),
-    "Hugging Face, non-reentrant": Case([[2, 3], [1, 4]], partial(TwoTasks, False)),
 }
 
+if importlib.util.find_spec("transformers"):  # which environments of other versions lack
+    EXACT |= {
+        "Hugging Face, reentrant": Case([[2, 3], [1, 4]], partial(TwoTasks, True)),
+        "Hugging Face, non-reentrant": Case([[2, 3], [1, 4]], partial(TwoTasks, False)),
+    }
 FAILING = {
     "raw backward": (Case(EVEN, RawBackward), "UnsynchronizedGradientsError: rank {}: `Adam` is about to step"),
     "a parameter that came later": (
@@ -244,6 +248,7 @@ FAILING = {
 CONTROLS = {
     f"{name}, under ddp": replace(EXACT[name], strategy=DDPStrategy)
     for name in ("batches of different sizes", "accumulation over 3", "Hugging Face, reentrant")
+    if name in EXACT
 }
 
 
@@ -264,7 +269,7 @@ def test_lightnings_ddp_fails_the_same_checks(found):
     for name in list(CONTROLS)[:2]:
         alone = EXACT[name.removesuffix(", under ddp")].alone()
         assert (values_of(found, name)[0].gradients[0] - alone.gradients[0]).abs().max() > 1e-4
-    for error in found["Hugging Face, reentrant, under ddp"]:
+    for error in found.get("Hugging Face, reentrant, under ddp", ()):
         assert "RuntimeError: It looks like your LightningModule has parameters that were not used" in error
 
 

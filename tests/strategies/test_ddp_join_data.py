@@ -192,12 +192,12 @@ def stopping_drops_batches_of_longer_loaders_and_says_so_once(folder: str) -> No
     dropping = DataLoader(loader(8, 5, 2).dataset, batch_size=2, drop_last=True)
     finished = DataLoader(Stream(list(loader(8, 5, 2))), batch_size=None)
     cases = {
-        "drops batches 3, 2, 0 of ranks 0 to 2, 9 samples in every epoch.": (loader(8, 5, 2), None),
-        "drops batches 1, 1, 0 of ranks 0 to 2, 4 samples in every epoch.": (loader(8, 5, 2), 2),
-        "drops batches 3, 1, 0 of ranks 0 to 2, 8 samples in every epoch.": (dropping, None),
-        "drops at least batches 1, 1, 0 of ranks 0 to 2, 3 samples.": (loader(8, 5, 3, stream=True), 4),
-        "drops at least batches 1, 1, 0 of ranks 0 to 2.": (finished, 4),
-        "drops batches 1, 1, 0 of ranks 0 to 2, 3 samples in every epoch.": (loader(4, 3, 2), None),
+        "drops 3 batches of rank 0, 2 batches of rank 1, 9 samples in every epoch.": (loader(8, 5, 2), None),
+        "drops 1 batch of rank 0, 1 batch of rank 1, 4 samples in every epoch.": (loader(8, 5, 2), 2),
+        "drops 3 batches of rank 0, 1 batch of rank 1, 8 samples in every epoch.": (dropping, None),
+        "drops at least 1 batch of rank 0, 1 batch of rank 1, 3 samples.": (loader(8, 5, 3, stream=True), 4),
+        "drops at least 1 batch of rank 0, 1 batch of rank 1.": (finished, 4),
+        "drops 1 batch of rank 0, 1 batch of rank 1, 3 samples in every epoch.": (loader(4, 3, 2), None),
     }
     for message, (given, limit) in cases.items():
         module = Classifier()
@@ -206,7 +206,7 @@ def stopping_drops_batches_of_longer_loaders_and_says_so_once(folder: str) -> No
         assert [call.args[0] for call in said.call_args_list] == [f'`uneven_inputs="stop"` {message}']
         assert_identical(trace.digests)
         assert not any(trace.is_shadow)
-        assert not message.startswith("drops batches 3") or len(module.seen) == 2
+        assert not message.startswith("drops 3 batches") or len(module.seen) == 2
     assert torch.is_grad_enabled()
 
 

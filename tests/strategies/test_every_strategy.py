@@ -21,7 +21,7 @@ REFUSED = [
     *[({"bucket_cap_mb": size}, ValueError, "`bucket_cap_mb` must be above 0 MiB") for size in (0, -1, float("nan"))],
     ({"batch_dim": -1}, ValueError, "`batch_dim` must be"),
     ({"batch_dim": 0.5}, TypeError, "`batch_dim` must be"),
-    ({"weight_by": "tokens"}, ValueError, "`weight_by` must be one of"),
+    ({"weight_by": "token"}, ValueError, "`weight_by` must be one of"),
     *[
         ({"stall_timeout": timedelta(seconds=s)}, ValueError, "`stall_timeout` must be above 0 seconds")
         for s in (0, -1)

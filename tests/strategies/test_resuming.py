@@ -78,6 +78,12 @@ def stream(*numbers: int) -> DataLoader:
     return DataLoader(Stream(Augmented(numbers[RANK])), batch_size=3)
 
 
+def with_a_generator_of_the_dataset(*numbers: int, is_stream: bool = False) -> DataLoader:
+    """This rank's samples; their noise does not come from the generators of the process, and they have one order."""
+    data = Augmented(numbers[RANK], True)
+    return DataLoader(Stream(data) if is_stream else data, batch_size=3)
+
+
 def with_generators(**options: Any) -> DataLoader:
     """This rank's samples; neither their order nor their noise comes from the generators of the process."""
     generator = torch.Generator().manual_seed(RANK)
@@ -199,6 +205,7 @@ class Case:
     is_dealt: bool = True  # whether the strategy distributes the samples
     resumed_by: str = ""  # another strategy
     again: Saved | None = None  # the resumed run is saved, and resumed in turn
+    prefetch: int = 0  # batches that a thread fetches ahead
     is_exact: bool = True  # otherwise only steps and validations are the same
 
 
@@ -231,6 +238,23 @@ CASES = {
     "signal: after a validation, with a plateau": Case(Signal(1), module=PlateauBySteps, options=EVERY_2),
     "signal: by number of steps": Case(Signal(5), options=STEPS_ONLY),
     "signal: generators of the loader": Case(Signal(1), with_generators, is_dealt=False),
+    "signal: prefetched": Case(Signal(1), with_generators, is_dealt=False, prefetch=2),
+    "signal: prefetched, in the uneven phase": Case(
+        Signal(2, rank=0), partial(with_a_generator_of_the_dataset, 17, 8), is_dealt=False, prefetch=3
+    ),
+    "signal: prefetched streams": Case(
+        Signal(3, rank=0), partial(with_a_generator_of_the_dataset, 17, 8, is_stream=True), prefetch=2
+    ),
+    "end: prefetched, from workers": Case(
+        by_steps(4), partial(dealt, num_workers=1), "ddp_checkpoint", prefetch=2
+    ),
+    "within: prefetched, with validations": Case(
+        by_steps(2), with_generators, "ddp_checkpoint", is_dealt=False, options=EVERY_2, prefetch=1
+    ),
+    "within: prefetched streams": Case(
+        by_steps(2), partial(with_a_generator_of_the_dataset, 17, 17, is_stream=True), "ddp_checkpoint",
+        options=BY_STEPS, prefetch=2,
+    ),
     "signal: in the uneven phase": Case(Signal(2, rank=0), **UNEVEN),
     "signal: in the uneven phase, on a joined rank": Case(Signal(3, "on_train_batch_end"), **UNEVEN),
     "signal: in the uneven phase of a stream": Case(Signal(3, rank=0), STREAMS),
@@ -351,7 +375,9 @@ def train(case: Case, trail: Trail, *callbacks: Callback, path: Any = None, fold
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(RANK if path is None else 100 + RANK)
     options = {
-        "strategy": STRATEGIES[case.strategy if path is None else case.resumed_by or case.strategy](),
+        "strategy": STRATEGIES[case.strategy if path is None else case.resumed_by or case.strategy](
+            prefetch=case.prefetch
+        ),
         "max_epochs": 2,
         "num_sanity_val_steps": 2,
         "callbacks": [trail, *callbacks],
@@ -362,7 +388,7 @@ def train(case: Case, trail: Trail, *callbacks: Callback, path: Any = None, fold
     }
     module = case.module().double()  # Lightning would load into single precision, and convert afterwards
     validation = DataLoader(list(zip(*samples(6), strict=True)), batch_size=2)
-    trainer(**options).fit(module, case.loader(), validation, ckpt_path=path, weights_only=True)
+    trainer(**options).fit(module, case.loader(), validation, ckpt_path=path)
     return trail
 
 

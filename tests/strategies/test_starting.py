@@ -16,6 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -196,7 +197,9 @@ def test_an_interactive_session_trains_under_every_strategy():
 
 @pytest.mark.parametrize("is_interactive", [True, False])
 def test_the_start_method_is_chosen_by_the_kind_of_session(monkeypatch, is_interactive):
-    monkeypatch.setattr(compat_lightning.accelerator_connector, "_IS_INTERACTIVE", is_interactive)
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", is_interactive)
+    if is_interactive:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     launcher = quiet_trainer("ddp_join", 2).strategy.launcher
     assert launcher.is_interactive_compatible is is_interactive
     if is_interactive:
@@ -204,7 +207,7 @@ def test_the_start_method_is_chosen_by_the_kind_of_session(monkeypatch, is_inter
             with pytest.raises(ValueError, match=f"interactive session .*, got '{start_method}'. Leave it out"):
                 DDPCheckpointStrategy(start_method=start_method)
     else:
-        assert compat_lightning.repeats_the_command(DDPCheckpointStrategy())
+        assert compat_lightning.start_method_of(DDPCheckpointStrategy()) == "popen"
 
 
 if __name__ == "__main__":

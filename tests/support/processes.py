@@ -5,6 +5,7 @@ The processes are forked from one template process, the fork server of `multipro
 
 import atexit
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -28,7 +29,7 @@ from tests.support.ports import free_port
 
 T = TypeVar("T")
 
-_PRELOADED = ["lightning_ddp_ext", "torchmetrics", "pytest", __name__]
+_PRELOADED = ["lightning_ddp_ext.callbacks", "torchmetrics", "pytest", __name__]
 _GRACE = 5.0  # seconds in which other ranks may report failures of their own after the first failure
 _LAST_LINES = 20  # of the output of each rank, in an error
 _POLL = 0.02  # seconds
@@ -261,7 +262,7 @@ def _leave_process_group() -> None:
     """Destroy the process group: threads of gloo may hold tensors while the interpreter ends, which aborts it."""
     distributed = sys.modules["torch.distributed"]
     if distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+        importlib.import_module("lightning_ddp_ext.distributed.exchange").destroy_group()
 
 
 def _write(folder: str, name: str, data: bytes) -> None:

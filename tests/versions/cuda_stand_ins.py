@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+SOURCE = Path(__file__).read_text()  # environments are made again when it changes
+
 _NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
 _FILE = re.compile(r"Version: \d+ +File: (\S+)")
 _VERSION = re.compile(r"Name: (\S+) +Flags")

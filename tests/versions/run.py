@@ -1,40 +1,89 @@
-"""Run what depends on the version of torch on several versions: `python -m tests.versions.run [VERSION ...]`.
+"""Run what depends on versions of other packages on combinations of them: `python -m tests.versions.run [ROW ...]`.
 
-Without arguments it runs on all versions that `pyproject.toml` allows. Each has an environment in the folder
-`.venv-torch-VERSION` of the checkout, about 1.2 GB, which stays for later runs: torch from pip's indices, without the
-CUDA libraries that it depends on; all other packages are those of this interpreter. Needs gcc and readelf.
+Without arguments it runs all rows of `ROWS`; `ci` stands for the rows that every change runs. Rows that pass are
+written into the table of `docs/installation.md`. The environment of a row stays in
+`~/.cache/lightning_ddp_ext/versions`, about 2 GB, until its requirements change. It has torch without the CUDA
+libraries that it depends on, which needs gcc and readelf.
 """
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.versions.cuda_stand_ins import add_stand_ins
+from tests.versions import cuda_stand_ins
+from tests.versions.second_name import translated_checkout
 
 ROOT = Path(__file__).parents[2]
-_LIMIT = 900  # seconds for a check
-_SHOWN = 6000  # characters of the output of a check that failed
-_PYTEST = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive"]
+PAGE = ROOT / "docs" / "installation.md"
+CACHE = Path.home() / ".cache" / "lightning_ddp_ext" / "versions"
 
-CHECKS: dict[str, list[str]] = {
-    "import": ["-c", "import lightning_ddp_ext"],
-    "private names": [*_PYTEST, "tests/compat"],
-    "uneven phase": [*_PYTEST, "tests/join/test_active_ranks_integration.py"],
-    "parity": [
-        *_PYTEST,
-        "tests/strategies/test_balanced_dp_gradients.py",
-        "tests/strategies/test_ddp_checkpoint_integration.py",
-        "tests/strategies/test_ddp_join_integration.py",
-    ],
-    "README": [*_PYTEST, "tests/test_documentation.py::test_the_readmes_program_prints_what_it_says"],
+FIRST, SECOND = "lightning.pytorch", "pytorch_lightning"  # Lightning's import names
+
+
+@dataclass(frozen=True)
+class Row:
+    """Versions that go together, and the import names of Lightning that are installed and tested."""
+
+    python: str
+    torch: str
+    lightning: str
+    torchmetrics: str
+    names: tuple[str, ...] = (FIRST, SECOND)
+
+
+# By the minor version of torch. The first row has the lowest versions that `pyproject.toml` allows.
+ROWS = {
+    "2.6": Row("3.10", "2.6.0", "2.5.0", "1.4.0"),
+    "2.7": Row("3.11", "2.7.1", "2.5.2", "1.6.0", (FIRST,)),
+    "2.8": Row("3.11", "2.8.0", "2.5.6", "1.7.4"),
+    "2.9": Row("3.12", "2.9.1", "2.6.0", "1.8.0", (FIRST,)),
+    "2.10": Row("3.12", "2.10.0", "2.6.0", "1.8.2", (SECOND,)),
+    "2.11": Row("3.13", "2.11.0", "2.6.1", "1.9.0", (FIRST,)),
+    "2.12": Row("3.12", "2.12.1", "2.6.5", "1.9.0"),
+    "2.13": Row("3.11", "2.13.0", "2.6.6", "1.9.0"),
+    "2.14": Row("3.13", "2.14.1", "2.6.6", "1.9.0"),
 }
+_FIRST_ROW = next(iter(ROWS.values()))
+CI_ROWS = ["2.6", "2.10", "2.14"]
+
+_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "attrs"]
+_OF_TOOLS = re.compile(rf"({'|'.join(_TOOLS)}|numpy)==")
+_LOWER = re.compile(r'^ +"([a-z-]+)>=([\d.]+)', re.MULTILINE)  # lines of `dependencies` in pyproject.toml
+_CUDA = re.compile(r"^Requires-Dist: (?:nvidia|triton|cuda|pytorch-triton).*\n", re.MULTILINE)
+
+_LIMIT = 900  # seconds for the tests of one import name
+_SHOWN = 6000  # characters of the output of tests that failed
+TESTS = [
+    "tests/compat",
+    "tests/join/test_active_ranks_integration.py",
+    "tests/strategies/test_checkpoint_loading.py",
+    "tests/strategies/test_balanced_dp_gradients.py",
+    "tests/strategies/test_ddp_checkpoint_integration.py",
+    "tests/strategies/test_ddp_join_integration.py",
+    "tests/test_documentation.py::test_the_readmes_program_prints_what_it_says",
+    "tests/test_documentation.py::test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with_one_process"
+    "[exact_evaluation]",
+    "tests/test_documentation.py::test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with_one_process"
+    "[multi_task_checkpointing]",
+]
+
+
+def lower_bounds() -> dict[str, str]:
+    """Return the lowest version of each dependency that `pyproject.toml` allows."""
+    dependencies = re.search(r"\ndependencies = \[\n(.*?)\n\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    found = dict(_LOWER.findall(dependencies[1])) if dependencies else {}
+    if "torch" not in found:
+        raise ValueError("`pyproject.toml` has no lines of the form `torch>=VERSION` in `dependencies`. Write it so.")
+    return found
 
 
 def supported_versions() -> list[str]:
@@ -45,68 +94,147 @@ def supported_versions() -> list[str]:
     return [f"2.{minor}" for minor in range(int(found[1]), int(found[2]))]
 
 
-def prepare(version: str) -> Path:
-    """Return the interpreter of an environment with a version of torch; makes the environment if there is none."""
-    folder = ROOT / f".venv-torch-{version}"
+def requirements(row: Row) -> list[str]:
+    """Return what an environment has besides torch; the first row has the lower bounds of all dependencies."""
+    lightning = [f"{name.partition('.')[0].replace('_', '-')}=={row.lightning}" for name in row.names]
+    lightning += [f"pytorch-lightning=={row.lightning}"] if FIRST in row.names else []  # its newest one otherwise
+    others = {
+        name: bound for name, bound in lower_bounds().items() if name not in ("torch", "lightning", "torchmetrics")
+    }
+    pinned = [f"{name}=={bound}" if row is _FIRST_ROW else f"{name}>={bound}" for name, bound in others.items()]
+    return [*dict.fromkeys(lightning), f"torchmetrics=={row.torchmetrics}", *pinned, *_TOOLS]
+
+
+def tool_constraints() -> list[str]:
+    """Return the lines of `constraints.txt` for the tools; what a row requires chooses all other packages."""
+    return [line for line in (ROOT / "constraints.txt").read_text().splitlines() if _OF_TOOLS.match(line)]
+
+
+def folder_of(row: Row) -> Path:
+    """Return the folder of a row's environment, which its content names."""
+    content = "\n".join([*requirements(row), *tool_constraints(), cuda_stand_ins.SOURCE])
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    return CACHE / f"python-{row.python}-torch-{row.torch}-{digest}"
+
+
+def prepare(row: Row) -> Path:
+    """Return the interpreter of a row's environment; makes the environment if there is none with this content."""
+    folder = folder_of(row)
     python, complete = folder / "bin" / "python", folder / "complete"
     if complete.exists():
         return python
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", f"torch=={version}.*"], check=True)
+    subprocess.run([find_interpreter(row.python), "-m", "venv", folder], check=True)
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", f"torch=={row.torch}"], check=True)
     site_packages = next(folder.glob("lib/python*/site-packages"))
-    add_stand_ins(site_packages / "torch" / "lib")
-    # Behind the folder of this environment, so that its torch is the one that is imported.
-    (site_packages / "other_packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    metadata = next(site_packages.glob("torch-*.dist-info/METADATA"))
+    metadata.write_text(_CUDA.sub("", metadata.read_text()))  # pip would install them with the next package
+    cuda_stand_ins.add_stand_ins(site_packages / "torch" / "lib")
+    limits = folder / "constraints.txt"
+    limits.write_text("\n".join(tool_constraints()))
+    subprocess.run([*pip, "--constraint", limits, "torch", *requirements(row)], check=True)
     complete.touch()
     return python
 
 
-def torch_version(python: Path) -> str:
-    """Return the version that an interpreter imports."""
-    command = [python, "-c", "import torch; print(torch.__version__)"]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+def find_interpreter(version: str) -> str:
+    """Return an interpreter of a minor version of Python."""
+    candidates = [
+        sys.executable,
+        f"python{version}",
+        *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")),
+    ]
+    for candidate in candidates:
+        command = [candidate, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"]
+        try:
+            found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        if found == version:
+            return candidate
+    raise RuntimeError(f"no interpreter of Python {version} is on this machine. Install one as `python{version}`.")
 
 
-def run_checks(python: Path) -> list[str]:
-    """Run all checks with an interpreter; prints the output of those that fail, and returns a word for each."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    results = []
-    for name, arguments in CHECKS.items():
-        started = time.monotonic()
+def installed(python: Path) -> list[str]:
+    """Return the versions that an environment imports: Python, torch, Lightning and torchmetrics."""
+    script = (
+        "import platform, torch, torchmetrics; from importlib.metadata import version;"
+        "print(platform.python_version(), torch.__version__.partition('+')[0], version('pytorch-lightning'),"
+        " torchmetrics.__version__)"
+    )
+    return subprocess.run([python, "-c", script], check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+
+
+@contextmanager
+def checkout(name: str) -> Iterator[Path]:
+    """Provide a checkout whose tests import Lightning by a name."""
+    if name == FIRST:
+        yield ROOT
+    else:
+        with translated_checkout() as folder:
+            yield folder
+
+
+def run_tests(python: Path, name: str) -> str:
+    """Run the tests under one import name; prints the output if they fail, and returns pytest's last line."""
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not exhaustive"]
+    with checkout(name) as folder:
         try:
             done = subprocess.run(
-                [python, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-                env=environment, timeout=_LIMIT,
+                [python, "-m", "pytest", *options, *TESTS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, timeout=_LIMIT,
             )  # fmt: skip
             output, has_passed = done.stdout, done.returncode == 0
         except subprocess.TimeoutExpired as error:
             output, has_passed = f"{error}\n", False
-        seconds = time.monotonic() - started
-        results.append(f"{'passed' if has_passed else 'FAILED'} {seconds:.0f} s")
-        if not has_passed:
-            print(f"== {name}\n{output[-_SHOWN:]}", flush=True)
-    return results
+    if not has_passed:
+        print(f"== {name}\n{output[-_SHOWN:]}", flush=True)
+    summary = re.search(r"(\d+ passed).* in ([\d.]+)s", output.splitlines()[-1])
+    return f"{summary[1]} in {float(summary[2]):.0f} s" if has_passed and summary else "FAILED"
+
+
+def describe(row: Row) -> str:
+    """Return the row's line in the table of tested versions."""
+    names = ", ".join(f"`{name}`" for name in row.names)
+    return f"| {row.python} | {row.torch} | {row.lightning} | {row.torchmetrics} | {names} |"
+
+
+def record(passed: Row) -> None:
+    """Add a row that has passed to the table of tested versions, and remove lines of rows that are no more."""
+    begin, end = (f"<!-- tested versions: {word} -->" for word in ("begin", "end"))
+    before, rest = PAGE.read_text().split(begin)
+    recorded, after = rest.split(end)
+    lines = ["| Python | torch | Lightning | torchmetrics | imported as |", "| --- | --- | --- | --- | --- |"]
+    lines += [describe(row) for row in ROWS.values() if row is passed or describe(row) in recorded]
+    PAGE.write_text("\n".join([f"{before}{begin}", "", *lines, "", f"{end}{after}"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all checks on all versions and print a table; returns 0 if all have passed, otherwise 1."""
+    """Run the tests of the chosen rows and print a table; returns 0 if all have passed, otherwise 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("versions", nargs="*", help='such as "2.11"; by default those of `pyproject.toml`')
-    rows = [["torch", *CHECKS, "all"]]
-    for version in parser.parse_args(arguments).versions or supported_versions():
-        python = prepare(version)
-        imported = torch_version(python)
-        if not imported.startswith(f"{version}."):
-            raise RuntimeError(f"the environment of torch {version} imports torch {imported}. Delete it and run again.")
-        print(f"torch {imported}", flush=True)
+    parser.add_argument("rows", nargs="*", help=f"any of {', '.join(ROWS)}, or ci; by default all of them")
+    given = parser.parse_args(arguments).rows
+    chosen = CI_ROWS if given == ["ci"] else given or list(ROWS)
+    if unknown := sorted(set(chosen) - ROWS.keys()):
+        parser.error(f"no rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    results = [["Python", "torch", "Lightning", "torchmetrics", FIRST, SECOND, "all"]]
+    for row in (ROWS[name] for name in chosen):
         started = time.monotonic()
-        rows.append([imported, *run_checks(python), f"{time.monotonic() - started:.0f} s"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return int(any("FAILED" in cell for row in rows for cell in row))
+        python = prepare(row)
+        found = installed(python)
+        expected = [row.python, row.torch, row.lightning, row.torchmetrics]
+        if [found[0].rpartition(".")[0], *found[1:]] != expected:
+            raise RuntimeError(f"the environment {python.parents[1]} has {found}, not {expected}. Delete it.")
+        print(f"Python {found[0]}, torch {row.torch}, Lightning {row.lightning}", flush=True)
+        passed = [run_tests(python, name) if name in row.names else "-" for name in (FIRST, SECOND)]
+        if "FAILED" not in passed:
+            record(row)
+        results.append([*found, *passed, f"{time.monotonic() - started:.0f} s"])
+    widths = [max(map(len, column)) for column in zip(*results, strict=True)]
+    for line in results:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return int(any("FAILED" in line for line in results))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from tests import virtual_accelerator
 from tests.parity import quiet_trainer
 from tests.support.processes import run_processes
@@ -94,3 +95,66 @@ def test_a_training_step_waits_and_copies_no_more_than_allowed(virtual_devices, 
             sum(n for key, n in counts.items() if key.startswith(what)) for what in ("host waits:", "copies", "bytes")
         )
         assert all(total <= limit for total, limit in zip(totals, LIMITS[name][logs], strict=True)), (name, counts)
+
+
+PREFETCHING = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
+
+
+class Overridden(Network):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        assert all(part.device.type == "cpu" for part in batch)
+        return batch
+
+
+def parameters_and_counts(make, devices, kind=Network, batches=STEPS, **options):
+    """Train one epoch; return the parameters, what later steps added to the counters, and where batches came from."""
+    virtual_accelerator.load()
+    module, strategy, found = kind(False), make(**options), []
+    batch_to_device = strategy.batch_to_device
+
+    def note(batch, *args, **kwargs):
+        found.append(batch[0].device.type)
+        return batch_to_device(batch, *args, **kwargs)
+
+    strategy.batch_to_device = note
+    data = TensorDataset(torch.randn(8 * batches, 5), torch.arange(8 * batches) % 3)
+    loader = DataLoader(data, batch_size=8)
+    trainer_options = {"accelerator": "virtual", "max_epochs": 1, "use_distributed_sampler": False}
+    quiet_trainer(strategy, devices, **trainer_options).fit(module, loader)
+    virtual_accelerator.check()  # no race, and nothing freed in use
+    first, last = module.counts[0], module.counts[-1]
+    added = {name: last.get(name, 0) - first.get(name, 0) for name in last}
+    return [parameter.tolist() for parameter in module.parameters()], added, found
+
+
+def prefetched_on_rank(name, kind, prefetch):
+    torch.manual_seed(int(os.environ["RANK"]))
+    return parameters_and_counts(PREFETCHING[name], 2, kind, prefetch=prefetch)
+
+
+def waits_of(counts):
+    return sum(number for key, number in counts.items() if key.startswith("host waits:"))
+
+
+@pytest.mark.parametrize("kind", [Network, Overridden])
+@pytest.mark.parametrize("name", PREFETCHING)
+def test_prefetched_batches_are_copied_on_a_stream_of_their_own_without_a_wait(virtual_devices, name, kind):
+    without = run_processes(prefetched_on_rank, 2, name, kind, 0)
+    for found, (parameters, counts, _) in zip(
+        run_processes(prefetched_on_rank, 2, name, kind, 2), without, strict=True
+    ):
+        assert found[0] == parameters
+        assert waits_of(found[1]) == waits_of(counts) == 0
+        assert counts["kernels"] > 0
+        early = ["cpu"] * 2 + [("cpu" if kind is Overridden else "virtual")] * (STEPS - 2)
+        assert found[2] == early
+
+
+def test_chunks_of_prefetched_batches_are_copied_without_a_wait(virtual_devices):
+    runs = []
+    for prefetch in (0, 2):
+        torch.manual_seed(0)
+        runs.append(parameters_and_counts(BalancedDataParallelStrategy, 2, prefetch=prefetch, balance="even"))
+    assert runs[0][0] == runs[1][0]
+    assert [waits_of(counts) for _, counts, _ in runs] == [0, 0]
+    assert runs[1][1]["copies to the device"] > 0

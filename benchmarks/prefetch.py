@@ -1,0 +1,171 @@
+"""Time of a training step whose batch takes as long to fetch as the step itself, with and without `prefetch`.
+
+In each round, every contender trains the same number of steps in turn, in one process on the CPU; so do a run whose
+batches cost nothing, and a loop over the loader alone. A ratio is the time of a contender divided by the longer of the
+latter two in the same round. Batches and steps wait for `--milliseconds`, as for a disk and a device, or multiply
+matrices.
+
+Run it with `python benchmarks/prefetch.py`; it takes about five minutes.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from measuring.estimates import FEWEST, estimate_median
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+
+_BATCH = 4
+_SIZE = 256  # of the matrices
+_PREFETCH = 2
+OURS: dict[str, Callable[..., Strategy]] = {
+    "ddp_checkpoint": DDPCheckpointStrategy,
+    "ddp_join": DDPJoinStrategy,
+    "balanced_dp": BalancedDataParallelStrategy,
+}
+
+
+def wait(seconds: float) -> Callable[[], object]:
+    """Return a function that waits."""
+    return lambda: time.sleep(seconds)
+
+
+def multiply(seconds: float) -> Callable[[], object]:
+    """Return a function that multiplies matrices for about as long."""
+    matrix = torch.randn(_SIZE, _SIZE)
+    times = []
+    for _ in range(50):
+        started = time.perf_counter()
+        matrix @ matrix
+        times.append(time.perf_counter() - started)
+    count = max(1, round(seconds / statistics.median(times)))
+
+    def work() -> None:
+        for _ in range(count):
+            matrix @ matrix
+
+    return work
+
+
+class Samples(Dataset[Tensor]):
+    """Samples that take some work."""
+
+    def __init__(self, steps: int, work: Callable[[], object] | None) -> None:
+        self._steps = steps
+        self._work = work
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._steps * _BATCH
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Make a sample."""
+        if self._work is not None and index % _BATCH == 0:  # all work of a batch, since samples are in order
+            self._work()
+        return torch.ones(4)
+
+
+class Network(LightningModule):
+    """A small layer, and a step that takes some work."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self._layer = nn.Linear(4, 1)
+        self._work = work
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Make a loss."""
+        self._work()
+        loss: Tensor = self._layer(batch).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+
+def train(
+    strategy: Strategy, steps: int, of_batch: Callable[[], object] | None, of_step: Callable[[], object]
+) -> float:
+    """Return the seconds of one epoch, without the set-up of the Trainer."""
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    module = Network(of_step)
+    ends: list[float] = []
+    vars(module).update(on_train_epoch_start=lambda: ends.append(time.perf_counter()))
+    vars(module).update(on_train_epoch_end=lambda: ends.append(time.perf_counter()))
+    trainer.fit(module, DataLoader(Samples(steps, of_batch), batch_size=_BATCH))
+    return ends[-1] - ends[0]
+
+
+def iterate(steps: int, of_batch: Callable[[], object]) -> float:
+    """Return the seconds of a loop over the loader."""
+    started = time.perf_counter()
+    for _ in DataLoader(Samples(steps, of_batch), batch_size=_BATCH):
+        pass
+    return time.perf_counter() - started
+
+
+def measure(kind: str, seconds: float, steps: int, rounds: int) -> Table:
+    """Measure all contenders with one kind of work."""
+    work = {"waiting": wait, "multiplying": multiply}[kind](seconds)
+    single = lambda: SingleDeviceStrategy(torch.device("cpu"))  # noqa: E731
+    contenders: dict[str, Callable[[], Strategy]] = {"Lightning, one device": single}
+    for name, make in OURS.items():
+        for prefetch in (0, _PREFETCH):
+            contenders[f"{name}, prefetch={prefetch}"] = lambda make=make, prefetch=prefetch: make(prefetch=prefetch)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    ratios: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        longer = max(train(single(), steps, None, work), iterate(steps, work))
+        for name, make in contenders.items():
+            taken = train(make(), steps, work, work)
+            if number:  # the first round is a warm-up
+                times[name].append(taken / steps)
+                ratios[name].append(taken / longer)
+    table = Table(title=f"{kind}, {1000 * seconds:g} ms each, {steps} steps, {rounds} rounds", title_justify="left")
+    for column in ("contender", "step", "ratio to the longer of the two"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for name in contenders:
+        estimate: Any = estimate_median(ratios[name])
+        interval = f"{estimate.median:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+        table.add_row(name, f"{1000 * statistics.median(times[name]):.1f} ms", interval)
+    return table
+
+
+def main() -> None:
+    """Measure and print a table for each kind of work."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kinds", nargs="+", choices=["waiting", "multiplying"], default=["waiting", "multiplying"])
+    parser.add_argument("--milliseconds", type=float, default=10.0, help="of a batch, and of a step")
+    parser.add_argument("--steps", type=int, default=50, help="steps of a contender in each round")
+    parser.add_argument("--rounds", type=int, default=9, help=f"at least {FEWEST}")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tables = [measure(kind, options.milliseconds / 1000, options.steps, options.rounds) for kind in options.kinds]
+    load = f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores."
+    Console(width=100).print(*tables, load, sep="\n\n", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

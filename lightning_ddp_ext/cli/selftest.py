@@ -1,0 +1,304 @@
+"""`doctor --selftest`: train a small model on the ranks of a run, and compare them with each other and one process.
+
+Each rank starts a process of its own for every trial, so that it can report trials that hang or crash.
+"""
+
+import copy
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext.clusters.process_group_options import Connection, device_type_of
+from lightning_ddp_ext.consistency.replica_differences import find_difference
+from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects, own_group
+from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
+from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
+from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+
+LIMIT = 60.0  # seconds of a trial
+_CONNECT_LIMIT = 30.0  # seconds in which ranks have to find each other
+_STEPS, _FEWER_STEPS = 4, 2  # of rank 0 and of ranks with less data
+_KILLED_IN = 1  # step
+_FEATURES = 6
+_STALL = 10.0  # seconds
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
+_LAST_LINES = 12  # of a process that failed
+_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")  # their variables begin with these
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRank:
+    """A rank of a trial: its place, its devices, and how it finds the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    num_nodes: int
+    accelerator: str
+    devices: int | list[int]  # of its node, as the Trainer takes them
+    backend: str | None
+    network_interface: str | None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        if isinstance(self.devices, int):
+            return torch.device(self.accelerator)
+        return torch.device(self.accelerator, self.devices[self.local_rank])
+
+    def variables(self, address: str, port: int) -> dict[str, str]:
+        """Return the variables in which torchrun gives a process its rank."""
+        values = {
+            "RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank,
+            "GROUP_RANK": self.rank * self.num_nodes // self.world_size, "MASTER_ADDR": address, "MASTER_PORT": port,
+        }  # fmt: skip
+        return {name: str(value) for name, value in values.items()}
+
+
+class Model(LightningModule):
+    """A network with recomputed activations, and a buffer that the forward pass changes."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(_FEATURES, 8), nn.Tanh())
+        self.last = nn.Linear(8, 1)
+        self.register_buffer("mean", torch.zeros(_FEATURES))
+
+    @override
+    def forward(self, features: Tensor) -> Any:
+        with torch.no_grad():
+            self.mean += 0.1 * (features.mean(dim=0) - self.mean)
+        return self.last(checkpoint(self.first, features.requires_grad_(), use_reentrant=True))
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if dist.is_initialized():
+            dist.all_reduce(torch.ones((), device=self.device))  # some steps communicate
+        return functional.mse_loss(self(batch[0]), batch[1])
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class _Comparison(Callback):
+    """Compares ranks bit by bit when training ends, while they can communicate."""
+
+    difference: str | None = None
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if dist.is_initialized():
+            tensors = {f"`{name}`": value for name, value in pl_module.state_dict().items()}
+            for index, state in enumerate(trainer.optimizers[0].state.values()):
+                tensors[f"the momentum of parameter {index}"] = state["momentum_buffer"]
+            found = find_difference(tensors)
+            self.difference = None if found is None else found.text
+
+
+class _Death(Callback):
+    """Kills the last rank."""
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and batch_idx == _KILLED_IN:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _batches(rank: int, is_uneven: bool, dtype: torch.dtype) -> list[Batch]:
+    """Return the batches of a rank, whose sizes differ from rank to rank and from step to step."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [1 + (rank + step) % 3 for step in range(_FEWER_STEPS if is_uneven and rank else _STEPS)]
+
+    def draw(size: int, width: int) -> Tensor:
+        return torch.randn(size, width, generator=generator).to(dtype)
+
+    return [(draw(size, _FEATURES), draw(size, 1)) for size in sizes]
+
+
+def _whole_batches(world_size: int, is_uneven: bool, dtype: torch.dtype) -> list[Batch]:
+    """Return the batches of all ranks, concatenated for each step."""
+    by_rank = [_batches(rank, is_uneven, dtype) for rank in range(world_size)]
+    steps = [[batches[step] for batches in by_rank if step < len(batches)] for step in range(_STEPS)]
+    return [(torch.cat([one for one, _ in step]), torch.cat([other for _, other in step])) for step in steps]
+
+
+def _train(
+    own: TrialRank, strategy: Any, make_batches: Callable[[torch.dtype], list[Batch]], is_uneven: bool = False,
+    callbacks: Sequence[Callback] = (), **options: Any,
+) -> str:  # fmt: skip
+    """Train on this rank; return what is wrong, or "" if all ranks are equal to each other and to one process."""
+    dtype = widest_float(own.device)
+    comparison = _Comparison()
+    trainer = Trainer(
+        strategy=strategy, accelerator=own.accelerator, devices=own.devices, callbacks=[comparison, *callbacks],
+        precision="64-true" if dtype == torch.float64 else "32-true", max_epochs=1, use_distributed_sampler=False,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    seed_everything(0, verbose=False)
+    model = Model()
+    alone = copy.deepcopy(model).to(own.device, dtype)
+    trainer.fit(model, DataLoader(make_batches(dtype), batch_size=None))  # type: ignore[arg-type]
+    optimizer = alone.configure_optimizers()
+    for features, targets in _whole_batches(own.world_size, is_uneven, dtype):
+        optimizer.zero_grad()
+        alone.training_step((features.to(own.device), targets.to(own.device)), 0).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    found, wanted = (nn.utils.parameters_to_vector(one.state_dict().values()).cpu() for one in (model, alone))
+    difference = float((found - wanted).norm() / wanted.norm())
+    problems = [] if comparison.difference is None else [comparison.difference]
+    if not difference < _TOLERANCES[dtype]:
+        problems.append(f"parameters and buffers differ by {difference:.0e} from those of one process")
+    return "; ".join(problems)
+
+
+def _train_on_ranks(
+    own: TrialRank, kind: type[DDPCheckpointStrategy | DDPJoinStrategy], is_uneven: bool = False, *callbacks: Callback
+) -> str:
+    strategy = kind(
+        process_group_backend=own.backend,
+        network_interface=own.network_interface,
+        timeout=_CONNECT_LIMIT,
+        stall_timeout=_STALL,
+    )
+    batches = partial(_batches, own.rank, is_uneven)
+    environment = [TorchElasticEnvironment()]
+    return _train(own, strategy, batches, is_uneven, callbacks, num_nodes=own.num_nodes, plugins=environment)
+
+
+def _train_replicas(own: TrialRank) -> str:
+    strategy = BalancedDataParallelStrategy(split=[1, 2], parallel_devices=[own.device, own.device])
+    return _train(own, strategy, partial(_whole_batches, own.world_size, False))
+
+
+# ---------------------------------------------------------------- trials
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A training run that succeeds on all ranks, or that all ranks but the last one end with a certain error."""
+
+    name: str
+    success: str  # in the table
+    run: Callable[[TrialRank], str]
+    error: str = ""
+
+
+_TRIALS = (
+    Trial("balanced_dp", "two replicas train as one process", _train_replicas),
+    Trial(
+        "ddp_checkpoint",
+        "ranks are identical, and train as one process",
+        lambda own: _train_on_ranks(own, DDPCheckpointStrategy),
+    ),
+    Trial(
+        "ddp_join",
+        f"with {_STEPS} batches on rank 0 and {_FEWER_STEPS} on others, ranks are identical, and train as one process",
+        lambda own: _train_on_ranks(own, DDPJoinStrategy, True),
+    ),
+    Trial(
+        "killed rank",
+        "the other ranks end, and name it",
+        lambda own: _train_on_ranks(own, DDPCheckpointStrategy, False, _Death()),
+        error="the process of rank {last} is gone",
+    ),
+)
+
+
+def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> Iterator[tuple[str, str, str]]:
+    """Run all trials on all ranks; yields for each its name, its result, and "" or the problem, alike on all ranks."""
+    environment = strategy.cluster_environment
+    assert environment is not None and strategy.parallel_devices is not None  # noqa: PT018  the Trainer gives both
+    kind = device_type_of(strategy)
+    own = TrialRank(
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
+        local_rank=environment.local_rank(),
+        num_nodes=strategy.num_nodes,
+        accelerator=kind,
+        devices=strategy.num_processes if kind == "cpu" else [device.index for device in strategy.parallel_devices],
+        backend=connection.backend,
+        network_interface=connection.network_interface,
+    )
+    group = own_group(timedelta(seconds=3 * LIMIT))
+    last = own.world_size - 1
+    for trial in _TRIALS:
+        if trial.error and not last:
+            continue
+        port = broadcast_object(_free_port() if own.rank == 0 else None, group, 0)
+        ended = _run_process(own, trial, own.variables(environment.main_address, port))
+        problems = []
+        for rank, (text, output) in enumerate(gather_objects(ended, group)):
+            if not trial.error:
+                problems += [f"rank {rank}: {text}"] if text else []
+            elif rank != last and trial.error.format(last=last) not in output:
+                problems.append(
+                    f"rank {rank} has not noticed that rank {last} was killed: {text or 'it has trained on'}"
+                )
+        yield trial.name, trial.success, "\n".join(problems)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return int(one.getsockname()[1])
+
+
+def _run_process(own: TrialRank, trial: Trial, variables: dict[str, str]) -> tuple[str, str]:
+    """Run a trial in a process of its own; return its problem, or "", and its output."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
+        found = Path(folder) / "found"
+        program = f"from {__name__} import run_trial; run_trial()"
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, json.dumps(asdict(own)), trial.name, str(found)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**environ, **variables},
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        said = output.read()
+        if code == 0:
+            return found.read_text(), said
+        lines = "\n".join(line for line in said.splitlines()[-_LAST_LINES:] if line.strip())
+        why = f"it was still running after {LIMIT:g} s" if code is None else f"it ended with exit code {code}"
+        return f"{why}. It said last:\n{lines}", said
+
+
+def run_trial() -> None:
+    """Run the trial of the command line in this process, and write its problem to a file."""
+    own, name, found = sys.argv[1:]
+    (trial,) = (one for one in _TRIALS if one.name == name)
+    Path(found).write_text(trial.run(TrialRank(**json.loads(own))))

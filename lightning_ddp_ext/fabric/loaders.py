@@ -1,0 +1,104 @@
+"""The loaders of a Fabric: their batches are counted, ranks may iterate in lockstep, and an epoch can be resumed."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+
+from lightning_ddp_ext.ranks.sample_counts import CountedLoader, FetchedBatch
+from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
+
+_EPOCH, _USED, _RNG = "epoch", "used", "rng"
+Batches = Iterable[tuple[Any, float | None]]
+
+
+class BatchUser(Protocol):
+    """The strategy, which wants to know the batch that a loop is at."""
+
+    def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
+        """Return the batches of this rank, without the first `skip`, and those that stand in for missing ones."""
+
+    def number_of_steps(self, length: int | None) -> int | None:
+        """Return the number of steps of all ranks, from the number of batches of this rank; None if it is unknown."""
+
+    def iterating(self) -> AbstractContextManager[None]:
+        """Remember the batch that an outer loop is at."""
+
+    def begin_batch(self, batch: Any, fetched: FetchedBatch) -> None:
+        """Begin with a batch."""
+
+
+class FabricLoader:
+    """A loader that tells its strategy about each batch, and continues an epoch where a checkpoint was saved.
+
+    It has the attributes of the user's loader.
+    """
+
+    def __init__(self, loader: Any, user: BatchUser, device: torch.device) -> None:
+        self.__dict__.update(getattr(loader, "__dict__", {}))
+        self._loader = loader
+        self._user = user
+        self._device = device
+        self._rng = ResumableRng(device)
+        self._epoch = 0  # iterations that have begun
+        self._used: int | None = None  # batches of this epoch that the loop has got; None between epochs
+        self._skip = 0
+        self._steps = user.number_of_steps(sized_len(loader))
+
+    def __len__(self) -> int:
+        if self._steps is None:
+            raise TypeError("the number of batches is not known on every rank")
+        return self._steps
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        for owner in (self._loader, getattr(self._loader, "batch_sampler", None)):
+            sampler: Any = getattr(owner, "sampler", None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        self._used = skip
+        length = sized_len(self._loader)
+        with self._user.iterating():
+            own_skip = skip if length is None else min(skip, length)  # this rank may have had fewer batches
+            steps = iter(self._user.lockstep(self._fetch(own_skip, length), length, skip))
+            while True:
+                self._rng.advance()
+                step = next(steps, None)
+                if step is None:
+                    break
+                self._used += 1
+                self._user.begin_batch(*step)
+                yield step[0]
+            self._used = None
+
+    def _fetch(self, skip: int, length: int | None) -> Iterator[tuple[Any, float | None]]:
+        counts: list[int | None] = []
+        loader = CountedLoader(self._loader, counts)
+        for batch in self._rng.iterate(loader, [self._loader], skip, looks_ahead=length is None):
+            yield batch, counts.pop()
+
+    def state(self) -> dict[str, Any]:
+        """Return the position in the data, and the RNG state with which it goes on, as plain values."""
+        is_between = self._used is None
+        epoch = self._epoch if is_between else self._epoch - 1
+        return {_EPOCH: epoch, _USED: self._used, _RNG: asdict(self._rng.record(self._used))}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue at a position."""
+        self._epoch, self._skip = state[_EPOCH], state[_USED] or 0
+        self._used = None
+        self._rng = ResumableRng(self._device)
+        self._rng.resume(FetchRecord(**state[_RNG]))
+
+
+def without_first(batches: Batches, skip: int) -> Iterator[tuple[Any, FetchedBatch]]:
+    """Yield batches of ranks that have equally many, without the first `skip`."""
+    rest = iter(batches)
+    deque(islice(rest, skip), maxlen=0)
+    return ((batch, FetchedBatch(samples)) for batch, samples in rest)

@@ -1,0 +1,441 @@
+"""`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`."""
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.lightning_fabric import postpone_synchronization
+from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
+from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
+from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
+from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, choose_start_method
+from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
+from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
+from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects, own_group
+from lightning_ddp_ext.errors import UnsupportedFeatureError, UnsynchronizedGradientsError
+from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, without_first
+from lightning_ddp_ext.join.lockstep_loader import (
+    HasNextBatch,
+    LockstepLoader,
+    UnevenInputs,
+    number_of_steps,
+)
+from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, FetchedBatch, StepParticipation
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
+from lightning_ddp_ext.strategies.base import describe_versions_of_run
+
+_STATE = "lightning_ddp_ext"  # key in checkpoints
+_UNKNOWN = -1
+
+
+class DDPCheckpointStrategy(DDPStrategy):
+    """`ddp_checkpoint` for Fabric: exact gradients after any backward pass, weighted by the samples of each batch.
+
+    `fabric.setup` does not wrap modules in `DistributedDataParallel`. `fabric.backward` synchronises the gradients of
+    all modules that were set up, unless it runs in `fabric.no_backward_sync`. Micro-batches of such a window are
+    weighted too: divide the losses by their number, as usual.
+
+    The weight of a batch is found when a loader of `fabric.setup_dataloaders` yields it; without such a loader, set
+    `fabric.strategy.batch_weight`.
+
+    `fabric.save` adds the RNG states of all ranks, the positions in loaders and the state of the reducer to the
+    checkpoint. After `fabric.load`, the next iteration of a loader continues its epoch, bit for bit on as many ranks.
+
+    Registered with Fabric as `"ddp_checkpoint"`.
+
+    Args:
+        accelerator: See `lightning.fabric.strategies.DDPStrategy`, also for the arguments up to `start_method`.
+        parallel_devices: The devices of this node.
+        cluster_environment: The environment that has started the processes, or starts them.
+        checkpoint_io: The plugin that writes checkpoints.
+        precision: The precision.
+        process_group_backend: As for `lightning_ddp_ext.DDPCheckpointStrategy`, also the arguments that follow.
+        timeout: How long ranks wait for each other.
+        start_method: How this process starts the others of its node.
+        bucket_cap_mb: Largest size of a bucket of gradients in MiB.
+        weight_by: Weight of a rank's batch in the gradient. A callable gets the batch before it moves to the device.
+        batch_dim: Dimension of samples in a batch's tensors, if the loader does not draw samples itself.
+        init_method: Another rendezvous endpoint than the main address.
+        network_interface: The interface that the ranks use.
+        activation_checkpointing: Modules that recompute their activations in the backward pass.
+
+    Raises:
+        TypeError: If an argument is unknown or of the wrong type.
+        ValueError: If an argument is out of range.
+        BackendError: If this torch has no such backend.
+        NetworkInterfaceError: If this node has no such interface.
+    """
+
+    strategy_name = "ddp_checkpoint"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        start_method: StartMethod | None = None,
+        bucket_cap_mb: float = 25.0,
+        weight_by: WeightBy = "samples",
+        batch_dim: int = 0,
+        init_method: str | None = None,
+        network_interface: str | None = None,
+        activation_checkpointing: ActivationCheckpointingPolicy | None = None,
+        **unknown: object,
+    ) -> None:
+        refuse_unknown(unknown, type(self))
+        check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
+        check_bucket_cap(bucket_cap_mb)
+        self._rule = WeightRule(weight_by, rank_zero_info)
+        self._connection = Connection(
+            backend=process_group_backend,
+            timeout=as_timeout("timeout", DEFAULT_TIMEOUT if timeout is None else timeout),
+            init_method=init_method,
+            network_interface=network_interface,
+        )
+        self._connection.check_arguments()
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend,
+            self._connection.timeout, choose_start_method(start_method),
+        )  # fmt: skip
+        self.bucket_cap_mb = bucket_cap_mb
+        self.weight_by = weight_by
+        self.batch_dim = batch_dim
+        self.batch_weight: float | None = None  # of the current batch; None before the first
+        self._checkpointing = (
+            None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
+        )
+        postpone_synchronization(self, self.postponing)
+        self._samples = BatchSamples(batch_dim)
+        self._participation: StepParticipation | None = None  # of ranks in the current batch; None if all have one
+        self._modules: list[nn.Module] = []
+        self._loaders: list[FabricLoader] = []
+        self._reducer: GradientReducer | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        self._is_postponed = False
+        self._window: list[float] = []  # weights of the micro-batches whose gradients are not synchronised yet
+
+    # ------------------------------------------------------------ set-up
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._connection.check_launch(self)
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None and self.accelerator is not None  # noqa: PT018  the Fabric gives both
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        self.accelerator.setup_device(self.root_device)
+        self._connection.open(self)
+        super().setup_environment()  # it keeps the process group that it finds
+        arguments = {"strategy": type(self), "bucket_cap_mb": self.bucket_cap_mb, "weight_by": self.weight_by}
+        compare_setups({**describe_versions_of_run(), **describe_arguments({**arguments, **self.compared_arguments()})})
+
+    def compared_arguments(self) -> dict[str, object]:
+        """Return further arguments that must be the same on every rank."""
+        return {"batch_dim": self.batch_dim}
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        if self._checkpointing is not None:
+            self._checkpointing.apply(module)
+        self._modules.append(module)
+        self._make_reducer()
+        return module
+
+    def _make_reducer(self) -> None:
+        """Make the reducer of all modules, whose messages have one order on all ranks."""
+        if self._reducer is not None:
+            self._reducer.close()
+        together = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+        self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        disable_sampler_padding(dataloader)
+        loader = FabricLoader(dataloader, self, self.root_device)
+        self._loaders.append(loader)
+        if self._resumed is not None:
+            self._resume_loader(len(self._loaders) - 1)
+        return loader
+
+    # ------------------------------------------------------------ batches
+
+    def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
+        """Return the batches of this rank, without the first `skip`."""
+        return without_first(batches, skip)
+
+    def number_of_steps(self, length: int | None) -> int | None:
+        """Return the number of steps in an epoch, from the number of batches of this rank; None if it is unknown."""
+        return length
+
+    @contextmanager
+    def iterating(self) -> Generator[None, None, None]:
+        """Iterate over a loader in the block, maybe inside of a loop over another one."""
+        outer = self.batch_weight, self._participation
+        try:
+            yield
+        finally:
+            self.batch_weight, self._participation = outer
+
+    def begin_batch(self, batch: Any, fetched: FetchedBatch) -> None:
+        """Begin with a batch of a loader."""
+        self._participation = fetched.participation
+        if self.is_shadow:
+            self.batch_weight = 0.0
+            return
+        samples: float | None = 1.0
+        if self._rule.is_by_samples:
+            self._samples.begin(fetched.samples)
+            samples = self._samples.count(batch)
+        if samples is None:
+            raise ValueError(
+                f"rank {self.global_rank}: the samples of a batch cannot be counted: {self._samples.problem} Pass a"
+                " callable `weight_by`, which returns the weight of a batch, such as `len` for a list of samples; or"
+                ' `weight_by="equal"`, if batches are equally large on all ranks.'
+            )
+        self.batch_weight = self._rule.weigh(batch, samples)
+
+    @property
+    def is_shadow(self) -> bool:
+        """Whether this rank has run out of data, and its batch stands in for one."""
+        return self._participation is not None and self._participation.is_shadow
+
+    # ------------------------------------------------------------ gradients
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        reducer = self._reducer
+        if reducer is None:
+            raise RuntimeError("`fabric.backward` needs a module. Call `model = fabric.setup(model)` first.")
+        weight = self._weight()
+        self._window.append(weight)
+        first = next(filter(None, self._window), 0.0)
+        if not weight:
+            # The loss may be nan. The backward pass runs nevertheless, since it may communicate.
+            with _discarding_gradients(self._modules, reducer):
+                super().backward(tensor, module, *args, **kwargs)
+            with nullcontext() if self._is_postponed else self._synchronizing(reducer, first):
+                return
+        factor = weight / first * (self._number_of_active_ranks if self._rule.is_sum else 1)
+        reducer.defer_hooks()
+        with nullcontext() if self._is_postponed else self._synchronizing(reducer, first):
+            super().backward(tensor if factor == 1 else tensor * factor, module, *args, **kwargs)
+
+    @contextmanager
+    def _synchronizing(self, reducer: GradientReducer, first: float) -> Generator[None, None, None]:
+        """Synchronise the gradients of a window, in which losses were weighted relative to the first one."""
+        window, self._window = self._window, []
+        reducer.control.scale = first * len(window)  # the user has divided each loss by the length of the window
+        reducer.control.position += 1
+        with reducer.synchronize(sum(window)):
+            yield
+
+    @contextmanager
+    def postponing(self) -> Generator[None, None, None]:
+        """Postpone the synchronisation of gradients in a block."""
+        was_postponed, self._is_postponed = self._is_postponed, True
+        try:
+            yield
+        finally:
+            self._is_postponed = was_postponed
+
+    @property
+    def _number_of_active_ranks(self) -> int:
+        return self.world_size if self._participation is None else len(self._participation.active)
+
+    def _weight(self) -> float:
+        if self.batch_weight is None:
+            raise RuntimeError(
+                "`fabric.backward` needs the weight of the batch. Pass the loader to `fabric.setup_dataloaders`, or set"
+                " `fabric.strategy.batch_weight` before, such as `len(batch)`."
+            )
+        return self.batch_weight
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        self._check_gradients(optimizer, has_closure=kwargs.get("closure") is not None)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def _check_gradients(self, optimizer: Optimizer, has_closure: bool) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._reducer is not None and not has_closure and self._reducer.unsynchronized(parameters):
+            raise UnsynchronizedGradientsError(
+                f"rank {self.global_rank}: `{type(optimizer).__name__}` is about to step with gradients that have not"
+                " been synchronised with the other ranks. Leave the last `fabric.backward` before a step out of"
+                " `fabric.no_backward_sync`."
+            )
+
+    # ------------------------------------------------------------ checkpoints
+
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        reducer = None if self._reducer is None else self._reducer.state_dict()
+        of_rank = {
+            "rng": capture_rng_state(self.root_device),
+            "loaders": [loader.state() for loader in self._loaders],
+            "reducer": None if reducer is None else reducer.pop("of_rank"),
+        }
+        state = {**state, _STATE: {"reducer": reducer, "of_ranks": gather_objects(of_rank)}}
+        super().save_checkpoint(path, state, *args, **kwargs)
+
+    @override
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        saved = remainder.pop(_STATE, None)
+        if saved is not None:
+            self._resume(saved)
+        return remainder
+
+    def _resume(self, saved: Mapping[str, Any]) -> None:
+        of_ranks = saved["of_ranks"]
+        if len(of_ranks) != self.world_size:
+            if any(state["used"] for state in of_ranks[0]["loaders"]):
+                raise UnsupportedFeatureError(
+                    f"the checkpoint was saved by {len(of_ranks)} ranks in the middle of an epoch, and"
+                    f" {self.world_size} load it. Load it on as many, or one that was saved between epochs."
+                )
+            rank_zero_warn(
+                f"The checkpoint was saved by {len(of_ranks)} ranks, and {self.world_size} load it. Random numbers will"
+                " be others than without interruption."
+            )
+            return
+        self._resumed = own = of_ranks[self.global_rank]
+        for index in range(len(self._loaders)):
+            self._resume_loader(index)
+        restore_rng_state(own["rng"], self.root_device)
+        if self._reducer is not None and saved["reducer"] is not None:
+            self._make_reducer()  # one that has learned nothing
+            self._reducer.load_state_dict({**saved["reducer"], "of_rank": own["reducer"]})
+
+    def _resume_loader(self, index: int) -> None:
+        assert self._resumed is not None
+        states = self._resumed["loaders"]
+        if index < len(states):
+            self._loaders[index].load_state(states[index])
+
+
+class DDPJoinStrategy(DDPCheckpointStrategy):
+    """`ddp_join` for Fabric: ranks with different amounts of data make the same number of steps.
+
+    A loop over a loader of `fabric.setup_dataloaders` ends on all ranks at the same step. A rank that has run out of
+    data gets a copy of its last batch, or of another rank's first one; then `fabric.strategy.is_shadow` is True. The
+    loop body runs as usual, so that optimizers, schedulers, counters, evaluations and checkpoints agree on all ranks.
+    `fabric.backward` gives such a batch no weight, and `fabric.all_reduce` and `fabric.all_gather` leave out the ranks
+    that have run out of data.
+
+    Registered with Fabric as `"ddp_join"`.
+
+    Args:
+        uneven_inputs: What to do when a rank runs out of data: `"join"` continues until the last rank has; `"stop"`
+            ends the loop on all ranks when the first has; `"error"` raises.
+        options: Arguments of `DDPCheckpointStrategy`.
+
+    Raises:
+        ValueError: If `uneven_inputs` is none of these.
+    """
+
+    strategy_name = "ddp_join"
+
+    def __init__(self, *args: Any, uneven_inputs: UnevenInputs = "join", **options: Any) -> None:
+        check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs), 'Use "join" to train on all data.')
+        super().__init__(*args, **options)
+        self.uneven_inputs = uneven_inputs
+        self._steps_group: dist.ProcessGroup | None = None
+
+    @override
+    def compared_arguments(self) -> dict[str, object]:
+        return {**super().compared_arguments(), "uneven_inputs": self.uneven_inputs}
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        given = super().distributed_sampler_kwargs
+        return {**given, "rank": LightningInjectedRank(given["rank"], given["num_replicas"])}
+
+    @override
+    def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
+        lengths = _gather_lengths(length)
+        if self._steps_group is None:
+            self._steps_group = own_group(self._connection.timeout)
+        has_next_batch = HasNextBatch(self._steps_group, is_sent_with_gradients=False)
+        return LockstepLoader(batches, lengths, self._steps_group, has_next_batch, self.uneven_inputs, skip)
+
+    @override
+    def number_of_steps(self, length: int | None) -> int | None:
+        lengths = _gather_lengths(length)
+        return None if lengths is None else int(number_of_steps(lengths, self.uneven_inputs))
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self._is_even(group):
+            return super().all_reduce(tensor, group, reduce_op)
+        rows = self.all_gather(tensor, group)
+        reduced = _reduce(rows, reduce_op)
+        return tensor.copy_(reduced) if reduced.dtype == tensor.dtype else reduced  # in place, as Fabric documents
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        gathered = super().all_gather(tensor, group, sync_grads)
+        if self._is_even(group):
+            return gathered
+        assert self._participation is not None
+        return gathered[list(self._participation.active)]
+
+    def _is_even(self, group: Any) -> bool:
+        return self._participation is None or not self._participation.is_uneven or group not in (None, dist.group.WORLD)
+
+
+def _gather_lengths(length: int | None) -> list[int] | None:
+    """Return the number of batches of each rank; None if any rank does not know its number."""
+    lengths = gather_integer(_UNKNOWN if length is None else length)
+    return None if _UNKNOWN in lengths else lengths
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "sum": torch.sum, "product": torch.prod, "max": torch.amax, "min": torch.amin
+}  # fmt: skip
+
+
+def _reduce(rows: Tensor, reduce_op: Any) -> Tensor:
+    """Reduce the values of the active ranks."""
+    name = reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2].lower()
+    if name in ("mean", "avg"):
+        return (rows if rows.is_floating_point() or rows.is_complex() else rows.double()).mean(dim=0)
+    if name not in _REDUCTIONS:
+        raise UnsupportedFeatureError(
+            f"`reduce_op={reduce_op!r}` is not known to work among some of the ranks. Use one of"
+            f" {', '.join(_REDUCTIONS)}."
+        )
+    return _REDUCTIONS[name](rows, 0)
+
+
+@contextmanager
+def _discarding_gradients(modules: Iterable[nn.Module], reducer: GradientReducer) -> Generator[None, None, None]:
+    """Drop the gradients of the backward pass in the block, and keep those from before."""
+    kept = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    with reducer.disregard():
+        yield
+    for parameter, gradient in kept:
+        parameter.grad = gradient

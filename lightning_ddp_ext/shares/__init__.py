@@ -1,0 +1,1 @@
+"""`balanced_ddp`: shares of a global batch, fetched by the ranks that get them."""

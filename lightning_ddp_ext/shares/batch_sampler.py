@@ -1,0 +1,258 @@
+"""Batch samplers that draw the same global batches on all ranks, and yield the share of this rank."""
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.ranks.sample_counts import SharedBatch
+from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
+from lightning_ddp_ext.shares.table import Division, ShareTable
+
+# These draw from the generators of the process before their first index only.
+_DRAWING_ONCE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class SamplingRng:
+    """Random numbers of one iteration of a sampler: the same on all ranks, and independent of all other draws."""
+
+    def __init__(self, *seeds: int) -> None:
+        words = numpy.random.SeedSequence([seed % 2**64 for seed in seeds]).generate_state(2, numpy.uint64)
+        self._seed = int(words[0]) % 2**63
+        self._states: Any = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw these numbers from the generators of Python, NumPy and torch in a block."""
+        states = self._capture()
+        if self._states is None:
+            random.seed(self._seed)
+            numpy.random.seed(self._seed % 2**32)
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            self._restore(self._states)
+        try:
+            yield
+        finally:
+            self._states = self._capture()
+            self._restore(states)
+
+    @staticmethod
+    def _capture() -> Any:
+        return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+
+    @staticmethod
+    def _restore(states: Any) -> None:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+class GlobalBatches:
+    """What the iterations of one loader need: the shares, the numbers of the batches, and random numbers.
+
+    A loop sets `begin` before an iteration; `fetched` has an entry for each batch that a loader has drawn and the loop
+    has not taken yet. A loader begins again within an iteration if it is cycled.
+    """
+
+    def __init__(self, table: ShareTable, group: dist.ProcessGroup, is_training: bool) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.fetched: deque[SharedBatch] = deque()
+        self._table = table
+        self._is_training = is_training
+        self._seeds: tuple[int, ...] = ()
+        self._cycles = 0
+        self.drawn = 0  # number of the batch that is drawn next
+
+    def begin(self, number: int, *seeds: int) -> None:
+        """Begin an iteration with the batch of this number; `seeds` are the same on all ranks."""
+        self.fetched.clear()
+        self.drawn, self._seeds, self._cycles = number, seeds, 0
+
+    def rng(self) -> SamplingRng:
+        """Return the random numbers of the next cycle."""
+        self._cycles += 1
+        return SamplingRng(*self._seeds, self._cycles)
+
+    def draw(self) -> tuple[int, Division]:
+        """Return the number of the next batch, and how it is divided."""
+        number = self.drawn
+        self.drawn += self._is_training  # in evaluation, all batches are divided alike
+        return number, self._table.division(number, self._is_training)
+
+    def share(self, batch_size: int, content: int) -> slice:
+        """Divide the next batch, whose content has this hash; return the samples of this rank."""
+        number, division = self.draw()
+        sizes = division.sizes(batch_size)
+        self.fetched.append(SharedBatch(number, sizes, content))
+        return own_part(sizes, self.rank)
+
+
+def own_part(sizes: Sequence[int], rank: int) -> slice:
+    """Return the samples of a rank."""
+    start = sum(sizes[:rank])
+    return slice(start, start + sizes[rank])
+
+
+class SharedSampler:
+    """Draws the indices of global batches alike on every rank, and yields the part of each that this rank fetches.
+
+    The part may be empty. Without `is_cut` all of it is yielded, for loaders whose batches are cut after they have been
+    fetched. Generators that are attributes of the samplers begin in the state of rank 0, and all other random numbers
+    come from `GlobalBatches.rng`, so any sampler draws alike on all ranks.
+    """
+
+    def __init__(self, sampler: Iterable[Any], batches: GlobalBatches, dataset: object, is_cut: bool) -> None:
+        self.sampler = sampler  # a name by which generators are found, and Lightning's `set_epoch`
+        self._batches = batches
+        self._dataset = dataset
+        self._is_cut = is_cut
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        rng = self._batches.rng()
+        self._agree_on_generators()
+        with rng.drawing():
+            drawn = iter(self.sampler)
+            indices = next(drawn, None)
+        self._compare(indices)
+        draws_once = _draws_once(self.sampler)
+        while indices is not None:
+            if self._is_cut:
+                indices = _as_sequence(indices)
+                indices = indices[self._batches.share(len(indices), _hash(indices))]
+            yield indices
+            if draws_once:
+                indices = next(drawn, None)
+            else:
+                with rng.drawing():
+                    indices = next(drawn, None)
+
+    def _agree_on_generators(self) -> None:
+        """Give the generators of the samplers the state that they have on rank 0."""
+        generators = find_loader_rngs([self.sampler], excluded=[self._dataset])
+        states = capture_states(generators)
+        rows = gather_integers([_hash(states), len(generators)], self._batches.group)
+        if any(row != rows[0] for row in rows) and all(row[1] for row in rows):
+            restore_states(generators, broadcast_object(states, self._batches.group, 0))
+
+    def _compare(self, first: Any) -> None:
+        """Raise an error on all ranks if they have drawn different first batches."""
+        hashes = [row[0] for row in gather_integers([_hash(first)], self._batches.group)]
+        different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
+        if different:
+            raise UnsupportedFeatureError(
+                f"rank {different[0]}: the indices of the first batch, from `{type(self.sampler).__name__}`, are not"
+                " those of rank 0. Under `balanced_ddp` every rank has to draw the whole batch: use a sampler that does"
+                " not depend on the rank, or `ddp_join` for ranks with samples of their own."
+            )
+
+
+def _hash(value: Any) -> int:
+    return zlib.crc32(repr(value.tolist() if hasattr(value, "tolist") else value).encode())
+
+
+def _as_sequence(indices: Any) -> Any:
+    """Return the indices of a batch as something to slice."""
+    if isinstance(indices, list | tuple | torch.Tensor | numpy.ndarray):
+        return indices
+    if isinstance(indices, Iterable) and not isinstance(indices, Mapping | str):
+        return list(indices)
+    raise UnsupportedFeatureError(
+        f"the batch sampler yields `{type(indices).__name__}`, which ranks cannot share. Yield a list of indices."
+    )
+
+
+def _draws_once(sampler: object) -> bool:
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    return type(inner) in _DRAWING_ONCE
+
+
+class NoSamples:
+    """The batch of a rank that has no sample of a global batch."""
+
+
+class ShareCollate:
+    """Collates the samples of this rank, if there are any; picklable if the function is."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate samples."""
+        return NoSamples() if isinstance(samples, list) and not samples else self._collate(samples)
+
+
+class SharedStreamBatch(NamedTuple):
+    """A batch of a stream on this rank, as it comes from a worker: only there its number of samples is known."""
+
+    batch: Any  # or `NoSamples`
+    number: int
+    sizes: Sequence[int]
+
+
+class StreamIndices(list[None]):
+    """The indices of a batch of a stream: as many as samples, and the division of the batch.
+
+    torch's fetcher passes no more than the samples to the collate function, but iterates over the indices before.
+    """
+
+    number: int
+    division: Division
+
+    def __iter__(self) -> Iterator[None]:
+        global _fetching
+        _fetching = self
+        return super().__iter__()
+
+
+_fetching: StreamIndices  # in the process that fetches
+
+
+class StreamSampler:
+    """Yields the indices of a stream's batches, each with its division."""
+
+    def __init__(self, batch_sampler: Iterable[Any], batches: GlobalBatches) -> None:
+        self.batch_sampler = batch_sampler
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[StreamIndices]:
+        for indices in self.batch_sampler:
+            drawn = StreamIndices(indices)
+            drawn.number, drawn.division = self._batches.draw()
+            yield drawn
+
+
+class StreamCollate:
+    """Collates the samples of this rank, out of all samples of a batch of a stream."""
+
+    def __init__(self, collate: Callable[[Any], Any], rank: int) -> None:
+        self._collate = collate
+        self._rank = rank
+
+    def __call__(self, samples: list[Any]) -> SharedStreamBatch:
+        """Collate the share of this rank."""
+        sizes = _fetching.division.sizes(len(samples))
+        own = samples[own_part(sizes, self._rank)]
+        return SharedStreamBatch(self._collate(own) if own else NoSamples(), _fetching.number, sizes)

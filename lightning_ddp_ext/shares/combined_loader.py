@@ -1,0 +1,299 @@
+"""Lightning's combined loaders, whose batches ranks share."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice, repeat
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.lightning_loaders import combination_mode, is_split_by_node, shut_down_workers
+from lightning_ddp_ext._compat.torch import has_torchs_iterator, iterate_counting, samples_of, with_sampler
+from lightning_ddp_ext.batches.splitting import count_samples, split_batch
+from lightning_ddp_ext.distributed.exchange import gather_integers
+from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
+from lightning_ddp_ext.join.combined_loader import SteppedCombinedLoader, combined_length
+from lightning_ddp_ext.join.lockstep_loader import StepMaker
+from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, SharedBatch, count_drawn, mean_count
+from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, state_with_position
+from lightning_ddp_ext.resume.resumable_rng import ResumableRng
+from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
+from lightning_ddp_ext.shares.batch_sampler import (
+    GlobalBatches,
+    NoSamples,
+    ShareCollate,
+    SharedSampler,
+    SharedStreamBatch,
+    StreamCollate,
+    StreamSampler,
+)
+from lightning_ddp_ext.shares.table import ShareTable
+
+_UNLIMITED = float("inf")
+
+
+class SharedLoader:
+    """Iterates over a loader of global batches on every rank, and yields the share of this rank, or `NoSamples`.
+
+    torch's loaders fetch only the samples of the share; other loaders make whole batches, which are cut. `taken` are
+    the batches that have been yielded since `take`, with the samples that this rank has counted.
+    """
+
+    def __init__(self, loader: Any, batches: GlobalBatches, batch_dim: int) -> None:
+        self.batches = batches
+        self.loader = loader
+        self._batch_dim = batch_dim
+        self._taken: list[tuple[SharedBatch, int | None]] = []
+        self._is_fetched_whole = not has_torchs_iterator(loader)
+        self.is_stream = False
+        if not isinstance(loader, DataLoader):
+            return
+        _check(loader)
+        wrap: Any
+        collate: Any
+        if self._is_fetched_whole:
+            wrap, collate = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=False), None
+        elif isinstance(loader.dataset, IterableDataset):
+            self.is_stream = True
+            wrap, collate = partial(StreamSampler, batches=batches), StreamCollate(loader.collate_fn, batches.rank)
+        else:
+            wrap = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=True)
+            collate = ShareCollate(loader.collate_fn)
+        is_whole_stream = self._is_fetched_whole and isinstance(loader.dataset, IterableDataset)
+        self.loader = loader if is_whole_stream else with_sampler(loader, wrap, collate or loader.collate_fn)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_fetched_whole:
+            return map(self._cut, iter(self.loader))
+        batches = iterate_counting(self.loader, count_drawn)
+        return map(self._note_of_stream, batches) if self.is_stream else map(partial(self._note, batches), batches)
+
+    def _note(self, batches: Iterator[Any], batch: Any) -> Any:
+        self._taken.append((self.batches.fetched.popleft(), samples_of(batches)))
+        return batch
+
+    def _note_of_stream(self, item: SharedStreamBatch) -> Any:
+        sizes = tuple(item.sizes)
+        self._taken.append((SharedBatch(item.number, sizes, sum(sizes)), sizes[self.batches.rank]))
+        return item.batch
+
+    def take(self) -> list[tuple[SharedBatch, int | None]]:
+        """Return and forget the batches that have been yielded."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def _cut(self, batch: Any) -> Any:
+        total = count_samples(batch, self._batch_dim)
+        self.batches.share(total, total)
+        shared = self.batches.fetched.popleft()
+        own = shared.sizes[self.batches.rank]
+        self._taken.append((shared, own))
+        chunk = split_batch(batch, shared.sizes, self._batch_dim)[self.batches.rank] if total else None
+        return NoSamples() if chunk is None else chunk
+
+
+def _check(loader: DataLoader[Any]) -> None:
+    """Refuse loaders that give each rank samples of its own, or that give batches in the order of completion."""
+    if shards_itself(loader.dataset):
+        raise UnsupportedFeatureError(
+            f"`{type(loader.dataset).__name__}` gives each rank samples of its own. Under `balanced_ddp` every rank"
+            " reads all samples: use `ddp_join`, or a dataset that does not depend on the rank."
+        )
+    for sampler in (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise UnsupportedFeatureError(
+                f"a loader has a `{type(sampler).__name__}` with `num_replicas={sampler.num_replicas}`, so that each"
+                " rank draws samples of its own. Leave it out: `balanced_ddp` shares the batches of one sampler."
+            )
+    if not getattr(loader, "in_order", True):
+        raise UnsupportedFeatureError(
+            "a loader has `in_order=False`, so that ranks would have batches in different orders. Leave it out."
+        )
+
+
+_RANKS = {"get_rank", "get_world_size", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
+
+
+def shards_itself(dataset: Any) -> bool:
+    """Return True if a dataset is seen to give each rank other samples."""
+    # torch deals out data pipes by rank.
+    if isinstance(dataset, IterDataPipe | MapDataPipe) or is_split_by_node(dataset):
+        return True
+    code = getattr(getattr(type(dataset), "__iter__", None), "__code__", None)
+    return code is not None and not _RANKS.isdisjoint({*code.co_names, *map(str, code.co_consts)})
+
+
+class SharedCombinedLoader(SteppedCombinedLoader):
+    """A `CombinedLoader` of global batches, each of which the ranks share.
+
+    All ranks draw the same batches, so its length and its state, the number of used batches, do not depend on the
+    number of ranks. `seeds` returns numbers for the samplers of an iteration, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        iterables: Any,
+        mode: Any,
+        group: dist.ProcessGroup,
+        table: ShareTable,
+        seeds: Callable[[], tuple[int, ...]],
+        rng: ResumableRng | None,
+        batch_dim: int,
+        resumed_states: list[Any],
+    ) -> None:
+        super().__init__(iterables, mode, group, rng)
+        self._table = table
+        self._seeds = seeds
+        self._batch_dim = batch_dim
+        self._loaders: list[tuple[Any, SharedLoader]] = []  # with the loaders for which they were made
+        # States of the samplers' generators. A resumed run may have other ranks, to which no other states belong.
+        self._resumed_states = resumed_states
+        self._started_with: list[Any] = []
+        self._lead = 0
+        self._stand_ins: dict[int, list[Any]] = {}
+
+    @override
+    def __len__(self) -> int:
+        limits = self.limits or repeat(_UNLIMITED)
+        lengths = [
+            min(_UNLIMITED if (length := sized_len(loader)) is None else length, limit)
+            for loader, limit in zip(self.flattened, limits, strict=False)
+        ]
+        mode = combination_mode(self)
+        steps = sum(lengths) if mode == "sequential" else combined_length(mode, lengths)
+        if steps == _UNLIMITED:
+            raise TypeError("the number of batches is not known")
+        return int(steps)
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        for _, shared in self._loaders:
+            shut_down_workers(shared.loader)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        del self._seeds
+        self._loaders.clear()
+
+    @property
+    def undrawn(self) -> int:
+        """Number of the first batch that no rank has drawn when the current batch is `ShareTable.begun - 1`."""
+        drawn = [shared.batches.drawn for _, shared in self._loaders if shared.is_stream]
+        return max([self._table.begun + self._lead, *drawn])
+
+    def _agree_on_lead(self) -> None:
+        """Find out how many batches ahead of their use any rank draws."""
+        own = [
+            (loader.num_workers * (loader.prefetch_factor or 0)) if isinstance(loader, DataLoader) else 0
+            for loader in self.flattened
+        ]
+        of_ranks = gather_integers(own, self._group)
+        for (_, shared), numbers in zip(self._loaders, zip(*of_ranks, strict=True), strict=True):
+            if shared.is_stream and len(set(numbers)) > 1:
+                raise UnsupportedFeatureError(
+                    "the loaders of a stream have workers that fetch"
+                    f" {', '.join(map(str, numbers))} batches ahead on ranks 0 to {self._world_size - 1}, so that ranks"
+                    " would have different batches. Use the same `num_workers` and `prefetch_factor` on all ranks."
+                )
+        self._lead = max(map(max, of_ranks)) + (sized_len(self) is None)  # Lightning fetches one batch ahead then
+
+    def _shared_loaders(self) -> list[SharedLoader]:
+        """Return the loaders of shares, the same objects as long as Lightning keeps the loaders, for their workers."""
+        if [id(given) for given, _ in self._loaders] != [id(loader) for loader in self.flattened]:
+            self._loaders = [
+                (
+                    loader,
+                    SharedLoader(
+                        loader, GlobalBatches(self._table, self._group, self._rng is not None), self._batch_dim
+                    ),
+                )
+                for loader in self.flattened
+            ]
+        return [shared for _, shared in self._loaders]
+
+    @override
+    def _make_steps(self, skip: int) -> Iterator[tuple[tuple[Any, FetchedBatch], int, int]]:
+        loaders = self._shared_loaders()
+        if self._rng is not None:
+            generators = self._sampler_rngs()
+            restore_states(generators, self._resumed_states)
+            self._started_with, self._resumed_states = capture_states(generators), []
+        number = self._table.begun if self._rng is None else self._table.begin_epoch(skip)
+        is_sequential = combination_mode(self) == "sequential"
+        parts = [[loader] for loader in loaders] if is_sequential else [loaders]
+        limits = list(self.limits or []) if is_sequential else []
+        for position, loader in enumerate(loaders):
+            loader.batches.begin(number, *self._seeds(), position)
+        for dataloader_idx, part in enumerate(parts):
+            limit = limits[dataloader_idx] if limits else _UNLIMITED
+            limit = min(limit, len(self)) if not is_sequential and sized_len(self) is not None else limit
+            steps = self._share_steps(part, dataloader_idx, None if limit == _UNLIMITED else int(limit), skip)
+            for batch_idx, step in enumerate(steps, skip):
+                yield step, batch_idx, dataloader_idx
+
+    def _share_steps(
+        self, part: list[SharedLoader], dataloader_idx: int, limit: int | None, skip: int
+    ) -> Iterator[tuple[Any, FetchedBatch]]:
+        """Yield the steps of loaders that contribute to the same batches."""
+        combined = self._combine(part)
+        batches = (
+            iter(combined)
+            if self._rng is None
+            else self._rng.iterate(combined, self.flattened, skip, looks_ahead=sized_len(self) is None)
+        )
+        maker = StepMaker(self._group, self._stand_ins.setdefault(dataloader_idx, []))
+        for number, (batch, _, _) in enumerate(islice(batches, limit)):
+            taken = [one for loader in part for one in loader.take()]
+            if number < skip:
+                continue
+            shared = _combine_shares([one for one, _ in taken])
+            present = [size > 0 for size in shared.sizes]
+            is_own = present[self._rank]
+            if is_own and not maker.stand_in and self._world_size > 1:
+                maker.keep(batch)
+            samples = mean_count([count for _, count in taken]) if is_own else None
+            batch, fetched = maker.make(present, batch if is_own else None, samples)
+            yield batch, fetched._replace(shares=shared)
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether some batches of this epoch have been used, and others not."""
+        return bool(self._steps_made)
+
+    def sampler_states(self) -> list[Any]:
+        """Return the states of the samplers' generators at the beginning of this epoch, or now between epochs."""
+        return self._started_with if self.is_within_epoch else capture_states(self._sampler_rngs())
+
+    def _sampler_rngs(self) -> list[LoaderRng]:
+        datasets = [getattr(loader, "dataset", None) for loader in self.flattened]
+        return find_loader_rngs(self.flattened, excluded=datasets)
+
+    def _state_dicts(self) -> list[dict[str, Any]]:
+        return [{POSITION: self._steps_made or 0, WORLD_SIZE: self._world_size}]
+
+    def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        self._skip = state_with_position(states).get(POSITION, 0)
+
+
+def _combine_shares(taken: Sequence[SharedBatch]) -> SharedBatch:
+    """Return the shares of a step on batches of several loaders, which must be in the same proportion."""
+    first = taken[0]
+    total = sum(first.sizes)
+    if not total:
+        raise BatchSplitError("a batch has no samples. Leave empty batches out in the data loader.")
+    for other in taken[1:]:
+        if any(own * sum(other.sizes) != size * total for own, size in zip(first.sizes, other.sizes, strict=True)):
+            raise BatchSplitError(
+                f"the loaders of a step give {total} and {sum(other.sizes)} samples, which ranks cannot share in the"
+                f" same proportion: {list(first.sizes)} and {list(other.sizes)}. Give all loaders the same `batch_size`"
+                " and `drop_last=True`."
+            )
+    return SharedBatch(first.number, first.sizes, sum(one.drawn for one in taken) % 2**32)

@@ -1,0 +1,82 @@
+"""The sizes of the ranks' shares of every global batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ddp_ext.batches.balance_controller import divide_by_shares
+from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, merge_single_samples
+
+_CHANGES = "changes"
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a global batch is divided among ranks, by shares of a controller or by a rule; picklable for workers."""
+
+    rule: ChunkRule
+    ranks: int
+    shares: list[float] | None
+    limits: list[int | None]
+    avoids_single_samples: bool
+
+    def sizes(self, batch_size: int) -> tuple[int, ...]:
+        """Return the number of samples of each rank."""
+        if self.shares is None:
+            sizes = self.rule.divide(batch_size, self.ranks)
+        else:
+            sizes = divide_by_shares(batch_size, self.shares, self.limits)
+        return tuple(merge_single_samples(sizes) if self.avoids_single_samples and batch_size > 1 else sizes)
+
+
+class ShareTable:
+    """Divides global batches among ranks, the same on every rank; batches are numbered over the whole run.
+
+    Fixed rules hold for all batches. The shares of a controller hold from a batch on that no rank has fetched yet, so
+    that all ranks divide a batch alike, however early each of them fetches it.
+    """
+
+    def __init__(self, rule: ChunkRule, ranks: int, avoids_single_samples: bool = False) -> None:
+        self.begun = 0  # batches that training has begun
+        self._rule = rule
+        self._ranks = ranks
+        self._avoids_single_samples = avoids_single_samples  # batch normalisation refuses them in training
+        self._first = 0  # number of the first batch of this epoch
+        self._changes: list[tuple[int, list[float], list[int | None]]] = []  # with the first batch for which they hold
+
+    def begin_epoch(self, skip: int) -> int:
+        """Begin an epoch, of which an interrupted run has used `skip` batches; return the number of its first batch."""
+        self._first = self.begun
+        self.begun += skip
+        held = [change for change in self._changes if change[0] <= self._first][-1:]
+        self._changes = held + [change for change in self._changes if change[0] > self._first]
+        return self._first
+
+    def begin_batch(self, number: int) -> None:
+        """Begin a training batch."""
+        self.begun = number + 1
+
+    def change(self, number: int, shares: Sequence[float], limits: Sequence[int | None]) -> None:
+        """Divide by other shares from the batch of this number on."""
+        self._changes.append((number, list(shares), list(limits)))
+
+    @property
+    def held_from(self) -> int:
+        """Number of the first batch for which the last change holds."""
+        return self._changes[-1][0] if self._changes else 0
+
+    def division(self, number: int, is_training: bool) -> Division:
+        """Return how the global batch of this number is divided."""
+        held = next((change for change in reversed(self._changes) if change[0] <= number), None)
+        shares, limits = (None, []) if held is None else held[1:]
+        return Division(self._rule, self._ranks, shares, limits, is_training and self._avoids_single_samples)
+
+    def state_dict(self, is_within_epoch: bool) -> dict[str, Any]:
+        """Return the shares since the beginning of this epoch, or for the next one, whose first batch gets number 0."""
+        first = self._first if is_within_epoch else self.begun
+        changes = [[max(0, number - first), shares, limits] for number, shares, limits in self._changes]
+        return {_CHANGES: changes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state of as many ranks."""
+        self._changes = [(number, shares, limits) for number, shares, limits in state[_CHANGES]]

@@ -1,0 +1,168 @@
+"""Distributed training in which all ranks share one global batch."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning_loaders import keep_loaders, replace_prediction
+from lightning_ddp_ext._compat.torch import BatchNorm
+from lightning_ddp_ext._devices import are_deterministic
+from lightning_ddp_ext.batches.balance_controller import BalanceController
+from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
+from lightning_ddp_ext.distributed.exchange import broadcast_object
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
+from lightning_ddp_ext.shares.steps import SharedBatchSteps, TimedStep
+from lightning_ddp_ext.shares.table import ShareTable
+from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+
+_SHARES = "lightning_ddp_ext.shares"  # in a checkpoint
+
+
+class BalancedDDPStrategy(DDPJoinStrategy):
+    """One process per device; the loader's batch is the global batch, of which each rank fetches and computes a share.
+
+    Any number of ranks sees the same samples in the same optimizer step, and computes the gradient of the whole batch.
+    A rank without a sample of a batch makes a shadow step, see `DDPJoinStrategy`.
+
+    Registered as `"balanced_ddp"`.
+
+    Args:
+        gpu0_batch_size: Most samples of a batch that rank 0 gets, at most an even share; the others divide the rest
+            evenly. 0 gives it none.
+        split: Proportion of the batch for each rank, such as `[2, 3, 3]`.
+        balance: `"auto"`, the default, measures the ranks and moves samples towards the fastest ones; `"even"` divides
+            batches evenly. `Trainer(deterministic=True)` turns `"auto"` into `"even"`, because shares that follow
+            measured times change the order of floating-point additions.
+        options: Arguments of `ExplicitDDPStrategy`.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, if more than one of `gpu0_batch_size`, `split` and `balance` is
+            given, if `prefetch` is not 0, or, when ranks have been started, if `split` has not as many entries as there
+            are ranks.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_ddp_ext import BalancedDDPStrategy
+        >>> trainer = Trainer(strategy=BalancedDDPStrategy(split=[1, 3]), accelerator="cpu", devices=2, logger=False)
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        gpu0_batch_size: int | None = None,
+        split: Sequence[float] | None = None,
+        balance: Balance | None = None,
+        **options: Any,
+    ) -> None:
+        if "uneven_inputs" in options:
+            raise TypeError("`uneven_inputs` is not needed: all ranks share the same batches. Delete the argument.")
+        if options.get("prefetch"):
+            raise ValueError(
+                f"`prefetch` must be 0 under `balanced_ddp`, got {options['prefetch']!r}: shares of a batch are decided"
+                " shortly before it is fetched. Use `num_workers` of the loader."
+            )
+        self._rule = ChunkRule(gpu0_batch_size, split, balance)
+        super().__init__(*args, **options)
+        self.gpu0_batch_size = gpu0_batch_size
+        self.split = None if split is None else list(split)
+        self.balance = balance
+        self._resumed_shares: dict[str, Any] | None = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._rule.check_number(self.num_nodes * self.num_processes, "rank")
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if takes_dataloader_iter(trainer.lightning_module, "predict_step"):
+            raise UnsupportedFeatureError(
+                "`predict_step(self, dataloader_iter)` fetches batches itself, so that ranks cannot share them. Take"
+                " the batch instead."
+            )
+        super().setup(trainer)
+        if trainer.predicting:
+            assert isinstance(self.rank_steps, SharedBatchSteps)
+            combine = partial(self.combine_loaders, is_training=False)
+            steps = self.rank_steps
+            replace_prediction(self._cleanup, trainer, combine, steps.end_prediction, steps.merge_predictions)
+
+    def take_timed_steps(self) -> list[TimedStep]:
+        """Return and forget the optimizer steps whose times have arrived from all ranks, the same on every rank."""
+        return self.rank_steps.take_timed() if isinstance(self.rank_steps, SharedBatchSteps) else []
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(self.rank_steps, SharedBatchSteps)
+        return self.rank_steps.predict(partial(super().predict_step, *args, **kwargs))
+
+    @override
+    def keep_loaders(self, trainer: Trainer) -> None:
+        keep_loaders(self._cleanup, trainer)
+
+    @override
+    def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
+        # In evaluation, samplers that shuffle are seeded as the run of rank 0.
+        seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
+        norms = [part for part in self.module.modules() if isinstance(part, BatchNorm)]
+        refuses_single = any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+        return SharedBatchSteps(
+            self.module.trainer,
+            self._samples,
+            gradient,
+            self._connection.timeout,
+            self._watch,
+            ShareTable(self._rule, self.world_size, avoids_single_samples=refuses_single),
+            None if gradient is None else self._make_controller(),
+            seed,
+            self.batch_dim,
+            None if self._resumed is None else self._resumed_shares,
+        )
+
+    def _make_controller(self) -> BalanceController | None:
+        """Return a controller if the shares follow the speed of the ranks."""
+        if self.world_size == 1 or not (self._rule.is_auto or self._rule.is_free):
+            return None
+        if are_deterministic():
+            if self._rule.is_auto:
+                rank_zero_info('`balance="auto"` is off and batches are shared evenly: it would not be deterministic.')
+            return None
+        return BalanceController(self.world_size, "rank")
+
+    @override
+    def compared_arguments(self) -> dict[str, object]:
+        return {
+            **super().compared_arguments(),
+            "gpu0_batch_size": self.gpu0_batch_size,
+            "split": self.split,
+            "balance": self.balance,
+        }
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return ExplicitDDPStrategy.process_dataloader(self, dataloader)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if isinstance(self.rank_steps, SharedBatchSteps) and self._gradient is not None:
+            checkpoint[_SHARES] = self.rank_steps.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._resumed_shares = checkpoint.get(_SHARES)  # forgotten with `_resumed`
+        return checkpoint

@@ -1,0 +1,82 @@
+"""`lightning-ddp-ext doctor --selftest`: green on local ranks, and red with each of five faults."""
+
+import os
+import re
+
+import pytest
+
+from tests.cli.commands import command
+
+# Python imports this module when it starts, in `doctor` and in the processes of its trials.
+SEED_A_FAULT = """
+import os, signal, sys, time
+
+if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
+    from lightning_ddp_ext.batches.weights import WeightRule
+    from lightning_ddp_ext.cli import selftest
+    from lightning_ddp_ext.reducer.buffer_synchronizer import BufferSynchronizer
+
+    import torch
+
+    class Stopping(selftest.Model):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return super().training_step(batch, batch_idx)
+
+    class Perturbing(selftest.Model):
+        def on_train_batch_end(self, *args):
+            with torch.no_grad():
+                self.last.weight[0, 0] += 1e-6
+
+    fault, is_last = os.environ["SEEDED_FAULT"], os.environ.get("RANK") == "1"
+    names = {"uneven": ["ddp_join"], "killed": ["killed rank"]}.get(fault, ["ddp_checkpoint"])
+    selftest._TRIALS = [trial for trial in selftest._TRIALS if trial.name in names]
+    if fault == "weight":
+        WeightRule.weigh = lambda self, batch, samples: 1.0
+    elif fault == "parameter" and is_last:
+        selftest.Model = Perturbing
+    elif fault == "buffer":
+        BufferSynchronizer.synchronize = lambda self, *args, **kwargs: None
+    elif fault == "stopped" and is_last:
+        selftest.Model = Stopping
+    elif fault == "port" and is_last:
+        os.environ["MASTER_PORT"] = "9"
+"""
+
+
+def selftest(folder, devices, fault=None):
+    environment = {}
+    if fault is not None:
+        (folder / "sitecustomize.py").write_text(SEED_A_FAULT)
+        environment = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "SEEDED_FAULT": fault}
+    return command(folder, "doctor", "--selftest", f"trainer.devices={devices}", limit=280, **environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3])
+def test_all_trials_succeed_on_local_ranks(tmp_path, devices):
+    run = selftest(tmp_path, devices)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for trial in ("balanced_dp", "ddp_checkpoint", "ddp_join", "killed rank"):
+        assert re.search(rf"│ {trial} .*│ ok │", run.stdout), run.stdout
+    assert "Healthy" in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("weight", "parameters and buffers differ by"),
+        ("parameter", "`last.weight`, float64 [1, 8], of rank 1 differs from rank 0"),
+        ("buffer", "`mean`, float64 [6], of rank 1 differs from rank 0"),
+        ("stopped", "stalled"),
+        ("port", "127.0.0.1:9"),
+    ],
+)
+def test_a_fault_is_found(tmp_path, fault, said):
+    run = selftest(tmp_path, 2, fault)
+    assert run.returncode == 1, run.stdout + run.stderr
+    verdict = run.stdout[run.stdout.index("Not healthy") :]
+    assert said in verdict, run.stdout
+    assert re.search(r"│ ddp_checkpoint .*│ failed │", run.stdout)

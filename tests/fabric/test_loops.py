@@ -1,0 +1,234 @@
+"""Loops of Fabric on ranks: data, checkpoints, several models, values of ranks, and misuse. One launch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_ext import UnevenInputsError, UnsynchronizedGradientsError
+from lightning_ddp_ext.fabric import DDPCheckpointStrategy, DDPJoinStrategy
+from tests.strategies.toolkit import RANK, WORLD_SIZE, Stream, digest_of, gather, run_on_ranks, samples, values_of
+
+
+def launched(strategy: Any = None, **options: Any) -> Fabric:
+    fabric = Fabric(strategy=strategy or DDPJoinStrategy(), accelerator="cpu", devices=WORLD_SIZE, **options)
+    fabric.launch()
+    return fabric
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws random numbers for each sample in the process of its rank."""
+
+    def __init__(self, size: int) -> None:
+        self.features = samples(size)[0].float()
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.features[index] + 0.1 * torch.randn(5)
+
+
+class Run:
+    """Two epochs with dropout, shuffling and noise; `stop` is the number of the step after which it saves and ends."""
+
+    def __init__(self, path: Path, stop: int | None = None, resumes: bool = False, stream: bool = False) -> None:
+        fabric = launched()
+        seed_everything(RANK, verbose=False)
+        self.model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        model, optimizer = fabric.setup(self.model, optimizer)
+        data: Any = Noisy(13)
+        if stream:
+            data = Stream(
+                list(samples(13)[0].float().split([8, 5, 0, 0][:WORLD_SIZE] if WORLD_SIZE > 1 else [13])[RANK])
+            )
+        loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=not stream))
+        state = {"model": model, "optimizer": optimizer, "step": 0, "epoch": 0}
+        if resumes:
+            remainder = fabric.load(path, state)
+            assert remainder == {}
+        self.digests = []
+        for epoch in range(state["epoch"], 2):
+            state["epoch"] = epoch
+            for batch in loader:
+                optimizer.zero_grad()
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                state["step"] += 1
+                self.digests.append(digest_of(model, optimizer.optimizer))
+                if state["step"] == stop:
+                    fabric.save(path, state)
+                    return
+
+
+def a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit(folder: str) -> Any:
+    found = []
+    for stream in (False, True):
+        path = Path(folder) / f"{stream}.ckpt"
+        whole = Run(path, stream=stream).digests
+        for stop in (2, len(whole) // 2, len(whole) // 2 + 1):
+            before = Run(path, stop, stream=stream).digests
+            torch.rand(3)  # something else draws
+            after = Run(path, resumes=True, stream=stream).digests
+            found.append((whole, before + after))
+        assert gather(whole) == [whole] * WORLD_SIZE
+    return found
+
+
+def every_sample_is_used_once_and_loops_end_together(folder: str) -> Any:
+    fabric = launched()
+    data = TensorDataset(*samples(7))
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2))
+    seen = [[] for _ in range(2)]
+    for epoch in seen:
+        for _, _, indices in loader:
+            epoch.append([] if fabric.strategy.is_shadow else indices.tolist())
+    return len(loader), seen
+
+
+def values_are_those_of_the_active_ranks(folder: str) -> Any:
+    fabric = launched()
+    batches = [torch.full((1,), float(10 * RANK + number)) for number in range(2 - min(RANK, 1))]
+    loader = fabric.setup_dataloaders(DataLoader(batches, batch_size=None), use_distributed_sampler=False)
+    found = []
+    for batch in loader:
+        inner = fabric.setup_dataloaders(DataLoader(batches[:1], batch_size=None), use_distributed_sampler=False)
+        for _ in inner:  # as an evaluation in the middle of an epoch
+            every = fabric.all_gather(batch).flatten().tolist()
+        found.append(
+            {
+                "in the inner loop": every,
+                "gathered": fabric.all_gather(batch).flatten().tolist(),
+                **{
+                    name: float(fabric.all_reduce(batch.clone(), reduce_op=name))
+                    for name in ("mean", "sum", "max", "min")
+                },
+                "whole numbers": float(fabric.all_reduce(batch.long())),
+            }
+        )
+    found.append(fabric.all_gather(torch.tensor(RANK)).tolist())
+    return found
+
+
+def two_models_have_one_order_of_messages(folder: str) -> Any:
+    """A generator whose gradient passes through the discriminator, set up one after the other."""
+    fabric = launched(DDPCheckpointStrategy())
+    torch.manual_seed(RANK)
+    generator, discriminator = nn.Linear(2, 5), nn.Linear(5, 1)
+    optimizers = [torch.optim.Adam(part.parameters()) for part in (generator, discriminator)]
+    generator, optimizers[0] = fabric.setup(generator, optimizers[0])
+    discriminator, optimizers[1] = fabric.setup(discriminator, optimizers[1])
+    torch.manual_seed(RANK)
+    loader = fabric.setup_dataloaders(
+        DataLoader(torch.randn(3 + RANK, 5).split(1)[:3], batch_size=None), use_distributed_sampler=False
+    )
+    digests = []
+    for real in loader:
+        optimizers[0].zero_grad()
+        fabric.backward(discriminator(generator(real[:, :2])).sigmoid().log().mean().neg())
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        made = discriminator(generator(real[:, :2]).detach())
+        fabric.backward(made.sigmoid().mean() - discriminator(real).sigmoid().mean())
+        optimizers[1].step()
+        digests.append((digest_of(generator), digest_of(discriminator)))
+    return digests
+
+
+def errors_say_what_to_do(folder: str) -> Any:
+    fabric = launched(DDPCheckpointStrategy())
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = {}
+    with pytest.raises(RuntimeError) as error:
+        fabric.backward(model(torch.ones(1, 5)).sum())
+    said["no module"] = str(error.value)
+    model, optimizer = fabric.setup(model, optimizer)
+    with pytest.raises(RuntimeError) as error:
+        fabric.backward(model(torch.ones(1, 5)).sum())
+    said["no weight"] = str(error.value)
+    fabric.strategy.batch_weight = 1.0 + RANK
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(torch.full((1, 5), float(RANK))).sum())
+    with pytest.raises(UnsynchronizedGradientsError) as error:
+        optimizer.step()
+    said["not synchronised"] = str(error.value)
+    fabric.backward(model(torch.full((1, 5), float(RANK))).sum())
+    expected = sum(rank * (1 + rank) for rank in range(WORLD_SIZE)) / sum(1 + rank for rank in range(WORLD_SIZE))
+    torch.testing.assert_close(model.weight.grad, torch.full((1, 5), 2 * expected))
+    loader = fabric.setup_dataloaders(DataLoader([{"name": "a"}], batch_size=None), use_distributed_sampler=False)
+    with pytest.raises(ValueError, match="cannot be counted") as error:
+        next(iter(loader))
+    said["no samples"] = str(error.value)
+    fabric = launched(DDPJoinStrategy(uneven_inputs="error"))
+    with pytest.raises(UnevenInputsError) as error:
+        fabric.setup_dataloaders(DataLoader([0] * (1 + RANK)), use_distributed_sampler=False)
+    said["uneven"] = str(error.value)
+    return said
+
+
+CASES = [
+    a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit,
+    every_sample_is_used_once_and_loops_end_together,
+    values_are_those_of_the_active_ranks,
+    two_models_have_one_order_of_messages,
+    errors_say_what_to_do,
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_on_ranks(2, CASES, tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_runs_resume_bit_for_bit(found):
+    for runs in values_of(found, CASES[0]):
+        assert len(runs) == 6
+        for whole, resumed in runs:
+            assert len(whole) == len(set(whole)) > 6
+            assert resumed == whole
+
+
+def test_ranks_share_the_samples(found):
+    by_rank = values_of(found, CASES[1])
+    assert [length for length, _ in by_rank] == [2, 2]
+    for epochs in zip(*(seen for _, seen in by_rank), strict=True):
+        assert sorted(index for steps in epochs for step in steps for index in step) == list(range(7))
+        assert [len(steps) for steps in epochs] == [2, 2]
+
+
+def test_ranks_without_data_are_left_out_of_values(found):
+    for first, second, after in values_of(found, CASES[2]):
+        assert first == {
+            "in the inner loop": [0, 10], "gathered": [0, 10], "mean": 5, "sum": 10, "max": 10, "min": 0,
+            "whole numbers": 5,
+        }  # fmt: skip
+        assert second == {
+            "in the inner loop": [1, 10], "gathered": [1], "mean": 1, "sum": 1, "max": 1, "min": 1, "whole numbers": 1,
+        }  # fmt: skip
+        assert after == [0, 1]
+
+
+def test_ranks_with_two_models_stay_identical(found):
+    one, other = values_of(found, CASES[3])
+    assert one == other
+    assert len(set(one)) == 3
+
+
+def test_misuse_ends_in_an_error_with_a_remedy(found):
+    for said in values_of(found, CASES[4]):
+        assert "Call `model = fabric.setup(model)` first" in said["no module"]
+        assert (
+            "Pass the loader to `fabric.setup_dataloaders`, or set `fabric.strategy.batch_weight`" in said["no weight"]
+        )
+        assert (
+            "Leave the last `fabric.backward` before a step out of `fabric.no_backward_sync`"
+            in said["not synchronised"]
+        )
+        assert "Pass a callable `weight_by`" in said["no samples"]
+        assert "rank 0 runs out of data after batch 1, while rank 1 has 2 batches" in said["uneven"]

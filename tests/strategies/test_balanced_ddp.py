@@ -1,0 +1,210 @@
+"""`balanced_ddp`: any number of ranks sees the same samples in the same step, and ends with the same parameters."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_ext import BalancedDDPStrategy
+from tests.parity import normalised_network, quiet_trainer
+from tests.strategies.toolkit import (
+    ALONE,
+    Adversaries,
+    Classifier,
+    Momentum,
+    assert_same_training,
+    fit,
+    run_on_ranks,
+    samples,
+    values_of,
+)
+
+EPOCHS = 2
+
+
+class Recording(Classifier):
+    """Records the indices of each batch of this rank, by the number of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.optim.SGD, lr=0.1, momentum=0.9)
+        self.by_batch: dict[int, list[int]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        number = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        self.by_batch[number] = batch[2].tolist()
+        return super().training_step(batch, batch_idx)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of two epochs on shuffled samples, in batches of 8."""
+
+    number: int = 45
+    windows: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, folder: str = "") -> tuple[dict[int, list[int]], torch.Tensor, list[str]]:
+        loader = DataLoader(TensorDataset(*samples(self.number)), batch_size=8, shuffle=True)
+        module = Recording()
+        strategy = BalancedDDPStrategy(**self.options)
+        _, trace = fit(
+            module,
+            loader,
+            strategy=strategy,
+            accumulate_grad_batches=self.windows,
+            max_epochs=EPOCHS,
+            use_distributed_sampler=True,
+        )
+        return module.by_batch, trace.parameters, trace.digests
+
+
+def joined(lists: Iterable[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def alone(batches: list[list[int]], windows: int) -> torch.Tensor:
+    """Train in one process on batches of these indices, and return the parameters."""
+    in_epoch = len(batches) // EPOCHS
+    epochs = [batches[:in_epoch], batches[in_epoch:]]
+    wholes = [joined(epoch[at : at + windows]) for epoch in epochs for at in range(0, in_epoch, windows)]
+    data = samples(1 + max(map(max, wholes)))
+    loader = DataLoader([tuple(part[whole] for part in data) for whole in wholes], batch_size=None)
+    seed_everything(0, verbose=False)
+    return fit(Momentum(), loader, **ALONE)[1].parameters
+
+
+def cases_of(ranks: int, is_complete: bool) -> dict[str, Case]:
+    splits = {"even": {"balance": "even"}, "gpu0 0": {"gpu0_batch_size": 0}, "gpu0 2": {"gpu0_batch_size": 2}}
+    if ranks > 1:
+        splits["split"] = {"split": [1, 2, 3] if ranks == 3 else [1, 3]}
+    pairs = itertools.product((45, 17, 64), (1, 3)) if is_complete else ((45, 1), (17, 3))
+    found = {
+        f"{name}, {number} samples, {windows}": Case(number, windows, options)
+        for name, options in splits.items()
+        for number, windows in pairs
+    }
+    if ranks > 1:
+        found["control"] = Case(45, 1, {"split": [1, 2, 3][-ranks:], "weight_by": "equal"})
+    return found
+
+
+COMPLETE = [pytest.param(ranks, True, marks=pytest.mark.slow, id=f"{ranks} ranks, all") for ranks in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("ranks", "is_complete"), [(1, False), (2, False), *COMPLETE])
+def test_any_number_of_ranks_trains_as_one_process(ranks, is_complete, tmp_path):
+    cases = cases_of(ranks, is_complete)
+    found = run_on_ranks(ranks, cases, tmp_path)
+    orders = {}
+    for name, case in cases.items():
+        by_rank = values_of(found, name)
+        numbers = sorted(set().union(*(batches for batches, _, _ in by_rank)))
+        assert numbers == list(range(EPOCHS * -(-case.number // 8)))
+        order = [joined(batches.get(number, []) for batches, _, _ in by_rank) for number in numbers]
+        assert order == orders.setdefault(case.number, order)
+        for epoch in (order[: len(order) // 2], order[len(order) // 2 :]):
+            assert sorted(joined(epoch)) == list(range(case.number)) != joined(epoch)
+        wanted = alone(order, case.windows)
+        for _, parameters, digests in by_rank:
+            error = float((parameters - wanted).abs().max())
+            assert (error > 1e-6) if name == "control" else (error < 1e-10), (name, error)
+            assert digests == by_rank[0][2] != []
+
+
+def test_wrong_arguments_are_refused_before_ranks_are_started():
+    for arguments, error, message in (
+        ({"split": [1, 3], "balance": "even"}, ValueError, "`split=.*` and `balance='even'` exclude each other"),
+        ({"gpu0_batch_size": -1}, ValueError, "`gpu0_batch_size` must be at least 0"),
+        ({"split": [0, 0]}, ValueError, "`split` must hold non-negative numbers, not all zero"),
+        ({"balance": "fast"}, ValueError, '`balance` must be "even" or "auto"'),
+        ({"uneven_inputs": "stop"}, TypeError, "`uneven_inputs` is not needed"),
+        ({"splits": [1, 2]}, TypeError, "`splits` is not an argument of this strategy"),
+    ):
+        with pytest.raises(error, match=message):
+            BalancedDDPStrategy(**arguments)
+    with pytest.raises(ValueError, match=r"`split=.*` has 3 entries for 2 ranks"):
+        quiet_trainer(BalancedDDPStrategy(split=[1, 2, 3]), 2)
+
+
+# ---------------------------------------------------------------- manual optimization, batch normalisation
+
+
+@dataclass(frozen=True)
+class Manual:
+    """Manual optimization with two optimizers, on batches of 8, 8 and 5 samples in their order."""
+
+    options: dict[str, Any]
+    accumulate: bool = False
+
+    def __call__(self, folder: str = "") -> Any:
+        return self.fit(strategy=BalancedDDPStrategy(**self.options))
+
+    def fit(self, **options: Any) -> Any:
+        seed_everything(0, verbose=False)
+        loader = DataLoader(TensorDataset(*samples(21)), batch_size=8)
+        module = Adversaries(toggle=not self.accumulate, accumulate=self.accumulate)
+        return fit(module, loader, max_epochs=2, **options)[1]
+
+
+class Sizes(Callback):
+    """Records the shares of every training batch."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.sizes.append(trainer.strategy.rank_steps.shared.sizes)
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """A module with or without batch normalisation, on batches of 8 samples."""
+
+    is_normalised: bool
+
+    def __call__(self, folder: str = "") -> Any:
+        module, sizes = Classifier(), Sizes()
+        if self.is_normalised:
+            module.network = normalised_network()
+        loader = DataLoader(TensorDataset(*samples(24)), batch_size=8)
+        _, trace = fit(module, loader, strategy=BalancedDDPStrategy(split=[1, 7]), callbacks=[sizes])
+        return sizes.sizes, trace.digests
+
+
+MANUAL = {
+    "split": Manual({"split": [1, 3]}),
+    "accumulated": Manual({"split": [1, 3]}, accumulate=True),
+    "shadow steps": Manual({"gpu0_batch_size": 0}),
+    "auto": Manual({}),
+}
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    cases = {**MANUAL, "normalised": Normalised(True), "not normalised": Normalised(False)}
+    return run_on_ranks(2, cases, tmp_path_factory.mktemp("others"))
+
+
+@pytest.mark.parametrize("name", MANUAL)
+def test_manual_optimization_has_the_gradients_of_the_whole_batch(others, name):
+    found, wanted = values_of(others, name), MANUAL[name].fit(**ALONE)
+    if name == "shadow steps":  # rank 0 has no sample and runs no optimizer of the module
+        assert found[0].gradients == []
+        assert found[0].digests == found[1].digests != []
+        assert float((found[0].parameters - wanted.parameters).abs().max()) < 1e-12
+        found = found[1:]
+    assert_same_training(found, wanted)
+
+
+def test_batch_normalisation_gets_no_single_sample(others):
+    for (sizes, digests), (single, _) in zip(
+        values_of(others, "normalised"), values_of(others, "not normalised"), strict=True
+    ):
+        assert single == [(1, 7)] * 3
+        assert sizes == [(0, 8)] * 3
+        assert digests == values_of(others, "normalised")[0][1] != []

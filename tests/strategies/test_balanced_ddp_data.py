@@ -1,0 +1,376 @@
+"""`balanced_ddp` with every kind of loader, in training, evaluation and after an interruption."""
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_ddp_ext import BalancedDDPStrategy
+from tests.strategies.test_balanced_ddp import Recording, joined
+from tests.strategies.test_ddp_join_training import count_threads
+from tests.strategies.toolkit import CLASSES, RANK, Stream, fit, run_on_ranks, samples, trainer, values_of
+
+FIXED = {"split": [1, 2]}
+
+
+def data(number: int = 21) -> TensorDataset:
+    return TensorDataset(*samples(number))
+
+
+class Halves:
+    """A batch sampler of lists of unequal lengths, in an order from three generators of the process."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in (0, 4, 14):
+            step = [start + offset for offset in range(4 if start == 0 else 7)]
+            random.shuffle(step)
+            numpy.random.shuffle(step)
+            yield [step[index] for index in torch.randperm(len(step)).tolist()]
+
+    def __len__(self) -> int:
+        return 3
+
+
+class OfRank(Halves):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[RANK, 5], [6, 7]])
+
+
+class Diverging(Halves):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 5], [6, 7 + RANK]])
+
+
+class Chunks:
+    """A loader of batches that is not torch's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (tuple(part[at : at + 3] for part in samples(21)) for at in range(0, 21, 3))
+
+
+class OwnShard(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(data())[dist.get_rank() :: 2])
+
+
+class Untouched(TensorDataset):
+    """Notes which samples are fetched."""
+
+    def __init__(self, *tensors: Any) -> None:
+        super().__init__(*tensors)
+        self.fetched: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.fetched.append(index)
+        return super().__getitem__(index)
+
+    __getitems__ = None  # type: ignore[assignment]
+
+
+def weighted() -> DataLoader:
+    return DataLoader(data(), 5, sampler=WeightedRandomSampler([1.0 + index for index in range(21)], 21))
+
+
+def whole_batches() -> DataLoader:
+    columns = samples(21)
+    return DataLoader([tuple(part[at : at + 5] for part in columns) for at in range(0, 21, 5)], None, shuffle=True)
+
+
+def both() -> CombinedLoader:
+    loaders = [DataLoader(data(16), 4, shuffle=True), DataLoader(data(12), 4, shuffle=True)]
+    return CombinedLoader({"one": loaders[0], "other": loaders[1]}, "max_size_cycle")
+
+
+class OfBoth(Recording):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        number = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        self.by_batch[number] = [*batch["one"][2].tolist(), *(100 + batch["other"][2]).tolist()]
+        return self.loss(batch["one"]) + self.loss(batch["other"])
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(data(), 5, shuffle=True),
+    "without the last batch": lambda: DataLoader(data(), 5, shuffle=True, drop_last=True),
+    "with replacement": lambda: DataLoader(data(), 5, sampler=RandomSampler(data(), replacement=True, num_samples=40)),
+    "own generator": lambda: DataLoader(data(), 5, shuffle=True, generator=torch.Generator().manual_seed(RANK)),
+    "weighted": weighted,
+    "own batch sampler": lambda: DataLoader(data(), batch_sampler=Halves()),
+    "batch sampler": lambda: DataLoader(data(), batch_sampler=BatchSampler(RandomSampler(data()), 4, False)),
+    "workers": lambda: DataLoader(data(), 4, shuffle=True, num_workers=2),
+    "persistent workers": lambda: DataLoader(data(), 4, shuffle=True, num_workers=1, persistent_workers=True),
+    "whole batches": whole_batches,
+    "iterable": Chunks,
+    "stream": lambda: DataLoader(Stream(list(data())), 5),
+    "stream with workers": lambda: DataLoader(Stream(list(data())), 5, num_workers=2),
+    "stream without the last batch": lambda: DataLoader(Stream(list(data())), 5, drop_last=True),
+    "several": both,
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Trains two epochs; returns the samples of each batch, the digests, and the parameters."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=lambda: FIXED)
+    of_trainer: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, folder: str = "") -> Any:
+        module = OfBoth() if self.name == "several" else Recording()
+        torch.rand(3 * RANK)  # ranks have other random numbers
+        options = {"max_epochs": 2, "use_distributed_sampler": True, **self.of_trainer}
+        _, trace = fit(module, LOADERS[self.name](), strategy=BalancedDDPStrategy(**self.options), **options)
+        return module.by_batch, trace.digests, trace.parameters
+
+
+LIMITED = {"limit_train_batches": 3}
+RUNS = {
+    **{name: Seen(name) for name in LOADERS},
+    "limited": Seen("shuffled", of_trainer=LIMITED),
+    "limited stream": Seen("stream", of_trainer=LIMITED),
+    "workers without data": Seen("workers", {"gpu0_batch_size": 0}),
+    "stream without data": Seen("stream with workers", {"gpu0_batch_size": 0}),
+    "iterable without data": Seen("iterable", {"gpu0_batch_size": 0}),
+}
+
+
+class Evaluating(Recording):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.accuracy(self.network(batch[0]), batch[1])
+        self.log("accuracy", self.accuracy, on_epoch=True, add_dataloader_idx=False)
+        self.log("val_loss", self.mean_loss(batch), on_epoch=True, sync_dist=True, add_dataloader_idx=False)
+
+    test_step = validation_step
+
+
+def evaluate(options: dict[str, Any], folder: str) -> list[list[float]]:
+    """Return the values of a validation after training, of one within training, and of a stream."""
+    module = Evaluating().double()
+    loaders = (DataLoader(data(), 5), DataLoader(data(9), 4))
+    made = trainer(strategy=BalancedDDPStrategy(**options), max_epochs=1, num_sanity_val_steps=1)
+    made.fit(module, DataLoader(data(), 5, shuffle=True), loaders[0])
+    found = [{**made.callback_metrics}]
+    found.extend(made.validate(module, loaders[1], verbose=False))
+    found.extend(made.test(module, DataLoader(Stream(list(data(9))), 4), verbose=False))
+    return [[round(float(value), 12) for _, value in sorted(one.items())] for one in found]
+
+
+EVALUATIONS = {
+    "evaluation": partial(evaluate, FIXED),
+    "evaluation without data": partial(evaluate, {"gpu0_batch_size": 0}),
+}
+
+
+def predict(options: dict[str, Any], folder: str) -> list[Any]:
+    """Return the predicted indices, and the sums of features, of one loader and of two."""
+
+    class Predicting(Recording):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return {"index": batch[2], "sum": batch[0].sum(1), "names": [f"{index}" for index in batch[2].tolist()]}
+
+    made, module = trainer(strategy=BalancedDDPStrategy(**options)), Predicting()
+    loaders = [DataLoader(data(), 5), DataLoader(data(9), 4)]
+    limited = trainer(strategy=BalancedDDPStrategy(**options), limit_predict_batches=3)
+    found = [made.predict(module, loaders[0]), *made.predict(module, loaders), limited.predict(module, loaders[0])]
+    assert made.predict(module, loaders[0], return_predictions=False) is None
+    return [[{name: list(map(str, value)) for name, value in one.items()} for one in part] for part in found]
+
+
+PREDICTIONS = {"predictions": FIXED, "predictions without data": {"gpu0_batch_size": 0}}
+
+
+def only_the_share_is_fetched(folder: str) -> list[int]:
+    dataset = Untouched(*samples(21))
+    fit(Recording(), DataLoader(dataset, 5, shuffle=True), strategy=BalancedDDPStrategy(**FIXED))
+    return dataset.fetched
+
+
+def process_groups_and_their_threads_end_with_a_run(folder: str) -> None:
+    """Forked workers of the next run would wait for the threads; nothing is left to the garbage collector."""
+    found: list[int] = []
+    gc.collect()
+    gc.disable()
+    for _ in range(4):
+        module = Evaluating()
+        made = trainer(strategy=BalancedDDPStrategy(gpu0_batch_size=0), max_epochs=1)
+        made.fit(module, LOADERS["shuffled"](), LOADERS["stream"]())
+        made.validate(module, LOADERS["shuffled"](), verbose=False)
+        found.append(count_threads(found[0] if found else 0))
+    gc.enable()
+    assert found == [found[0]] * 4
+
+
+def refuse(name: str, folder: str) -> str:
+    try:
+        fit(Recording(), REFUSED[name][0](), strategy=BalancedDDPStrategy(), max_epochs=1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "sampler of the rank": (
+        lambda: DataLoader(data(), 5, sampler=DistributedSampler(data(), 2, RANK)),
+        "UnsupportedFeatureError: a loader has a `DistributedSampler` with `num_replicas=2`",
+    ),
+    "batches of the rank": (
+        lambda: DataLoader(data(), batch_sampler=OfRank()),
+        "UnsupportedFeatureError: rank 1: the indices of the first batch, from `OfRank`, are not those of rank 0",
+    ),
+    "diverging batches": (
+        lambda: DataLoader(data(), batch_sampler=Diverging()),
+        "RanksOutOfStepError: rank 1 has drawn other samples than rank 0",
+    ),
+    "stream of the rank": (
+        lambda: DataLoader(OwnShard(), 5),
+        "UnsupportedFeatureError: `OwnShard` gives each rank samples of its own",
+    ),
+    "any order": (
+        lambda: DataLoader(data(), 5, num_workers=1, in_order=False),
+        "UnsupportedFeatureError: a loader has `in_order=False`",
+    ),
+    "other proportions": (
+        lambda: [DataLoader(data(), 4), DataLoader(data(), 5)],
+        "BatchSplitError: the loaders of a step give 4 and 5 samples",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    alone = {name: Seen(case.name, {}, case.of_trainer) for name, case in RUNS.items()}
+    alone.update((name, partial(evaluate, {})) for name in EVALUATIONS)
+    alone["predictions"] = partial(predict, {})
+    predictions = {name: partial(predict, options) for name, options in PREDICTIONS.items()}
+    refused = {name: partial(refuse, name) for name in REFUSED}
+    shared = {
+        **RUNS,
+        **EVALUATIONS,
+        **predictions,
+        "fetched": only_the_share_is_fetched,
+        "threads": process_groups_and_their_threads_end_with_a_run,
+        **refused,
+    }
+    folder = tmp_path_factory.mktemp("data")
+    return run_on_ranks(1, alone, folder), run_on_ranks(2, shared, folder)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ranks_share_the_batches_of_one_process(found, name):
+    (whole, _, wanted), by_rank = values_of(found[0], name)[0], values_of(found[1], name)
+    numbers = sorted(set().union(*(batches for batches, _, _ in by_rank)))
+    shared = [sorted(joined(batches.get(number, []) for batches, _, _ in by_rank)) for number in numbers]
+    assert shared == [sorted(whole[number]) for number in sorted(whole)] != []
+    for _, digests, parameters in by_rank:
+        assert digests == by_rank[0][1] != []
+        torch.testing.assert_close(parameters, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluation_is_the_one_of_one_process(found, name):
+    (wanted,) = values_of(found[0], name)
+    for values in values_of(found[1], name):
+        assert len(values) == 3
+        for own, other in zip(values, wanted, strict=True):
+            assert own == pytest.approx(other, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_predictions_are_in_the_order_of_the_data_on_every_rank(found, name):
+    (wanted,) = values_of(found[0], "predictions")
+    assert [len(part) for part in wanted] == [5, 5, 3, 3]
+    assert joined(one["names"] for one in wanted[0]) == [f"{index}" for index in range(21)]
+    for predicted in values_of(found[1], name):
+        assert predicted == wanted
+
+
+def test_a_rank_fetches_no_sample_of_another_rank(found):
+    fetched = values_of(found[1], "fetched")
+    assert sorted(joined(fetched)) == list(range(21))
+    assert len(fetched[0]) < len(fetched[1])
+
+
+def test_process_groups_and_their_threads_end_with_a_run(found):
+    values_of(found[1], "threads")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_data_that_ranks_cannot_share_is_refused(found, name):
+    for error in values_of(found[1], name):
+        assert REFUSED[name][1] in error
+
+
+# ---------------------------------------------------------------- resuming
+
+RESUMED = ("shuffled", "own generator", "own batch sampler", "workers", "stream", "several")
+STEPS = {"own batch sampler": 4, "several": 5}  # else 7 of 2 x 5 or 2 x 6; this is within the second epoch
+
+
+def see(name: str, steps: int, until: bool, folder: str) -> dict[int, list[int]]:
+    """Train two epochs until a checkpoint is saved after a step, or from it on; returns the samples by batch."""
+    module = OfBoth() if name == "several" else Recording()
+    path, options = f"{folder}/{name}-{steps}.ckpt", {}
+    torch.rand(3 * RANK + until)
+    if until:
+        saving = ModelCheckpoint(folder, f"{name}-{steps}", every_n_train_steps=steps, save_top_k=-1)
+        options = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": steps}
+    else:
+        options = {"ckpt_path": path}
+    fit(module, LOADERS[name](), strategy=BalancedDDPStrategy(balance="even"), max_epochs=2, **options)
+    return module.by_batch
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """The samples by batch of whole runs, of interrupted runs of each number of ranks, and the folders of these."""
+    points = [(name, STEPS.get(name, 7)) for name in RESUMED] + [
+        ("shuffled", 5),
+        ("own generator", 5),
+    ]  # the end of the first epoch
+    whole = run_on_ranks(1, {name: Seen(name, {}) for name in RESUMED})
+    folders, found = {}, {}
+    for ranks in (1, 2, 3):
+        folders[ranks] = tmp_path_factory.mktemp(f"of{ranks}")
+        cases = {f"{name}-{steps}": partial(see, name, steps, True) for name, steps in points}
+        found[ranks] = run_on_ranks(ranks, cases, folders[ranks])
+    return points, whole, folders, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2), (2, 2)])
+def test_a_run_resumes_on_any_number_of_ranks(interrupted, before, after):
+    points, whole, folders, found = interrupted
+    cases = {f"{name}-{steps}": partial(see, name, steps, False) for name, steps in points}
+    resumed = run_on_ranks(after, cases, folders[before])
+    for name, steps in points:
+        wanted = {number: sorted(batch) for number, batch in values_of(whole, name)[0][0].items()}
+        key = f"{name}-{steps}"
+        merged: dict[int, list[int]] = {}
+        for part in (*values_of(found[before], key), *values_of(resumed, key)):
+            for number, batch in part.items():
+                merged.setdefault(number, []).extend(batch)
+        assert {number: sorted(batch) for number, batch in merged.items()} == wanted, key
+        assert 0 < len(set().union(*values_of(resumed, key))) == len(wanted) - steps
