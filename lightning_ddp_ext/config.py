@@ -76,7 +76,7 @@ class _Names(dict[str, Any]):
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, also those of its conditions, such as `TYPE_CHECKING`."""
+    """Yield the statements of a module and of its `if` blocks, such as `if TYPE_CHECKING:`."""
     for node in body:
         if isinstance(node, ast.If | ast.Try):
             yield from _statements([*node.body, *node.orelse])
@@ -334,7 +334,7 @@ def register_schemas() -> None:
 
 
 def choose_lightning(config: DictConfig) -> str:
-    """Return the name of Lightning that a run imports: its key `lightning`, or else that of the class of its model."""
+    """Return the Lightning that a run imports: its key `lightning`, or else the one of the model's class."""
     if config.lightning is not None:
         check_choice("lightning", config.lightning, list(PACKAGES), "Leave it out to follow the class of the model.")
         return str(config.lightning)

@@ -41,7 +41,7 @@ class RankJoinedError(DDPExtError):
 
 
 class UnevenInputsError(DDPExtError):
-    """Ranks have different amounts of data where that is not allowed, or a loader ends before its length."""
+    """Ranks have different amounts of data although every rank needs the same, or a loader ends before its length."""
 
 
 class LoggedKeysError(DDPExtError):

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,8 @@ def test_programs_of_pages_import_names_of_the_package_that_exist():
     found = [
         (page.name, node.module, name.name)
         for page in pages
-        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        for node in ast.walk(ast.parse(code))
+        for code in re.findall(r"^( *```python\n.*?)```", page.read_text(), re.DOTALL | re.MULTILINE)
+        for node in ast.walk(ast.parse(textwrap.dedent(code).removeprefix("```python\n")))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_ddp_ext")
         for name in node.names
     ]
@@ -80,6 +81,17 @@ def test_programs_of_pages_import_names_of_the_package_that_exist():
     missing = [row for row in found if importlib.util.find_spec(row[1]) is None]
     missing += [row for row in found if row not in missing and not hasattr(importlib.import_module(row[1]), row[2])]
     assert missing == []
+
+
+def test_programs_of_pages_fit_into_the_column():
+    columns = 92  # see extra.css
+    programs = [
+        (page.name, program)
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        for program in re.findall(r"^ *```(?:python|bash)\n(.*?)```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+    assert len(programs) > 50
+    assert [(page, line) for page, text in programs for line in text.splitlines() if len(line) > columns] == []
 
 
 @pytest.mark.filterwarnings("ignore")

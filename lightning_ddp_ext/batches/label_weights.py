@@ -22,7 +22,7 @@ class TokenCount:
     first label of each row. This is assumed if all labels that are not ignored are equal to `input_ids`. The strategy
     says once what it has found.
 
-    The host waits for the count once per batch, if the batch is on an accelerator.
+    If the batch is on an accelerator, the host waits once per batch for the number of tokens.
 
     Args:
         labels: The key, attribute or index of the labels in a batch, or a function that returns them: one tensor of
@@ -31,7 +31,7 @@ class TokenCount:
         shift: Whether the loss leaves out the first label of each row, along the last dimension; None to find out.
 
     Raises:
-        ValueError: In training, if a batch has no such labels, or only some batches look like those of a causal model.
+        ValueError: In training, if a batch has no such labels, or only some batches have labels equal to `input_ids`.
 
     Examples:
         >>> import torch
@@ -60,7 +60,7 @@ class TokenCount:
 
     @property
     def finding(self) -> str | None:
-        """What the weights are, once a batch has shown it."""
+        """A description of the weights, or None before the first batch."""
         shift = self._is_shifted if self.shift is None else self.shift
         if shift is None:
             return None
@@ -80,7 +80,7 @@ class TokenCount:
             return self.shift
         if self._is_shifted and not is_shifted:
             raise ValueError(
-                "`weight_by` counts tokens: in earlier batches, all labels were equal to `input_ids`, as those of a"
+                "`weight_by` counts tokens: in earlier batches, all labels were equal to `input_ids`, as for a"
                 " causal language model, and in this batch they are not. Pass `TokenCount(shift=True)` if the loss"
                 " leaves out the first label of each row, else `TokenCount(shift=False)`."
             )

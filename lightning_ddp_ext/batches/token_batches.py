@@ -14,16 +14,16 @@ class TokenBudgetBatchSampler(Sampler[list[int]]):
 
     Each sequence is in exactly one batch of one rank per epoch: nothing is dropped or repeated, so that some ranks may
     have one batch less than others. Pass it as `DataLoader(dataset, batch_sampler=...)` and train with
-    `strategy="ddp_join"` and `weight_by="tokens"`: the gradient is that of one process on the batches of all ranks.
+    `strategy="ddp_join"` and `weight_by="tokens"`: the gradient equals the one of a single process on all batches.
 
     Sequences are sorted by length and cut into batches. In each epoch, sequences of equal length change places and the
-    batches are in a new order, the same on all ranks. The number of batches is the same in every epoch. Ranks are those
-    of `torch.distributed` when an epoch begins, or one if it is not initialised.
+    batches are in a new order, the same on all ranks. The number of batches is the same in every epoch. The number of
+    ranks is read from `torch.distributed` when an epoch begins; it is 1 if `torch.distributed` is not initialised.
 
     Args:
         lengths: The number of tokens of each sequence of the dataset.
         max_tokens: Most tokens of a batch.
-        is_padded: Whether the rows of a batch are padded to the longest, which counts as tokens; False for packing.
+        is_padded: Whether rows are padded to the longest, and `max_tokens` includes the padding; False for packing.
         shuffle: Whether to change the order in each epoch.
         seed: Seed of the order, the same on all ranks.
 

@@ -12,6 +12,28 @@ WeightBy = Literal["samples", "tokens", "equal", "sum"] | Callable[[Any], float]
 _NAMES = ("samples", "tokens", "equal", "sum")
 
 
+class AccumulationWindow:
+    """The micro-batches whose gradients are added up before ranks synchronise them.
+
+    The loss of a micro-batch is multiplied by its weight relative to the first weight above 0. The accumulated gradient
+    times the first weight is then the weighted sum. The factor is 1 as long as weights are equal.
+    """
+
+    def __init__(self) -> None:
+        self.first = self.total = 0.0
+        self.length = 0
+
+    def add(self, weight: float) -> None:
+        """Add a micro-batch."""
+        self.first = self.first or weight
+        self.total += weight
+        self.length += 1
+
+    def factor(self, weight: float) -> float:
+        """Return the factor of the loss of a micro-batch that was added with this weight."""
+        return weight / self.first if self.first else 0.0
+
+
 class WeightRule:
     """A checked `weight_by`: the weight of a batch or chunk, and whether losses are added up or averaged.
 

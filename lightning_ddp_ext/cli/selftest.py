@@ -1,6 +1,6 @@
 """`doctor --selftest`: train a small model on the ranks of a run, and compare them with each other and one process.
 
-Each rank starts a process of its own for every trial, so that it can report trials that hang or crash.
+Each rank runs every trial in a child process, so that it can report trials that hang or crash.
 """
 
 import copy
@@ -173,7 +173,7 @@ def _train(
     difference = float((found - wanted).norm() / wanted.norm())
     problems = [] if comparison.difference is None else [comparison.difference]
     if not difference < _TOLERANCES[dtype]:
-        problems.append(f"parameters and buffers differ by {difference:.0e} from those of one process")
+        problems.append(f"parameters and buffers differ by {difference:.0e} from the result of one process")
     return "; ".join(problems)
 
 
@@ -270,7 +270,7 @@ def _free_port() -> int:
 
 
 def _run_process(own: TrialRank, trial: Trial, variables: dict[str, str]) -> tuple[str, str]:
-    """Run a trial in a process of its own; return its problem, or "", and its output."""
+    """Run a trial in a child process; return its problem, or "", and its output."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
         found = Path(folder) / "found"

@@ -134,7 +134,7 @@ def _check_fractions(config: DictConfig, strategy: str, trainer: Trainer) -> Non
         return
     if isinstance(trainer.strategy, BalancedDDPStrategy):
         raise LaunchError(
-            f"`data.train_fractions={list(fractions)}` gives each process data of its own, and `strategy={strategy}`"
+            f"`data.train_fractions={list(fractions)}` gives each process different data, and `strategy={strategy}`"
             " shares the batches of all data. Use `strategy.split` for fixed shares, or `strategy=ddp_join`."
         )
     check_fractions(fractions, trainer.world_size)

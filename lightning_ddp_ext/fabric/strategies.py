@@ -1,7 +1,7 @@
 """`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning_fabric import postpone_synchronization
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
-from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
+from lightning_ddp_ext.batches.weights import AccumulationWindow, WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
@@ -129,7 +129,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._reducer: GradientReducer | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._is_postponed = False
-        self._window: list[float] = []  # weights of the micro-batches whose gradients are not synchronised yet
+        self._window = AccumulationWindow()
 
     # ------------------------------------------------------------ set-up
 
@@ -208,11 +208,7 @@ class DDPCheckpointStrategy(DDPStrategy):
             self._samples.begin(fetched.samples)
             samples = self._samples.count(batch)
         if samples is None:
-            raise ValueError(
-                f"rank {self.global_rank}: the samples of a batch cannot be counted: {self._samples.problem} Pass a"
-                " callable `weight_by`, which returns the weight of a batch, such as `len` for a list of samples; or"
-                ' `weight_by="equal"`, if batches are equally large on all ranks.'
-            )
+            raise ValueError(f"rank {self.global_rank}: {self._samples.describe_problem()}")
         self.batch_weight = self._rule.weigh(batch, samples)
 
     @property
@@ -228,26 +224,28 @@ class DDPCheckpointStrategy(DDPStrategy):
         if reducer is None:
             raise RuntimeError("`fabric.backward` needs a module. Call `model = fabric.setup(model)` first.")
         weight = self._weight()
-        self._window.append(weight)
-        first = next(filter(None, self._window), 0.0)
+        self._window.add(weight)
         if not weight:
             # The loss may be nan. The backward pass runs nevertheless, since it may communicate.
-            with _discarding_gradients(self._modules, reducer):
+            with reducer.discard_gradients():
                 super().backward(tensor, module, *args, **kwargs)
-            with nullcontext() if self._is_postponed else self._synchronizing(reducer, first):
+            with self._synchronizing(reducer):
                 return
-        factor = weight / first * (self._number_of_active_ranks if self._rule.is_sum else 1)
+        factor = self._window.factor(weight) * (self._number_of_active_ranks if self._rule.is_sum else 1)
         reducer.defer_hooks()
-        with nullcontext() if self._is_postponed else self._synchronizing(reducer, first):
+        with self._synchronizing(reducer):
             super().backward(tensor if factor == 1 else tensor * factor, module, *args, **kwargs)
 
     @contextmanager
-    def _synchronizing(self, reducer: GradientReducer, first: float) -> Generator[None, None, None]:
-        """Synchronise the gradients of a window, in which losses were weighted relative to the first one."""
-        window, self._window = self._window, []
-        reducer.control.scale = first * len(window)  # the user has divided each loss by the length of the window
+    def _synchronizing(self, reducer: GradientReducer) -> Generator[None, None, None]:
+        """Synchronise the gradients of the window, unless that is postponed."""
+        if self._is_postponed:
+            yield
+            return
+        window, self._window = self._window, AccumulationWindow()
+        reducer.control.scale = window.first * window.length  # the user has divided each loss by the length
         reducer.control.position += 1
-        with reducer.synchronize(sum(window)):
+        with reducer.synchronize(window.total):
             yield
 
     @contextmanager
@@ -427,15 +425,3 @@ def _reduce(rows: Tensor, reduce_op: Any) -> Tensor:
             f" {', '.join(_REDUCTIONS)}."
         )
     return _REDUCTIONS[name](rows, 0)
-
-
-@contextmanager
-def _discarding_gradients(modules: Iterable[nn.Module], reducer: GradientReducer) -> Generator[None, None, None]:
-    """Drop the gradients of the backward pass in the block, and keep those from before."""
-    kept = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    for parameter, _ in kept:
-        parameter.grad = None
-    with reducer.disregard():
-        yield
-    for parameter, gradient in kept:
-        parameter.grad = gradient

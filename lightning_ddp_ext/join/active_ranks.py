@@ -109,7 +109,7 @@ class ProcessGroupRedirect:
         raise self._error("a new process group needs every rank")
 
     def refuse_unknown(self, name: str) -> None:
-        """Raise, because nobody knows which ranks a function of `torch.distributed` needs."""
+        """Raise, because it is unknown which ranks a function of `torch.distributed` needs."""
         raise self._unknown(f"torch.distributed.{name}")
 
     def _unknown(self, name: str) -> RankJoinedError:

@@ -71,7 +71,7 @@ class HasNextBatch:
 
 
 class StepMaker:
-    """Makes the steps of all ranks: tells each batch which ranks have one, and gives the other ranks a stand-in.
+    """Makes the steps of all ranks: a step has the ranks that have a batch, and a stand-in for every other rank.
 
     A stand-in is a copy of a batch of this rank, so that hooks see a batch of the right form. A rank that never had a
     batch gets a batch of another rank.

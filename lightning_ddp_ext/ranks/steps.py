@@ -1,32 +1,30 @@
 """The training step of one rank under Lightning: its weight, the synchronisation of its gradient, its logged means."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import is_hook_of_loop, takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning import is_hook_of_loop
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.batches.weights import WeightRule
-from lightning_ddp_ext.distributed.exchange import gather_integer
+from lightning_ddp_ext.batches.weights import AccumulationWindow, WeightRule
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
 from lightning_ddp_ext.ranks.sample_counts import (
     BatchSamples,
+    BatchWeights,
     CountedCombinedLoader,
     FetchedBatch,
     StepParticipation,
@@ -160,11 +158,7 @@ class EvenSteps(RankSteps):
 
 
 class RankGradient:
-    """Weighs the gradient of this rank, and synchronises it at the right time.
-
-    The loss of a micro-batch is multiplied by its weight relative to the first one, which is 1 as long as weights are
-    equal. The accumulated gradient times the first weight is then the weighted sum.
-    """
+    """Weighs the gradient of this rank, and synchronises it at the end of each accumulation window."""
 
     def __init__(
         self,
@@ -175,62 +169,47 @@ class RankGradient:
         has_equal_weights: bool = False,
     ) -> None:
         self.reducer = reducer
-        self.has_equal_weights = has_equal_weights  # of all batches, since a rank cannot count samples
+        self.weights = BatchWeights(trainer, rule, samples, reducer.process_group, has_equal_weights)
         self.is_blocked = False  # synchronisation is postponed, as in an accumulation window
         self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient
         self._trainer = trainer
         self._module: LightningModule = trainer.lightning_module
-        self._rule = rule
-        self._samples = samples
-        self._is_by_samples = rule.is_by_samples and not takes_dataloader_iter(self._module, "training_step")
         self._active: Sequence[int] = ()  # the ranks that have a batch in this step
-        self._counted: set[int] = set()  # ranks that have counted the samples of a batch
-        self._last_samples = 1.0
-        self._has_warned = False
-        self._first = self._total = 0.0  # weights of the accumulated micro-batches
-        self._is_added = True  # the micro-batch is one of them
+        self._window = AccumulationWindow()
+        self._is_added = True  # the micro-batch is in the window
         self._is_weightless = False  # the next backward pass is, until it is synchronised
         self._guard = StepGuard(trainer, reducer)
         self._synchronized = False
         self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
-        if self._is_by_samples and has_equal_weights:
-            rank_zero_warn(
-                "The checkpoint was saved by a run in which all batches had the same weight, since a rank could not"
-                " count its samples. This run continues with equal weights. Pass a callable `weight_by`, which returns"
-                " the weight of a batch, to change that."
-            )
 
     def begin(self, batch: Any, active: Sequence[int]) -> None:
         """Weigh a micro-batch before `training_step` is called with it; `active` ranks have a micro-batch."""
         self._begin(active)
-        self.log_weight = self.weight = self._rule.weigh(batch, self._count(batch) if self._is_by_samples else 1.0)
+        self.log_weight = self.weight = self.weights.weigh(batch, active)
         if leaves_out_backward(self._trainer):
             self._add()
 
     def begin_without_data(self, active: Sequence[int]) -> None:
         """Begin a step in which the active ranks have a micro-batch and this rank has none."""
         self._begin(active)
-        if self._is_by_samples:
-            self._agree(is_counted=True)
+        self.weights.skip(active)
         self.log_weight = self.weight = 0.0
 
     def _begin(self, active: Sequence[int]) -> None:
         self._active = active
         index = self._trainer.fit_loop.epoch_loop.batch_idx
         if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
-            self._first = self._total = 0.0  # Lightning drops the gradients of an unfinished window here
+            self._window = AccumulationWindow()  # Lightning drops the gradients of an unfinished window here
         self._is_added = False
         self._passes = 0
 
-    def _add(self) -> float:
-        """Add the micro-batch, once until a synchronisation; return the factor of its loss."""
+    def _add(self) -> None:
+        """Add the micro-batch to the window, once until a synchronisation."""
         if not self._is_added:
             self._is_added = True
-            self._total += self.weight
-            self._first = self._first or self.weight
-        return self.weight / self._first if self._first else 0.0
+            self._window.add(self.weight)
 
     def skip(self) -> Tensor:
         """Give the gradient no weight, because `training_step` has returned None; return a loss of zero instead.
@@ -238,56 +217,20 @@ class RankGradient:
         Lightning rejects None on several ranks, and would skip the backward pass, for which the other ranks wait.
         """
         self.weight = 0.0
-        self._rule.warn_of_skip(f"rank {self._trainer.global_rank}")
+        self.weights.rule.warn_of_skip(f"rank {self._trainer.global_rank}")
         return zero_loss(self._module)
-
-    def _count(self, batch: Any) -> float:
-        """Return the number of samples of a batch, or 1 for all batches if ranks have agreed on that."""
-        samples = self._samples.count(batch)
-        if self._agree(samples is not None):
-            return 1.0
-        if samples is None:
-            # Ranks would have to agree in every step. Batches of a loader hardly differ in size.
-            self._warn(f"This one weighs {self._last_samples:g} samples, as the one before it.")
-            return self._last_samples
-        self._last_samples = samples
-        return samples
-
-    def _agree(self, is_counted: bool) -> bool:
-        """Return True if all batches weigh the same: a rank could not count the samples of its first batch.
-
-        All ranks agree in each step in which a rank has its first batch, which may be long after the first step.
-        """
-        if not self.has_equal_weights and not self._counted.issuperset(self._active):
-            counted = gather_integer(is_counted, self.reducer.process_group)
-            self._counted.update(self._active)
-            self.has_equal_weights = not all(counted)
-            if self.has_equal_weights and counted.index(0) == self._trainer.global_rank:
-                self._warn("All batches weigh the same.")
-        return self.has_equal_weights
-
-    def _warn(self, consequence: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"rank {self._trainer.global_rank}: the samples of a batch cannot be counted: {self._samples.problem}"
-                f" {consequence} Pass a callable `weight_by`, which returns the weight of a batch, such as `len` for a"
-                " list of samples; or `batch_dim`, if samples are in another dimension of all tensors; or"
-                ' `weight_by="equal"`, if batches are equally large on all ranks.',
-                category=UserWarning,
-                stacklevel=2,
-            )
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the loss of the micro-batch, weighted relative to earlier ones."""
         self.reducer.defer_hooks()  # also if this backward pass is not synchronised, for hooks that the step has added
-        factor = self._add()
+        self._add()
+        factor = self._window.factor(self.weight)
         self._is_weightless = not factor
         if not factor:
             return loss
         if not self._module.automatic_optimization:
             # Gradients may hold the sum over ranks of an earlier pass. It is averaged again, so it must stay unchanged.
-            factor = float(len(self._active)) if self._rule.is_sum else 1.0
+            factor = float(len(self._active)) if self.weights.rule.is_sum else 1.0
         return loss if factor == 1.0 else loss * factor
 
     @contextmanager
@@ -297,25 +240,23 @@ class RankGradient:
         Gradients of a loss that `weigh` gave no weight are discarded first: the loss may be a mean over nothing, thus
         nan. The backward pass has to run nevertheless, since it may communicate.
         """
-        if self._is_weightless:
-            self._is_weightless = False
-            kept = [(parameter, parameter.grad) for parameter in self._module.parameters()]
-            for parameter, _ in kept:
-                parameter.grad = None
-            with self.reducer.disregard():
+        if not self._is_weightless:
+            with nullcontext() if self.is_blocked else self._synchronize():
                 yield
-            for parameter, gradient in kept:
-                parameter.grad = gradient
-            with self.synchronize():
-                pass
             return
-        if self.is_blocked:
+        self._is_weightless = False
+        with self.reducer.discard_gradients():
             yield
-            return
-        weight, scale = self._total, self._first
-        self._first = self._total = 0.0
-        self._is_added = False
-        control, is_sum = self.reducer.control, self._rule.is_sum
+        if not self.is_blocked:
+            with self._synchronize():
+                pass
+
+    @contextmanager
+    def _synchronize(self) -> Generator[None, None, None]:
+        """Synchronise the gradients of the window, which ends here."""
+        weight, scale = self._window.total, self._window.first
+        self._window, self._is_added = AccumulationWindow(), False
+        control, is_sum = self.reducer.control, self.weights.rule.is_sum
         if self._module.automatic_optimization:
             control.scale = scale * self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
             control.divisor = 1.0 if is_sum else None

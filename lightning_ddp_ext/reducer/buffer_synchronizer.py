@@ -246,7 +246,7 @@ class BufferSynchronizer:
         }
 
     def _warn_of_averages(self, own: Mapping[int, Tensor]) -> None:
-        """Warn, the first time only, that ranks had different values of a buffer, given those of this rank."""
+        """Warn once if a buffer of this rank differs from rank 0's before they are averaged."""
         pairs = [(value, buffer) for index, value in own.items() if (buffer := self._table.entries[index]) is not None]
         differ = list(itertools.compress(own, find_different(pairs)))
         if differ:

@@ -149,9 +149,16 @@ class GradientReducer:
                     " `register_post_accumulate_grad_hook`, which sees the gradient of all ranks."
                 )
 
-    def disregard(self) -> AbstractContextManager[None]:
-        """Ignore the gradients that come in a block, which the caller discards."""
-        return self._scheduler.disregard()
+    @contextmanager
+    def discard_gradients(self) -> Iterator[None]:
+        """Discard the gradients of the backward passes in a block; gradients from before stay."""
+        kept = [(parameter, parameter.grad) for parameter in self._known.values()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        with self._scheduler.disregard():
+            yield
+        for parameter, gradient in kept:
+            parameter.grad = gradient
 
     @contextmanager
     def synchronize(self, weight: float = 1.0) -> Iterator[None]:

@@ -10,7 +10,7 @@ class DDPCheckpointStrategy(ExplicitDDPStrategy):
     checkpointing (also called gradient checkpointing), several losses, alternating tasks and layers that are frozen or
     thawed violate that, with an error or silently. Here they are supported without any flag.
 
-    Registered as `"ddp_checkpoint"`. The arguments are those of `ExplicitDDPStrategy`.
+    Registered as `"ddp_checkpoint"`. It has the arguments of `ExplicitDDPStrategy`.
 
     Examples:
         >>> from lightning.pytorch import Trainer

@@ -395,7 +395,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     ) -> None:
         # After a failure the other ranks do not answer; a checkpoint that callbacks save then lacks their RNG state.
         if self._run is not None and self._gradient is not None and self._watch.others_come():
-            self._run.save(checkpoint, self._gradient.has_equal_weights)
+            self._run.save(checkpoint, self._gradient.weights.all_equal)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable
 from unittest import mock
@@ -120,6 +121,22 @@ def gradients_outside_a_synchronisation_are_reported() -> list[bool]:
     with reducer.synchronize():
         pass
     return [*first, reducer.unsynchronized(module.parameters())]
+
+
+@check([True, False, False])
+def discarded_gradients_leave_earlier_ones() -> list[bool]:
+    module = net()
+    reducer = GradientReducer(module)
+    with reducer.synchronize():
+        module(batch(0)).sum().backward()
+    before = [parameter.grad for parameter in module.parameters()]
+    with reducer.discard_gradients():
+        (module(batch(1)).sum() * math.nan).backward()
+        is_nan = all(bool(parameter.grad.isnan().any()) for parameter in module.parameters())
+    changed = any(
+        one.grad is not own or own.isnan().any() for one, own in zip(module.parameters(), before, strict=True)
+    )
+    return [is_nan, changed, reducer.unsynchronized(module.parameters())]
 
 
 @check([2, 0, 0, 0, 5])

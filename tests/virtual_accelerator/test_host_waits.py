@@ -107,7 +107,10 @@ class Overridden(Network):
 
 
 def parameters_and_counts(make, devices, kind=Network, batches=STEPS, **options):
-    """Train one epoch; return the parameters, what later steps added to the counters, and where batches came from."""
+    """Train one epoch; return the parameters, the counts of the last steps, and the devices of the batches.
+
+    `balanced_dp` compares parameters in the first three steps, for which the host waits.
+    """
     virtual_accelerator.load()
     module, strategy, found = kind(False), make(**options), []
     batch_to_device = strategy.batch_to_device
@@ -122,7 +125,7 @@ def parameters_and_counts(make, devices, kind=Network, batches=STEPS, **options)
     trainer_options = {"accelerator": "virtual", "max_epochs": 1, "use_distributed_sampler": False}
     quiet_trainer(strategy, devices, **trainer_options).fit(module, loader)
     virtual_accelerator.check()  # no race, and nothing freed in use
-    first, last = module.counts[0], module.counts[-1]
+    first, last = module.counts[3], module.counts[-1]
     added = {name: last.get(name, 0) - first.get(name, 0) for name in last}
     return [parameter.tolist() for parameter in module.parameters()], added, found
 
