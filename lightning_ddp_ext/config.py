@@ -312,6 +312,7 @@ def make_schemas() -> dict[str, type]:
         "callbacks/checkpoint": make_schema("lightning.pytorch.callbacks.ModelCheckpoint"),
         "callbacks/gradient_check": make_schema(f"{callbacks}.GradientCheck"),
         "callbacks/join_report": make_schema(f"{callbacks}.JoinReport"),
+        "callbacks/prediction_writer": make_schema(f"{callbacks}.PredictionWriter"),
         "callbacks/replica_consistency": make_schema(f"{callbacks}.ReplicaConsistency"),
         "logger/csv": make_schema("lightning.pytorch.loggers.CSVLogger"),
     }

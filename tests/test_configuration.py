@@ -181,7 +181,8 @@ def test_schemas_are_those_of_the_imported_constructors(monkeypatch):
 
     read, fields = make_fields()
     assert sum(map(len, fields.values())) > 150
-    assert dict(fields["strategy/ddp_join"][-1][2]) == {"choices": ("join", "stop", "error")}
+    choices = {name: dict(metadata) for name, _, metadata in fields["strategy/ddp_join"]}
+    assert choices["uneven_inputs"] == {"choices": ("join", "stop", "error")}
     monkeypatch.setattr(config, "read_parameters", imported)
     assert (read, fields) == make_fields()
 

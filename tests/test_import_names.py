@@ -2,11 +2,13 @@
 
 import importlib
 import inspect
+import itertools
 import json
 import linecache
 import os
 import pickle
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -398,41 +400,74 @@ def test_ranks_import_the_lightning_of_the_program_only_and_train_alike(method, 
     assert results[FIRST] == results[SECOND]
 
 
-ORDERS = """
+BOTH = """
 import importlib
+import json
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 
-import torch
-
-for name in sys.argv[1:]:
+method, *names = sys.argv[1:]
+for name in names:
     importlib.import_module(name)
-sys.path.insert(0, {folder!r})
 import lightning_ddp_ext
-from test_import_names import FIRST, SECOND, package_of, train
+import first
+import second
 
-losses = []
-for lightning in (FIRST, SECOND):
-    trainer, parameters = train(lightning, "balanced_dp")
-    assert isinstance(trainer.strategy, package_of(lightning).BalancedDataParallelStrategy)
-    losses.append(parameters)
-assert torch.equal(*losses)
-print("alike")
+if __name__ == "__main__":
+    printed = []
+    for module, package in ((first, lightning_ddp_ext), (second, lightning_ddp_ext.pytorch_lightning)):
+        strategy = "balanced_dp" if method == "balanced_dp" else package.DDPJoinStrategy(start_method=method)
+        with redirect_stdout(StringIO()) as output:
+            module.main([("auto", 1), (strategy, 2)] if method == "balanced_dp" else [(strategy, 2)])
+        printed.append([line for line in output.getvalue().splitlines() if "Strategy: loss " in line])
+        assert isinstance(module.main.trainer.strategy, (package.BalancedDataParallelStrategy, package.DDPJoinStrategy))
+        with open(f"rank{module.main.trainer.global_rank}.json", "w") as file:
+            json.dump(printed, file)
 """
 
 
+def write_program_of_both_names(folder):
+    """Write the README's program as a function of its strategies, once for each name, and a program that calls both."""
+    readme = (PACKAGE.parent / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
+    imports, program = code.split("\n\npl.seed_everything(0)")
+    before, after = program.split('[("auto", 1), ("balanced_dp", 2)]')
+    body = textwrap.indent(f"pl.seed_everything(0){before}strategies{after}", "    ")
+    text = f"{imports}\n\ndef main(strategies):\n{body}    main.trainer = trainer\n"
+    (folder / "first.py").write_text(text)
+    (folder / "second.py").write_text(_import_names.translate_source(text))
+    (folder / "both.py").write_text(BOTH)
+
+
+ORDERS = [
+    *itertools.permutations((FIRST, SECOND, "lightning_ddp_ext")),
+    ("lightning_ddp_ext.pytorch_lightning", FIRST, SECOND),
+    ("lightning_ddp_ext.pytorch_lightning.callbacks", "lightning_ddp_ext.callbacks"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "order",
-    [
-        (FIRST, SECOND, "lightning_ddp_ext"),
-        (SECOND, "lightning_ddp_ext", FIRST),
-        ("lightning_ddp_ext.pytorch_lightning", FIRST, SECOND),
-        ("lightning_ddp_ext.pytorch_lightning.callbacks", "lightning_ddp_ext.callbacks"),
-        (FIRST, "lightning_ddp_ext.callbacks", SECOND),
-    ],
-)
-def test_any_order_of_imports_gives_both_trainers_the_strategies(order):
-    assert run(["-c", ORDERS.format(folder=str(Path(__file__).parent))], *order).splitlines()[-1] == "alike"
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_the_readmes_program_trains_alike_under_both_names_whatever_is_imported_first(order, tmp_path):
+    write_program_of_both_names(tmp_path)
+    run(["both.py", "balanced_dp"], *order, cwd=tmp_path)
+    first, second = json.loads((tmp_path / "rank0.json").read_text())
+    assert [line.partition(":")[0] for line in first] == ["SingleDeviceStrategy", "BalancedDataParallelStrategy"]
+    assert first == second
+    assert len({line.partition(":")[2] for line in first}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["popen", "spawn", "fork", "forkserver"])
+def test_the_readmes_program_trains_alike_under_both_names_on_two_ranks(method, tmp_path):
+    write_program_of_both_names(tmp_path)
+    run(["both.py", method], cwd=tmp_path)
+    ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+    assert len(ranks) == (2 if method == "popen" else 1)  # otherwise the other rank ends with the training
+    for first, second in ranks:
+        assert [line.partition(":")[0] for line in first] == ["DDPJoinStrategy"]
+        assert first == second
 
 
 @pytest.mark.slow

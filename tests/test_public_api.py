@@ -22,7 +22,9 @@ def test_public_names_are_these():
         "UnevenInputsError", "UnsupportedFeatureError", "UnsynchronizedGradientsError", "__version__",
         "scatter_objects",
     ]  # fmt: skip
-    assert lightning_ddp_ext.callbacks.__all__ == ["BalanceReport", "GradientCheck", "JoinReport", "ReplicaConsistency"]
+    assert lightning_ddp_ext.callbacks.__all__ == [
+        "BalanceReport", "GradientCheck", "JoinReport", "PredictionWriter", "ReplicaConsistency", "read_predictions",
+    ]  # fmt: skip
     for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks):
         assert all(hasattr(module, name) for name in module.__all__)
 

@@ -5,16 +5,16 @@ loads its position.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ddp_ext._compat.lightning import replace_attributes
 
@@ -120,30 +120,68 @@ def replace_loaders(cleanup: ExitStack, trainer: Trainer, replace: Callable[[Any
         replace_attributes(cleanup, source, dataloader=dataloader)
 
 
+class _SampledBatches:
+    """The batches of indices, or single indices, that a loader of predictions draws."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader: Any = loader
+
+    def get(self) -> Any:
+        """Return the batch sampler, or the sampler of a loader without one."""
+        given = self._loader.batch_sampler
+        return self._loader.sampler if given is None else given._batch_sampler
+
+    def set(self, batches: list[Any]) -> None:
+        """Let the loader draw these."""
+        if self._loader.batch_sampler is not None:
+            self._loader.batch_sampler._batch_sampler = batches
+        else:
+            vars(self._loader)["sampler"] = [index for batch in batches for index in batch]  # torch refuses to set it
+
+
+def batches_to_predict(loader: object) -> _SampledBatches | None:
+    """Return what a loader draws after Lightning has prepared it for predictions; None for streams and iterables."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    is_known = loader.batch_sampler is None or isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper)
+    return _SampledBatches(loader) if is_known else None
+
+
 def replace_prediction(
     cleanup: ExitStack,
     trainer: Trainer,
     replace: Callable[[Any], CombinedLoader],
+    find_indices: Callable[[int], Sequence[Any] | None],
     end: Callable[[], None],
-    merge: Callable[[list[list[Any]]], list[list[Any]]],
+    is_prediction: Callable[[Any], bool],
+    merge: Callable[[list[list[Any]]], list[list[Any]] | None],
 ) -> None:
     """Replace the loaders of predictions, and the predictions that the Trainer returns: of each loader, each batch.
 
-    `end` is called after the last batch, before the hooks that follow.
+    `find_indices` returns the indices of the batches of a loader, by its number, or None if Lightning has to find them.
+    `end` is called after the last batch, before the hooks that follow. Only outputs that are predictions are kept.
     """
     loop = trainer.predict_loop
     source: Any = loop._data_source
 
+    def get_batch_indices(loader: Any) -> Any:
+        loop.current_batch_indices = []  # Lightning would keep those of another loader
+        combined = loop._combined_loader
+        assert combined is not None
+        found = find_indices([id(one) for one in combined.flattened].index(id(loader)))
+        return type(loop)._get_batch_indices(loop, loader) if found is None else found
+
     def on_run_end() -> Any:
         end()
+        loop._predictions = [[one for one in part if is_prediction(one)] for part in loop._predictions]
         results = type(loop).on_run_end(loop)
-        if not results:
+        if not loop.return_predictions:
             return results
         merged = merge(loop._predictions)
-        return merged[0] if loop.num_dataloaders == 1 else merged
+        return merged[0] if merged and loop.num_dataloaders == 1 else merged
 
     replace_attributes(cleanup, source, dataloader=lambda: replace(type(source).dataloader(source)))
-    replace_attributes(cleanup, loop, on_run_end=on_run_end)
+    replace_attributes(cleanup, loop, on_run_end=on_run_end, _get_batch_indices=get_batch_indices)
 
 
 def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -124,9 +125,10 @@ class BalanceController:
             self._window = deque(recent)
         if len(self._window) < self._length:
             return None
-        decision = self._decide(self._window)
-        while self._window and len(self._window) >= max(self._length, LONGEST_WINDOW):
-            self._window.popleft()
+        window = self._window
+        decision = self._decide(window)
+        if len(window) >= LONGEST_WINDOW:  # it changes little with each batch, so the next decision can wait
+            self._window = None if self._window is None else deque(islice(window, WINDOW, None))
         return decision
 
     def _changed(self) -> list[list[float]] | None:

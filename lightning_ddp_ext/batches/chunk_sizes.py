@@ -1,8 +1,11 @@
 """Rules that divide a batch into chunks, the options that choose one, and counters of samples. Pure arithmetic."""
 
+import functools
 import math
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import Literal
 
 from lightning_ddp_ext._validation import check_integer
@@ -60,6 +63,11 @@ def _check_proportions(split: object) -> None:
 
 def proportional_chunks(batch_size: int, proportions: Sequence[float]) -> list[int]:
     """Divide a batch in given proportions by largest remainder (Hamilton's method), within one sample of each share."""
+    return list(_proportional_chunks(batch_size, tuple(proportions)))
+
+
+@functools.lru_cache(maxsize=100)
+def _proportional_chunks(batch_size: int, proportions: tuple[float, ...]) -> list[int]:
     # Fractions, because a remainder that floats round the other way would move a sample between runs.
     exact = [Fraction(proportion) for proportion in proportions]
     shares = [batch_size * proportion / sum(exact) for proportion in exact]
@@ -82,6 +90,32 @@ def first_limited_chunks(batch_size: int, num_chunks: int, first: int) -> list[i
         return [batch_size]
     first_chunk = min(first, -(-batch_size // num_chunks))
     return [first_chunk, *even_chunks(batch_size - first_chunk, num_chunks - 1)]
+
+
+def chunks_by_cost(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
+    """Divide samples in their order so that chunks cost in proportion to `sizes`; chunks with a size get a sample.
+
+    `sizes` are chunks of samples of equal cost, as another rule divides them.
+    """
+    ends = [0.0, *accumulate(costs)]
+    if not ends[-1]:
+        return list(sizes)
+    chunks: list[int] = []
+    start = planned = 0
+    for index, size in enumerate(sizes):
+        planned += size
+        later = sum(1 for following in sizes[index + 1 :] if following)
+        end = start
+        if size and not later:
+            end = len(costs)
+        elif size:
+            target = ends[-1] * planned / len(costs)
+            end = bisect_left(ends, target, start + 1, len(costs) - later)
+            if end > start + 1 and target - ends[end - 1] < ends[end] - target:
+                end -= 1
+        chunks.append(end - start)
+        start = end
+    return chunks
 
 
 def merge_single_samples(chunks: Sequence[int]) -> list[int]:

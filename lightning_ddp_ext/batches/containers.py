@@ -41,6 +41,8 @@ def fields(value: Any) -> Iterator[str]:
 
 def items(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each item of a container; nothing for any other value."""
+    if isinstance(value, Tensor):  # first, because most values are
+        return
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
         yield from ((f".{name}", getattr(value, name)) for name in extra_names(value))
@@ -59,6 +61,8 @@ def walk(value: Any) -> Iterator[Any]:
 
 def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to the items of a container; return any other value unchanged."""
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, Mapping):
         mapped = {key: function(item) for key, item in value.items()}
         return rebuild_mapping(value, mapped, {name: function(getattr(value, name)) for name in extra_names(value)})
@@ -145,7 +149,8 @@ def is_array(value: Any) -> bool:
 
 def is_graph_batch(value: Any) -> bool:
     """Return True for a batch that can be divided into graphs and rebuilt, as PyTorch Geometric's `Batch`."""
-    return hasattr(type(value), "to_data_list") and hasattr(type(value), "from_data_list")
+    kind = type(value)
+    return kind is not Tensor and hasattr(kind, "to_data_list") and hasattr(kind, "from_data_list")
 
 
 def count_rows(array: Any, dim: int) -> int | None:

@@ -1,6 +1,6 @@
 """Cutting batches into chunks, and putting chunks and outputs together again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NamedTuple
@@ -39,22 +39,21 @@ _KINDS = (Number, str | bytes, list | tuple, Mapping)
 _MOST_NAMED = 6  # entries in a message: a list of samples may have hundreds
 
 
-def batch_size_of(batch: Any, batch_dim: int = 0) -> int:
-    """Count the samples of a batch; raise a BatchSplitError if there are none, or if entries disagree."""
-    total = count_samples(batch, batch_dim)
-    if total == 0:
-        raise BatchSplitError("the batch has no samples. Leave empty batches out in the data loader.")
-    return total
-
-
 def count_samples(batch: Any, batch_dim: int = 0) -> int:
-    """Count the samples of a batch that may have none; otherwise as `batch_size_of`."""
+    """Count the samples of a batch, which may have none; raise a BatchSplitError if entries disagree."""
     return _measure(batch, batch_dim).total
 
 
-def split_batch(batch: Any, sizes: Sequence[int], batch_dim: int = 0) -> list[Any]:
-    """Cut a batch into consecutive chunks, None for size 0; values without a batch dimension are in every chunk."""
+def split_batch(batch: Any, sizes: Sequence[int] | Callable[[int], Sequence[int]], batch_dim: int = 0) -> list[Any]:
+    """Cut a batch into consecutive chunks, None for size 0; values without a batch dimension are in every chunk.
+
+    `sizes` may be a function of the number of samples, which is above 0 then.
+    """
     cut = _measure(batch, batch_dim)
+    if callable(sizes):
+        if not cut.total:
+            raise BatchSplitError("the batch has no samples. Leave empty batches out in the data loader.")
+        sizes = sizes(cut.total)
     if sum(sizes) != cut.total:
         raise ValueError(f"`sizes` must add up to the {cut.total} samples of the batch, got {list(sizes)}.")
     chunks: list[Any] = []

@@ -77,15 +77,20 @@ def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = Non
     return cast(list[list[int]], torch.stack(gathered).tolist())
 
 
-def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the object of each rank, or None for a rank without data in the uneven phase; two collectives."""
+def gather_objects(value: object, group: dist.ProcessGroup | None = None, target: int | None = None) -> list[Any]:
+    """Return the object of each rank, or None for a rank without data in the uneven phase; two collectives.
+
+    With a `target`, a position in the group, only that rank gets the objects, and the others an empty list.
+    """
     own = _to_bytes(value).to(exchange_device(group))
     lengths = gather_integer(own.numel(), group)
-    padded = own.new_zeros(max(lengths))
-    padded[: own.numel()] = own
-    gathered = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(gathered, padded, group=group)
-    return [unpack(row[:length])[0] if length else None for row, length in zip(gathered, lengths, strict=True)]
+    padded = functional.pad(own, (0, max(lengths) - own.numel()))
+    gathered = [torch.empty_like(padded) for _ in lengths] if target in (None, dist.get_rank(group)) else []
+    if target is None:
+        dist.all_gather(gathered, padded, group=group)
+    else:
+        dist.gather(padded, gathered or None, group=group, group_dst=target)
+    return [unpack(row[:length])[0] if length else None for row, length in zip(gathered, lengths, strict=False)]
 
 
 def gather_different(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -13,6 +13,8 @@ _BUCKET_BYTES = 25 * 2**20  # what torch's own DistributedDataParallel uses
 
 def send_all(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Return tensors of one device on each of several devices, in flat buckets: one transfer per bucket and device."""
+    if not tensors or all(to == tensors[0].device for to in devices):
+        return [list(tensors) for _ in devices]
     dense = _dense(tensors)
     in_buckets = set(dense)
     sent = [[one if number in in_buckets else one.to(to) for number, one in enumerate(tensors)] for to in devices]

@@ -109,7 +109,9 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
             self._has_ended = True
             raise
         self._position += 1
-        self.fetched.append(fetched)
+        self.fetched.append(
+            fetched if self._rng is not None else fetched._replace(position=(batch_idx, dataloader_idx))
+        )
         return batch, batch_idx, dataloader_idx
 
     @override

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy
@@ -58,6 +59,20 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
         self.total_size = size
 
 
+@contextmanager
+def drawing_alike(seed: int, samplers: Sequence[Any] = ()) -> Iterator[None]:
+    """Draw the same random numbers on all ranks in a block, also from the generators of samplers."""
+    generators = find_loader_rngs(samplers)
+    states = capture_states(generators)
+    with isolate_rng():
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        seed_all(generators, seed)
+        yield
+    restore_states(generators, states)
+
+
 class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
     """Deals out the samples that a user's sampler draws, in its order; Lightning's wrapper pads and shuffles them."""
 
@@ -71,16 +86,8 @@ class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
     @override
     def __iter__(self) -> Iterator[Any]:
         # All ranks have to draw the same order, but their RNG states diverge once a rank runs out of data.
-        generators = find_loader_rngs([wrapped_sampler(self)])
-        states = capture_states(generators)
-        with isolate_rng():
-            seed = (self.seed + self.epoch) % 2**32
-            random.seed(seed)
-            numpy.random.seed(seed)
-            torch.manual_seed(seed)
-            seed_all(generators, seed)
+        with drawing_alike((self.seed + self.epoch) % 2**32, [wrapped_sampler(self)]):
             cast(Any, self.dataset).reset()  # draws a new order
-        restore_states(generators, states)
         return (self.dataset[index] for index in self._indices())
 
 
@@ -90,8 +97,8 @@ class LightningInjectedRank(int):
     rank: int
     world_size: int
 
-    def __new__(cls, rank: int, world_size: int = 1, value: int | None = None) -> "LightningInjectedRank":  # noqa: D102
-        created = super().__new__(cls, rank if value is None else value)
+    def __new__(cls, rank: int, world_size: int = 1) -> "LightningInjectedRank":  # noqa: D102
+        created = super().__new__(cls, rank)
         created.rank, created.world_size = rank, world_size
         return created
 

@@ -28,6 +28,7 @@ from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, Stepp
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.logged_values import LoggedValues
 from lightning_ddp_ext.join.metric_states import synchronize_states
+from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.join.step_mirror import StepMirror
 from lightning_ddp_ext.ranks.sample_counts import (
     BatchSamples,
@@ -62,6 +63,7 @@ class LockstepSteps(RankSteps):
         self._owns_group = reducer is None
         # Share the reducer's group: each group costs connections, and a communicator on a device.
         self.group = own_group(timeout) if reducer is None else reducer.process_group
+        self.predictions: Predictions | None = None  # while the Trainer predicts
         self.logged = LoggedValues(self.trainer, self.module, self.group, lambda: self.participation)
         self._uneven_inputs = uneven_inputs
         self._watch = watch
@@ -133,6 +135,9 @@ class LockstepSteps(RankSteps):
 
     @override
     def begin_fetched(self, batch: Any, fetched: FetchedBatch) -> None:
+        if self.predictions is not None:
+            self._batch_stack.close()  # Lightning announces the end of a batch of the other loops only
+            self.predictions.begin(fetched)
         super().begin_fetched(batch, fetched)
         if batch is None:
             raise UnsupportedFeatureError(
@@ -237,6 +242,11 @@ class LockstepSteps(RankSteps):
             self.logged.synchronize(self._batch_samples)
         super().end_batch()
         self.logged.begin()
+
+    def end_predictions(self) -> None:
+        """End the last batch of the loop of predictions."""
+        self._batch_stack.close()
+        self.participation = self.all_ranks
 
     def _exchange_keys_and_flags(self) -> None:
         """Synchronise logged values after a step whose gradients are not synchronised; flags are sent along."""

@@ -75,6 +75,7 @@ class SharedBatch(NamedTuple):
     number: int  # in the run
     sizes: tuple[int, ...]  # number of samples of each rank
     drawn: int  # hash of the indices
+    nominal: tuple[int, ...]  # the sizes if all samples had the same cost
 
 
 class FetchedBatch(NamedTuple):
@@ -83,6 +84,7 @@ class FetchedBatch(NamedTuple):
     samples: float | None  # None if they cannot be counted
     participation: StepParticipation | None = None  # None if every rank has a batch
     shares: SharedBatch | None = None  # if ranks share the batch
+    position: tuple[int, int] = (0, 0)  # the indices of the batch and of its loader, in lockstep
 
 
 CountedFetch = tuple[tuple[Any, int, int], float | None]

@@ -24,8 +24,8 @@ class GradientBucket:
     """Gradients of several parameters of one type and device, contiguous in memory, with an optional payload behind.
 
     The buffer exists from the first packed gradient until `release`; the gradients of the parameters are views of it.
-    Set `payload_numel` while there is no buffer. Communication hooks expect the methods of torch's `GradBucket`:
-    `index`, `buffer`, `gradients`, `parameters`, `is_last` and `set_buffer`.
+    Set `payload_numel` while there is no buffer; the payload is zero at first. Communication hooks expect the methods
+    of torch's `GradBucket`: `index`, `buffer`, `gradients`, `parameters`, `is_last` and `set_buffer`.
     """
 
     def __init__(self, index: int, parameters: Sequence[nn.Parameter], members: Sequence[int]) -> None:
@@ -57,6 +57,7 @@ class GradientBucket:
         if self._flat is None:
             first, size = self.params[0], sum(parameter.numel() for parameter in self.params)
             self._buffer_with_payload = torch.empty(size + self.payload_numel, dtype=first.dtype, device=first.device)
+            self._buffer_with_payload[size:].zero_()
             self._flat = self._buffer_with_payload[:size]
             self._views = views_of(self._flat, self.params)
             for position, strides in self._strides.items():
@@ -146,6 +147,7 @@ def _take(parameter: nn.Parameter) -> Tensor:
 
 
 _FIRST_BYTES = 2**20  # the first bucket is small, so that communication starts early; as in torch
+_SHARE = 32  # of the gradients, in the largest bucket on the CPU
 
 
 class GradientLayout:
@@ -166,6 +168,10 @@ class GradientLayout:
         self.unassigned = {member for member in range(len(parameters)) if member not in excluded}
         self.excluded = excluded
         self.cap = int(bucket_cap_mb * 2**20)
+        if all(parameter.device.type == "cpu" for parameter in parameters):
+            # More buckets leave during the backward pass, and gloo does not mind. Gradients that are complete before
+            # their bucket exists, in the first step and after an accumulation, are in memory twice for one bucket only.
+            self.cap = min(self.cap, max(_FIRST_BYTES, sum(parameter.nbytes for parameter in parameters) // _SHARE))
         self._parameters = parameters
         self._group = group
 

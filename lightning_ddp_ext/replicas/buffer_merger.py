@@ -31,8 +31,11 @@ class BufferMerger:
     def merge(self, active: Sequence[int], sizes: Sequence[int], merged: Set[int] = frozenset()) -> None:
         """Merge the active replicas' buffers, except buffers of the master whose ids are in `merged`."""
         done = set(merged)
+        changed = self._replicas.changed_buffers(active)
+        if not changed:
+            return
         with torch.inference_mode(False), torch.no_grad():
-            for position, name in self._replicas.changed_buffers(active):
+            for position, name in changed:
                 buffer = self._modules[position]._buffers.get(name)
                 if id(buffer) not in done:  # two modules may hold the same buffer
                     done |= set() if buffer is None else {id(buffer)}
@@ -162,6 +165,8 @@ class BatchNormObserver:
 
     def merge(self, active: Sequence[int], sizes: Sequence[int]) -> set[int]:
         """Write the whole batch's running statistics into the master, and return the ids of these buffers."""
+        if not self._layers:
+            return set()
         groups: dict[tuple[torch.dtype, int], list[_Layer]] = {}
         merged: set[int] = set()
         with torch.no_grad():

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 
 DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 Place = tuple[int, str]  # position of a module in the tree, and name of its attribute
+
+_FORM, _REQUIRES_GRAD = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 
 _MAX_DEPTH = 4
 _MAX_LENGTH = 10_000
@@ -169,6 +172,7 @@ class Replica:
         self._home = home
         self.references = References(home, device)
         self.parameters: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.leaves: list[nn.Parameter] = []  # the second of each pair, the replica's own parameters
         self.modules: list[tuple[nn.Module, nn.Module]] = []
         for original in master.modules():
             if self.references.find(original) is None:
@@ -224,6 +228,7 @@ class Replica:
         leaf.__dict__.update(parameter.__dict__)
         self.references.add(parameter, leaf)
         self.parameters.append((parameter, leaf))
+        self.leaves.append(leaf)
         return leaf
 
     def _add_buffer(self, buffer: Tensor) -> Tensor:
@@ -232,28 +237,27 @@ class Replica:
         return own
 
     @property
-    def leaves(self) -> list[nn.Parameter]:
-        """The replica's own parameters."""
-        return [leaf for _, leaf in self.parameters]
+    def buffer_names(self) -> list[tuple[str, ...]]:
+        """Names of the buffers of each module."""
+        return [tuple(own._buffers) for _, own in self.modules]
 
-    @property
-    def buffer_names(self) -> list[Place]:
-        """Position of the module and name of each buffer."""
-        return [(position, name) for position, (_, own) in enumerate(self.modules) for name in own._buffers]
+    def forget_gradients(self) -> None:
+        """Clear the gradients of the replica's parameters."""
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def receive_parameters(self, values: Sequence[Tensor]) -> None:
-        """Take over the values of the master's parameters, which are on the device of the replica."""
+        """Take over the values of the master's parameters, which are on the device of the replica; without autograd."""
         if self.device != self._home:
-            changed = [pair for pair in self.parameters if _form(pair[0]) != _form(pair[1])]
-            for parameter, leaf in changed:
-                leaf.data = torch.empty_like(parameter, device=self.device)
-            if changed:
+            if [*map(_FORM, self.leaves)] != [*map(_FORM, values)]:
+                for parameter, leaf in self.parameters:
+                    leaf.data = torch.empty_like(parameter, device=self.device)
                 self._flatten_recurrent()
-            copy_all_([leaf.detach() for leaf in self.leaves], values)
+            copy_all_(self.leaves, values)
         elif not all(map(Tensor.is_set_to, self.leaves, values)):
             # `parameter.data = ...` (weight averaging, resizing) ends the aliasing.
             for leaf, value in zip(self.leaves, values, strict=True):
-                leaf.data = value
+                leaf.data = value.detach()
 
     def receive_buffers(self, places: Sequence[Place], values: Sequence[Tensor | None]) -> None:
         """Take over some of the master's buffers, which are on the device of the replica."""
@@ -264,7 +268,7 @@ class Replica:
             target = buffers.get(name)
             if value is None:
                 buffers[name] = None
-            elif target is None or _form(target) != _form(value) or target.is_inference():
+            elif target is None or _FORM(target) != _FORM(value) or target.is_inference():
                 buffers[name] = value.detach().clone()
             else:
                 targets.append(target)
@@ -273,14 +277,10 @@ class Replica:
             copy_all_(targets, sources)
 
 
-def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return _form(one) == _form(other) and same_values(one, other)
+    return bool(_FORM(one) == _FORM(other)) and same_values(one, other)
 
 
 def _copy_metric(metric: Metric | MetricCollection, device: torch.device) -> Metric | MetricCollection:
@@ -331,7 +331,8 @@ class Replicas(Sequence[Replica]):
         is_continued, self._last_step = step == self._last_step != "training_step", step
         self._training_steps += step == "training_step"
         self._send_parameters(is_continued)
-        self._send_buffers(is_continued)
+        if self._places:
+            self._send_buffers(is_continued)
         return False
 
     @property
@@ -340,15 +341,18 @@ class Replicas(Sequence[Replica]):
         return self._last_step == "training_step" and self._training_steps <= _LEARNING
 
     def _send_parameters(self, only_changed: bool) -> None:
-        originals = [parameter for parameter, _ in self._replicas[0].parameters]
-        for parameter, leaf in chain.from_iterable(replica.parameters for replica in self._replicas):
-            if leaf.requires_grad != parameter.requires_grad:
-                leaf.requires_grad_(parameter.requires_grad)
-        pointers = [*map(Tensor.data_ptr, originals)]
-        if only_changed and pointers == self._pointers and not self._sent_parameters.changed(originals):
-            return
-        self._sent_parameters, self._pointers = TensorVersions(originals), pointers
-        self._send([parameter.detach() for parameter in originals], Replica.receive_parameters)
+        originals = self._originals
+        trained = [*map(_REQUIRES_GRAD, originals)]
+        for replica in self._replicas:
+            if trained != [*map(_REQUIRES_GRAD, replica.leaves)]:
+                for parameter, leaf in replica.parameters:
+                    leaf.requires_grad_(parameter.requires_grad)
+        if self._last_step != "training_step":
+            pointers = [*map(Tensor.data_ptr, originals)]
+            if only_changed and pointers == self._pointers and not self._sent_parameters.changed(originals):
+                return
+            self._sent_parameters, self._pointers = TensorVersions(originals), pointers
+        self._send(originals, Replica.receive_parameters)
 
     def _send_buffers(self, only_changed: bool) -> None:
         number, buffers = len(self._places), self._all_buffers()
@@ -381,11 +385,11 @@ class Replicas(Sequence[Replica]):
 
     def changed_buffers(self, active: Sequence[int]) -> list[Place]:
         """Return the places of buffers that the step may have changed on active replicas."""
-        names = [self._replicas[index].buffer_names for index in active]
-        if any(own != self._places for own in names):
+        by_replica = [self._replicas[index].buffer_names for index in active]
+        if any(names != self._buffer_names for names in by_replica):
             self.discard()  # a step has registered or deleted buffers
-            return [*dict.fromkeys(chain.from_iterable(names))]
-        if self.is_learning:
+            return [*dict.fromkeys(chain.from_iterable(map(_places, by_replica)))]
+        if self.is_learning or not self._places:
             return self._places
         number = len(self._places)
         positions = self._buffer_versions.changed(self._all_buffers())
@@ -413,7 +417,9 @@ class Replicas(Sequence[Replica]):
         self._replicas = [Replica(self.master, self._devices[0], device) for device in self._devices]
         self._modules = list(self.master.modules())
         self._parts = _parts(self._modules)
-        self._places = self._replicas[0].buffer_names
+        self._originals = [parameter for parameter, _ in self._replicas[0].parameters]
+        self._buffer_names = self._replicas[0].buffer_names
+        self._places = _places(self._buffer_names)
         self.changing: set[Place] = set()  # buffers that may change without a new version
         self._buffer_versions = TensorVersions(self._all_buffers())
 
@@ -426,7 +432,11 @@ class Replicas(Sequence[Replica]):
         before = {index: versions_of(self._replicas[index].leaves) for index in active}
         values = self._fingerprint_parameters(active)
         yield
+        trained = [*map(_REQUIRES_GRAD, self._originals)]
         for index, versions in before.items():
+            leaves = self._replicas[index].leaves
+            if versions_of(leaves) == versions and [*map(_REQUIRES_GRAD, leaves)] == trained:
+                continue
             for (parameter, leaf), version in zip(self._replicas[index].parameters, versions, strict=True):
                 if version_of(leaf) != version:
                     name = next(name for name, other in self.master.named_parameters() if other is parameter)
@@ -454,17 +464,15 @@ class Replicas(Sequence[Replica]):
     def forget_gradients(self) -> None:
         """Clear gradients that a step left on the replicas' parameters, as Lightning does before its backward pass."""
         for replica in self._replicas:
-            for leaf in replica.leaves:
-                leaf.grad = None
+            replica.forget_gradients()
 
     def reduce_gradients(self, active: Sequence[int]) -> None:
         """Add up the gradients in the order of the replicas; hooks on the master's parameters see the sum, once."""
         totals: dict[int, Tensor] = {}  # by position of the parameter
         for index in active:
-            leaves = self._replicas[index].leaves
-            present = {position: grad for position, leaf in enumerate(leaves) if (grad := leaf.grad) is not None}
-            for position in present:
-                leaves[position].grad = None
+            found = [leaf.grad for leaf in self._replicas[index].leaves]
+            self._replicas[index].forget_gradients()
+            present = {position: gradient for position, gradient in enumerate(found) if gradient is not None}
             (sent,) = send_all(list(present.values()), self._devices[:1])
             gradients = dict(zip(present, sent, strict=True))
             shared = gradients.keys() & totals.keys()
@@ -491,13 +499,12 @@ class Replicas(Sequence[Replica]):
             torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])
 
 
+def _places(names: Sequence[Sequence[str]]) -> list[Place]:
+    return [(position, name) for position, own in enumerate(names) for name in own]
+
+
 def _parts(modules: Sequence[nn.Module]) -> list[object]:
-    """Return the names and objects that modules consist of."""
-    parts: list[object] = []
-    for module in modules:
-        parts += module._modules
-        parts += module._modules.values()
-        parts += module._parameters
-        parts += module._parameters.values()
-        parts += module._buffers
-    return parts
+    """Return the names and objects that modules consist of; in few passes, because this runs in every step."""
+    owned = [module._modules for module in modules] + [module._parameters for module in modules]
+    names = chain.from_iterable(chain(owned, (module._buffers for module in modules)))
+    return [*names, *chain.from_iterable(part.values() for part in owned)]

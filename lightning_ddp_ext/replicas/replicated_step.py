@@ -17,7 +17,7 @@ from lightning_ddp_ext._compat.torch import TensorVersions, recompile_limit, rec
 from lightning_ddp_ext._devices import Timer, current_device
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
 from lightning_ddp_ext.batches.containers import walk
-from lightning_ddp_ext.batches.splitting import batch_size_of, gather, rows_of_graphs, split_batch
+from lightning_ddp_ext.batches.splitting import gather, rows_of_graphs, split_batch
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.replicas.attributes import AttributeMirror
@@ -185,13 +185,12 @@ class ReplicatedModule:
         Lightning's own backward pass (precision, accumulation, overrides) ends here; `backward` resumes it in replicas.
         """
         detached = [loss.detach().to(self._devices[0]).requires_grad_(loss.requires_grad) for loss in losses]
-        for loss in detached:
-            if loss.requires_grad:
-                loss.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
+        for loss in [loss for loss in detached if loss.requires_grad][:1]:  # one backward pass goes through all
+            loss.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
         record.losses = list(zip(losses, detached, strict=True))
         # The loss of a chunk of zero weight may be a mean over nothing, and 0 * nan is nan.
         terms = [loss * weight for loss, weight in zip(detached, record.active_weights, strict=True) if weight]
-        return torch.stack(terms).sum(0)
+        return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
 
     def backward(self, record: BatchRecord) -> None:
         """Run the replicas' backward passes from the gradients of the combined losses; add up their gradients."""
@@ -221,9 +220,10 @@ class ReplicatedModule:
 
     def _step(self, step: str, args: Sequence[Any], scattered: _ScatteredBatch) -> tuple[list[Any], BatchRecord]:
         """Run the step on the active replicas; repeat it in order if it uses state that the replicas share."""
-        before = TensorVersions(_observable_parts(scattered.chunks))
+        may_repeat = len(scattered.record.active) > 1 and not self._shared.forces_order(step)
+        before = TensorVersions(_observable_parts(scattered.chunks) if may_repeat else [])
         outputs, record, has_used = self._run_replicas(step, args, scattered)
-        if has_used and not record.in_order and len(record.active) > 1:
+        if has_used and may_repeat and not record.in_order:
             # The first use came after batches without any: the step is repeated in order, on replicas as before it.
             if before.changed(_observable_parts(scattered.chunks)):
                 raise UnsupportedFeatureError(
@@ -293,18 +293,18 @@ class ReplicatedModule:
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         """Cut a batch: return one chunk per replica, None for a replica without samples, and the chunk sizes."""
-        hook = getattr(self._module, "scatter_batch", None)
-        if hook is None and is_list_of_batches(self._module.trainer, batch):
-            chunks, sizes = self._cut_by_size(dict(enumerate(batch)))
-            return [None if chunk is None else type(batch)(chunk.values()) for chunk in chunks], sizes
-        if hook is None:
-            return self._cut_by_size(batch)
-        sizes = []
+        sizes: list[int] = []
 
         def split(number_of_samples: int) -> list[int]:
             sizes[:] = self._sizes_without_singles(number_of_samples)
             return list(sizes)
 
+        hook = getattr(self._module, "scatter_batch", None)
+        if hook is None:
+            if not is_list_of_batches(self._module.trainer, batch):
+                return split_batch(batch, split, self._batch_dim), sizes
+            chunks = split_batch(dict(enumerate(batch)), split, self._batch_dim)
+            return [None if chunk is None else type(batch)(chunk.values()) for chunk in chunks], sizes
         chunks = list(hook(batch, split))
         if [chunk is None for chunk in chunks] != [size == 0 for size in sizes]:
             raise BatchSplitError(
@@ -312,10 +312,6 @@ class ReplicatedModule:
                 " once and return one chunk for each size, None for size 0."
             )
         return chunks, sizes
-
-    def _cut_by_size(self, batch: Any) -> tuple[list[Any], list[int]]:
-        sizes = self._sizes_without_singles(batch_size_of(batch, self._batch_dim))
-        return split_batch(batch, sizes, self._batch_dim), sizes
 
     def _sizes_without_singles(self, batch_size: int) -> list[int]:
         """Return the chunk sizes, without chunks of one sample if the model's batch normalisation refuses them."""

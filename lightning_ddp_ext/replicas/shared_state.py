@@ -76,6 +76,8 @@ def refuse_changed_settings(optimizers: Sequence[Optimizer], step: str) -> Itera
     yield
     for optimizer, old in zip(optimizers, before, strict=True):
         new = _settings(optimizer)
+        if new == old:
+            continue
         for index, key in {**old, **new}:
             if old.get((index, key)) != new.get((index, key)):
                 raise UnsupportedFeatureError(

@@ -6,7 +6,6 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from lightning_ddp_ext._devices import Timer, current_device
 
 Job = Callable[[], Any]
-_Task = tuple["Future[Any]", Job]
+_Outcomes = dict[int, tuple[Any, BaseException | None]]  # result or exception of each replica that has ended
 
 
 _running = threading.local()
@@ -40,7 +39,8 @@ class ReplicaWorkers:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
-        self._tasks: list[queue.SimpleQueue[_Task | None]] = [queue.SimpleQueue() for _ in devices]
+        self._device_types = {"cpu", *(device.type for device in devices)}
+        self._tasks: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
         intra_op = torch.get_num_threads()
         share = max(1, intra_op // len(self._devices))
         started = threading.Barrier(len(self._devices) + 1)
@@ -70,22 +70,29 @@ class ReplicaWorkers:
                 with _noted(describe, index):
                     results[index] = _execute(index, job, timers[index], contextlib.nullcontext())
             return results, timers
-        modes = _modes_of_caller({"cpu", *(device.type for device in self._devices)})
-        futures: dict[int, Future[Any]] = {index: Future() for index in jobs}
+        modes = _modes_of_caller(self._device_types)
+        tasks: list[tuple[int, Job]] = []
+        outcomes: _Outcomes = {}
+        ends: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for index, job in jobs.items():
+            # The caller's context variables hold, among others, the settings of torch's compiler.
+            run = partial(contextvars.copy_context().run, _execute, index, job, timers[index], modes())
+            tasks.append((index, partial(_attempt, index, run, outcomes, ends)))
+        started = 0
         try:
-            for index, job in jobs.items():
-                # The caller's context variables hold, among others, the settings of torch's compiler.
-                context = contextvars.copy_context()
-                task = partial(context.run, _execute, index, job, timers[index], modes())
-                self._tasks[index].put((futures[index], task))
-            wait(futures.values())
+            for index, task in tasks:
+                self._tasks[index].put(task)
+                started += 1
+            _wait(outcomes, started, ends)
         except KeyboardInterrupt:
             # Replicas must not run into the teardown. A second interrupt gives up on a job that never ends.
-            wait([future for future in futures.values() if not future.cancel()])
+            _wait(outcomes, started, ends)
             raise
-        for index, future in sorted(futures.items()):
-            with _noted(describe, index):
-                results[index] = future.result()
+        for index, (result, error) in sorted(outcomes.items(), key=lambda outcome: outcome[0]):
+            if error is not None:
+                with _noted(describe, index):
+                    raise error
+            results[index] = result
         return results, timers
 
     def close(self) -> None:
@@ -97,19 +104,27 @@ class ReplicaWorkers:
         self._threads.clear()
 
 
-def _serve(tasks: "queue.SimpleQueue[_Task | None]", intra_op_threads: int, started: threading.Barrier) -> None:
+def _serve(tasks: "queue.SimpleQueue[Job | None]", intra_op_threads: int, started: threading.Barrier) -> None:
     torch.set_num_threads(intra_op_threads)
     # Reading the number pins it: otherwise the first parallel operation takes whatever was set last in the process.
     torch.get_num_threads()
     started.wait()
     while (task := tasks.get()) is not None:
-        future, job = task
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
-        del task, future, job  # otherwise the last job's tensors live until the next one
+        task()
+        del task  # otherwise the last job's tensors live until the next one
+
+
+def _attempt(index: int, job: Job, outcomes: _Outcomes, ends: "queue.SimpleQueue[None]") -> None:
+    try:
+        outcomes[index] = job(), None
+    except BaseException as error:
+        outcomes[index] = None, error
+    ends.put(None)
+
+
+def _wait(outcomes: _Outcomes, started: int, ends: "queue.SimpleQueue[None]") -> None:
+    while len(outcomes) < started:
+        ends.get()
 
 
 def _execute(index: int, job: Job, timer: Timer, context: AbstractContextManager[Any]) -> Any:
@@ -124,11 +139,13 @@ def _execute(index: int, job: Job, timer: Timer, context: AbstractContextManager
         _running.replica = None
 
 
-def _modes_of_caller(device_types: set[str]) -> Callable[[], AbstractContextManager[None]]:
+def _modes_of_caller(device_types: set[str]) -> Callable[[], AbstractContextManager[Any]]:
     """Return a context that gives another thread the gradient, inference and autocast modes of this one."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = {kind: torch.get_autocast_dtype(kind) for kind in device_types if torch.is_autocast_enabled(kind)}
     cache = torch.is_autocast_cache_enabled()
+    if grad and not inference and not autocast:
+        return contextlib.nullcontext
 
     @contextlib.contextmanager
     def modes() -> Iterator[None]:

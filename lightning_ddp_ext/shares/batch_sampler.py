@@ -20,8 +20,10 @@ from torch.utils.data import (
 
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.join.predictions import as_indices
 from lightning_ddp_ext.ranks.sample_counts import SharedBatch
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
+from lightning_ddp_ext.shares.costs import measure_costs
 from lightning_ddp_ext.shares.table import Division, ShareTable
 
 # These draw from the generators of the process before their first index only.
@@ -74,15 +76,18 @@ class GlobalBatches:
         self.group = group
         self.rank = dist.get_rank(group)
         self.fetched: deque[SharedBatch] = deque()
+        self.own_indices: list[Any] = []  # in evaluation, of this rank's shares
         self._table = table
         self._is_training = is_training
         self._seeds: tuple[int, ...] = ()
         self._cycles = 0
         self.drawn = 0  # number of the batch that is drawn next
+        self.cost = table.cost if is_training else None  # of a sample
 
     def begin(self, number: int, *seeds: int) -> None:
         """Begin an iteration with the batch of this number; `seeds` are the same on all ranks."""
         self.fetched.clear()
+        self.own_indices.clear()
         self.drawn, self._seeds, self._cycles = number, seeds, 0
 
     def rng(self) -> SamplingRng:
@@ -96,12 +101,18 @@ class GlobalBatches:
         self.drawn += self._is_training  # in evaluation, all batches are divided alike
         return number, self._table.division(number, self._is_training)
 
-    def share(self, batch_size: int, content: int) -> slice:
+    def share(self, batch_size: int, content: int, costs: Sequence[float] | None = None) -> slice:
         """Divide the next batch, whose content has this hash; return the samples of this rank."""
         number, division = self.draw()
-        sizes = division.sizes(batch_size)
-        self.fetched.append(SharedBatch(number, sizes, content))
+        nominal = division.sizes(batch_size)
+        sizes = nominal if costs is None else division.sizes_by_cost(nominal, costs)
+        self.fetched.append(SharedBatch(number, sizes, content, nominal))
         return own_part(sizes, self.rank)
+
+    def keep_indices(self, indices: Any) -> None:
+        """Keep the indices of this rank's share of a batch of evaluation, for callbacks that write predictions."""
+        if not self._is_training:
+            self.own_indices.append(as_indices(indices))
 
 
 def own_part(sizes: Sequence[int], rank: int) -> slice:
@@ -123,12 +134,16 @@ class SharedSampler:
         self._batches = batches
         self._dataset = dataset
         self._is_cut = is_cut
+        self._costs: list[float] | None = None  # of all samples of the dataset
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         rng = self._batches.rng()
+        if self._batches.cost is not None and self._costs is None:
+            with SamplingRng().drawing():
+                self._costs = measure_costs(self._dataset, self._batches.cost, self._batches.group)
         self._agree_on_generators()
         with rng.drawing():
             drawn = iter(self.sampler)
@@ -138,13 +153,25 @@ class SharedSampler:
         while indices is not None:
             if self._is_cut:
                 indices = _as_sequence(indices)
-                indices = indices[self._batches.share(len(indices), _hash(indices))]
+                costs = None if self._costs is None else self._costs_of(indices)
+                indices = indices[self._batches.share(len(indices), _hash(indices), costs)]
+                self._batches.keep_indices(indices)
             yield indices
             if draws_once:
                 indices = next(drawn, None)
             else:
                 with rng.drawing():
                     indices = next(drawn, None)
+
+    def _costs_of(self, indices: Any) -> list[float]:
+        assert self._costs is not None
+        try:
+            return [self._costs[index] for index in indices]
+        except (TypeError, IndexError) as error:
+            raise UnsupportedFeatureError(
+                f"`cost` needs a dataset whose samples have the indices 0 to `len(dataset) - 1`, and"
+                f" `{type(self.sampler).__name__}` yields {list(indices)[:3]}. Leave `cost` out."
+            ) from error
 
     def _agree_on_generators(self) -> None:
         """Give the generators of the samplers the state that they have on rank 0."""
@@ -207,6 +234,7 @@ class SharedStreamBatch(NamedTuple):
     batch: Any  # or `NoSamples`
     number: int
     sizes: Sequence[int]
+    nominal: Sequence[int]
 
 
 class StreamIndices(list[None]):
@@ -247,12 +275,16 @@ class StreamSampler:
 class StreamCollate:
     """Collates the samples of this rank, out of all samples of a batch of a stream."""
 
-    def __init__(self, collate: Callable[[Any], Any], rank: int) -> None:
+    def __init__(self, collate: Callable[[Any], Any], rank: int, cost: Callable[[Any], float] | None) -> None:
         self._collate = collate
         self._rank = rank
+        self._cost = cost
 
     def __call__(self, samples: list[Any]) -> SharedStreamBatch:
         """Collate the share of this rank."""
-        sizes = _fetching.division.sizes(len(samples))
+        division = _fetching.division
+        sizes = nominal = division.sizes(len(samples))
+        if self._cost is not None:
+            sizes = division.sizes_by_cost(nominal, [self._cost(sample) for sample in samples])
         own = samples[own_part(sizes, self._rank)]
-        return SharedStreamBatch(self._collate(own) if own else NoSamples(), _fetching.number, sizes)
+        return SharedStreamBatch(self._collate(own) if own else NoSamples(), _fetching.number, sizes, nominal)

@@ -1,6 +1,6 @@
 """Lightning's combined loaders, whose batches ranks share."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import SteppedCombinedLoader, combined_length
 from lightning_ddp_ext.join.lockstep_loader import StepMaker
+from lightning_ddp_ext.join.predictions import Finished, compare_finished
 from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, SharedBatch, count_drawn, mean_count
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, state_with_position
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
@@ -49,6 +50,11 @@ class SharedLoader:
         self._taken: list[tuple[SharedBatch, int | None]] = []
         self._is_fetched_whole = not has_torchs_iterator(loader)
         self.is_stream = False
+        if self._is_fetched_whole and batches.cost is not None:
+            raise UnsupportedFeatureError(
+                f"`cost` needs a loader that collates samples, and `{type(loader).__name__}` gives whole batches. Leave"
+                " `cost` out, or use a `DataLoader` with a batch size."
+            )
         if not isinstance(loader, DataLoader):
             return
         _check(loader)
@@ -58,7 +64,8 @@ class SharedLoader:
             wrap, collate = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=False), None
         elif isinstance(loader.dataset, IterableDataset):
             self.is_stream = True
-            wrap, collate = partial(StreamSampler, batches=batches), StreamCollate(loader.collate_fn, batches.rank)
+            wrap = partial(StreamSampler, batches=batches)
+            collate = StreamCollate(loader.collate_fn, batches.rank, batches.cost)
         else:
             wrap = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=True)
             collate = ShareCollate(loader.collate_fn)
@@ -79,8 +86,8 @@ class SharedLoader:
         return batch
 
     def _note_of_stream(self, item: SharedStreamBatch) -> Any:
-        sizes = tuple(item.sizes)
-        self._taken.append((SharedBatch(item.number, sizes, sum(sizes)), sizes[self.batches.rank]))
+        sizes, nominal = tuple(item.sizes), tuple(item.nominal)
+        self._taken.append((SharedBatch(item.number, sizes, hash(sizes) % 2**32, nominal), sizes[self.batches.rank]))
         return item.batch
 
     def take(self) -> list[tuple[SharedBatch, int | None]]:
@@ -146,6 +153,7 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         rng: ResumableRng | None,
         batch_dim: int,
         resumed_states: list[Any],
+        finished: Finished,
     ) -> None:
         super().__init__(iterables, mode, group, rng)
         self._table = table
@@ -154,6 +162,7 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         self._loaders: list[tuple[Any, SharedLoader]] = []  # with the loaders for which they were made
         # States of the samplers' generators. A resumed run may have other ranks, to which no other states belong.
         self._resumed_states = resumed_states
+        self._finished = finished
         self._started_with: list[Any] = []
         self._lead = 0
         self._stand_ins: dict[int, list[Any]] = {}
@@ -208,15 +217,15 @@ class SharedCombinedLoader(SteppedCombinedLoader):
     def _shared_loaders(self) -> list[SharedLoader]:
         """Return the loaders of shares, the same objects as long as Lightning keeps the loaders, for their workers."""
         if [id(given) for given, _ in self._loaders] != [id(loader) for loader in self.flattened]:
+            is_training = self._rng is not None
             self._loaders = [
-                (
-                    loader,
-                    SharedLoader(
-                        loader, GlobalBatches(self._table, self._group, self._rng is not None), self._batch_dim
-                    ),
-                )
+                (loader, SharedLoader(loader, GlobalBatches(self._table, self._group, is_training), self._batch_dim))
                 for loader in self.flattened
             ]
+            for loader in self.flattened if is_training else ():
+                batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+                if isinstance(batch_size, int):
+                    self._table.check_batch_size(batch_size)
         return [shared for _, shared in self._loaders]
 
     @override
@@ -235,17 +244,19 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         for dataloader_idx, part in enumerate(parts):
             limit = limits[dataloader_idx] if limits else _UNLIMITED
             limit = min(limit, len(self)) if not is_sequential and sized_len(self) is not None else limit
-            steps = self._share_steps(part, dataloader_idx, None if limit == _UNLIMITED else int(limit), skip)
-            for batch_idx, step in enumerate(steps, skip):
+            done = self._finished(dataloader_idx, 0)
+            first = skip + len(done)  # no training has finished predictions
+            steps = self._share_steps(part, dataloader_idx, None if limit == _UNLIMITED else int(limit), first, done)
+            for batch_idx, step in enumerate(steps, first):
                 yield step, batch_idx, dataloader_idx
 
     def _share_steps(
-        self, part: list[SharedLoader], dataloader_idx: int, limit: int | None, skip: int
+        self, part: list[SharedLoader], dataloader_idx: int, limit: int | None, skip: int, done: Sequence[int]
     ) -> Iterator[tuple[Any, FetchedBatch]]:
-        """Yield the steps of loaders that contribute to the same batches."""
+        """Yield the steps of loaders that contribute to the same batches; `done` are hashes of predicted batches."""
         combined = self._combine(part)
-        batches = (
-            iter(combined)
+        batches: Iterable[Any] = (
+            combined  # `islice` begins the iteration, with which workers begin to fetch
             if self._rng is None
             else self._rng.iterate(combined, self.flattened, skip, looks_ahead=sized_len(self) is None)
         )
@@ -253,6 +264,7 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         for number, (batch, _, _) in enumerate(islice(batches, limit)):
             taken = [one for loader in part for one in loader.take()]
             if number < skip:
+                compare_finished(self._rank, done[number:][:1], [one.drawn for one, _ in taken])
                 continue
             shared = _combine_shares([one for one, _ in taken])
             present = [size > 0 for size in shared.sizes]
@@ -262,6 +274,10 @@ class SharedCombinedLoader(SteppedCombinedLoader):
             samples = mean_count([count for _, count in taken]) if is_own else None
             batch, fetched = maker.make(present, batch if is_own else None, samples)
             yield batch, fetched._replace(shares=shared)
+
+    def indices_of(self, dataloader_idx: int) -> Sequence[Any]:
+        """Return the indices of this rank's shares of the batches that have been drawn; empty for streams."""
+        return self._loaders[dataloader_idx][1].batches.own_indices
 
     @property
     def is_within_epoch(self) -> bool:
@@ -294,6 +310,6 @@ def _combine_shares(taken: Sequence[SharedBatch]) -> SharedBatch:
             raise BatchSplitError(
                 f"the loaders of a step give {total} and {sum(other.sizes)} samples, which ranks cannot share in the"
                 f" same proportion: {list(first.sizes)} and {list(other.sizes)}. Give all loaders the same `batch_size`"
-                " and `drop_last=True`."
+                " and `drop_last=True`, and leave `cost` out."
             )
-    return SharedBatch(first.number, first.sizes, sum(one.drawn for one in taken) % 2**32)
+    return first._replace(drawn=sum(one.drawn for one in taken) % 2**32)

@@ -13,11 +13,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._devices import Timer, reports_memory
 from lightning_ddp_ext.batches.balance_controller import BalanceController
 from lightning_ddp_ext.batches.device_memory import PeakMemory
-from lightning_ddp_ext.batches.splitting import gather
-from lightning_ddp_ext.distributed.exchange import gather_objects
+from lightning_ddp_ext.join.predictions import none_finished
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
 from lightning_ddp_ext.ranks.sample_counts import (
     BatchSamples,
@@ -30,13 +30,11 @@ from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient
 from lightning_ddp_ext.reducer.control import StepControl
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
-from lightning_ddp_ext.shares.batch_sampler import NoSamples
 from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
 from lightning_ddp_ext.shares.table import ShareTable
 
 _TRAINING, _EVALUATION = 0, 1
 _TABLE, _SAMPLERS, _CONTROLLER = "table", "samplers", "controller"
-_CPU = torch.device("cpu")
 _MOST_UNREAD = 100  # steps
 
 
@@ -145,7 +143,6 @@ class SharedBatchSteps(LockstepSteps):
         self._times = ComputeTimes(trainer.world_size, trainer.strategy.root_device)
         self._peaks = PeakMemory() if controller is not None and has_own_memory(trainer) else None
         self._is_in_step = False
-        self._predicted: list[tuple[int, ...]] = []  # sizes of the shares of each batch
         self._seed = seed
         self._batch_dim = batch_dim
         self._resumed_states: list[Any] = []  # of the samplers' generators
@@ -171,6 +168,7 @@ class SharedBatchSteps(LockstepSteps):
             rng,
             self._batch_dim,
             [] if rng is None else self._resumed_states,
+            none_finished if self.predictions is None else self.predictions.finished,
         )
         if rng is not None:
             self._training_loader, self._resumed_states = loader, []
@@ -179,8 +177,6 @@ class SharedBatchSteps(LockstepSteps):
 
     @override
     def begin_fetched(self, batch: Any, fetched: FetchedBatch) -> None:
-        if self.trainer.predicting:
-            self._batch_stack.close()  # Lightning announces the end of a batch of the other loops only
         self.shared = fetched.shares
         assert self.shared is not None
         if self._peaks is not None and not self.trainer.training:
@@ -191,30 +187,11 @@ class SharedBatchSteps(LockstepSteps):
             self.gradient.reducer.control.drawn = self.shared.drawn
         super().begin_fetched(batch, fetched)
 
-    def predict(self, run: Callable[[], Any]) -> Any:
-        """Return the prediction of this rank for its share of a batch."""
-        assert self.shared is not None
-        self._predicted.append(self.shared.sizes)
-        return NoSamples() if self.participation.is_shadow else run()
-
-    def end_prediction(self) -> None:
-        """End the last batch."""
-        self._batch_stack.close()
-        self.participation = self.all_ranks
-
-    def merge_predictions(self, own: list[list[Any]]) -> list[list[Any]]:
-        """Merge the predictions of all ranks for the batches of each loader."""
-        sent = [[None if isinstance(one, NoSamples) else one for one in part] for part in own]
-        of_ranks = gather_objects(sent, self.group)
-        sizes, self._predicted = iter(self._predicted), []
-        return [
-            [self._merge(next(sizes), outputs) for outputs in zip(*of_loader, strict=True)]
-            for of_loader in zip(*of_ranks, strict=True)
-        ]
-
-    def _merge(self, sizes: Sequence[int], outputs: Sequence[Any]) -> Any:
-        active = [rank for rank, size in enumerate(sizes) if size]
-        return gather([outputs[rank] for rank in active], [sizes[rank] for rank in active], _CPU, self._batch_dim)
+    def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
+        """Return the indices in the shares of this rank, for the batches of a loader of predictions."""
+        combined = active_combined_loader(self.trainer)
+        assert isinstance(combined, SharedCombinedLoader)
+        return combined.indices_of(dataloader_idx)
 
     @override
     def run_step(self, run: Callable[[], STEP_OUTPUT], weight: float) -> STEP_OUTPUT:
@@ -261,7 +238,7 @@ class SharedBatchSteps(LockstepSteps):
             self._times.end_step()  # it may have had several backward passes
         if self.trainer.training and self._peaks is not None:
             assert self.shared is not None
-            own, device = self.shared.sizes[self.trainer.global_rank], self.trainer.strategy.root_device
+            own, device = self.shared.nominal[self.trainer.global_rank], self.trainer.strategy.root_device
             limits = self._peaks.observe([own], [device])
             control, most = self.gradient.reducer.control, None if limits is None else limits[0]
             # A limit that follows every change of the peak would change the shares each time.
@@ -293,10 +270,10 @@ class SharedBatchSteps(LockstepSteps):
         # Batches that were divided before the last change say nothing about it, and a partial batch is no measure.
         if self._controller is None or loader is None or first.number < self._table.held_from:
             return
-        if any(batch.sizes != first.sizes for batch in step.batches):
+        if any(batch.nominal != first.nominal for batch in step.batches):
             return
         seconds = [step.seconds[rank] / len(step.batches) for rank in sorted(step.seconds)]
-        decision = self._controller.observe(first.sizes, seconds)
+        decision = self._controller.observe(first.nominal, seconds)
         if decision is None:
             return
         rank_zero_info(f'`balance="auto"`, batch {self._table.begun}: {decision}.')

@@ -1,13 +1,15 @@
 """The sizes of the ranks' shares of every global batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_ddp_ext.batches.balance_controller import divide_by_shares
-from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, merge_single_samples
+from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, chunks_by_cost, merge_single_samples
+from lightning_ddp_ext.errors import BatchSplitError
 
 _CHANGES = "changes"
+_MANY = 10**9  # samples, of which a rank gets one if the options give it a share at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +23,17 @@ class Division:
     avoids_single_samples: bool
 
     def sizes(self, batch_size: int) -> tuple[int, ...]:
-        """Return the number of samples of each rank."""
+        """Return the number of samples of each rank, if all samples have the same cost."""
         if self.shares is None:
-            sizes = self.rule.divide(batch_size, self.ranks)
-        else:
-            sizes = divide_by_shares(batch_size, self.shares, self.limits)
-        return tuple(merge_single_samples(sizes) if self.avoids_single_samples and batch_size > 1 else sizes)
+            return self._merged(self.rule.divide(batch_size, self.ranks))
+        return self._merged(divide_by_shares(batch_size, self.shares, self.limits))
+
+    def sizes_by_cost(self, nominal: Sequence[int], costs: Sequence[float]) -> tuple[int, ...]:
+        """Return the number of samples of each rank, given `sizes` and the costs of the samples."""
+        return self._merged(chunks_by_cost(nominal, costs))
+
+    def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(merge_single_samples(sizes) if self.avoids_single_samples and sum(sizes) > 1 else sizes)
 
 
 class ShareTable:
@@ -36,13 +43,30 @@ class ShareTable:
     that all ranks divide a batch alike, however early each of them fetches it.
     """
 
-    def __init__(self, rule: ChunkRule, ranks: int, avoids_single_samples: bool = False) -> None:
+    def __init__(
+        self,
+        rule: ChunkRule,
+        ranks: int,
+        avoids_single_samples: bool = False,
+        cost: Callable[[Any], float] | None = None,
+    ) -> None:
+        self.cost = cost if ranks > 1 else None  # of a sample; None if all samples cost the same
         self.begun = 0  # batches that training has begun
         self._rule = rule
         self._ranks = ranks
         self._avoids_single_samples = avoids_single_samples  # batch normalisation refuses them in training
         self._first = 0  # number of the first batch of this epoch
         self._changes: list[tuple[int, list[float], list[int | None]]] = []  # with the first batch for which they hold
+
+    def check_batch_size(self, batch_size: int) -> None:
+        """Raise an error if a rank gets no sample of such batches, although the options give it a share."""
+        sizes = self._rule.divide(batch_size, self._ranks)
+        for rank, (size, proportion) in enumerate(zip(sizes, self._rule.divide(_MANY, self._ranks), strict=True)):
+            if proportion and not size:
+                raise BatchSplitError(
+                    f"rank {rank} never gets a sample: batches of {batch_size} are shared as {sizes}.",
+                    "Use larger batches or fewer devices, or give the rank no share.",
+                )
 
     def begin_epoch(self, skip: int) -> int:
         """Begin an epoch, of which an interrupted run has used `skip` batches; return the number of its first batch."""

@@ -1,7 +1,6 @@
 """Distributed training in which all ranks share one global batch."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,15 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
-from lightning_ddp_ext._compat.lightning_loaders import keep_loaders, replace_prediction
+from lightning_ddp_ext._compat.lightning_loaders import keep_loaders
 from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext._devices import are_deterministic
 from lightning_ddp_ext.batches.balance_controller import BalanceController
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.join.predictions import PredictionsOn
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
+from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.steps import SharedBatchSteps, TimedStep
 from lightning_ddp_ext.shares.table import ShareTable
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
@@ -43,6 +42,10 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         balance: `"auto"`, the default, measures the ranks and moves samples towards the fastest ones; `"even"` divides
             batches evenly. `Trainer(deterministic=True)` turns `"auto"` into `"even"`, because shares that follow
             measured times change the order of floating-point additions.
+        cost: Cost of a sample, to which its time is proportional: shares of training batches then have equal costs, or
+            costs in the proportions above, instead of numbers of samples. A function of a sample of the dataset, or
+            `"length"` for the length of its longest array, text or list of numbers.
+        predictions_on: As for `DDPJoinStrategy`.
         options: Arguments of `ExplicitDDPStrategy`.
 
     Raises:
@@ -63,6 +66,8 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         gpu0_batch_size: int | None = None,
         split: Sequence[float] | None = None,
         balance: Balance | None = None,
+        cost: Cost | None = None,
+        predictions_on: PredictionsOn = "all_ranks",
         **options: Any,
     ) -> None:
         if "uneven_inputs" in options:
@@ -73,10 +78,12 @@ class BalancedDDPStrategy(DDPJoinStrategy):
                 " shortly before it is fetched. Use `num_workers` of the loader."
             )
         self._rule = ChunkRule(gpu0_batch_size, split, balance)
-        super().__init__(*args, **options)
+        self._cost = None if cost is None else SampleCost(cost)
+        super().__init__(*args, predictions_on=predictions_on, **options)
         self.gpu0_batch_size = gpu0_batch_size
         self.split = None if split is None else list(split)
         self.balance = balance
+        self.cost = cost
         self._resumed_shares: dict[str, Any] | None = None
 
     @override
@@ -84,28 +91,9 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         super()._configure_launcher()
         self._rule.check_number(self.num_nodes * self.num_processes, "rank")
 
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        if takes_dataloader_iter(trainer.lightning_module, "predict_step"):
-            raise UnsupportedFeatureError(
-                "`predict_step(self, dataloader_iter)` fetches batches itself, so that ranks cannot share them. Take"
-                " the batch instead."
-            )
-        super().setup(trainer)
-        if trainer.predicting:
-            assert isinstance(self.rank_steps, SharedBatchSteps)
-            combine = partial(self.combine_loaders, is_training=False)
-            steps = self.rank_steps
-            replace_prediction(self._cleanup, trainer, combine, steps.end_prediction, steps.merge_predictions)
-
     def take_timed_steps(self) -> list[TimedStep]:
         """Return and forget the optimizer steps whose times have arrived from all ranks, the same on every rank."""
         return self.rank_steps.take_timed() if isinstance(self.rank_steps, SharedBatchSteps) else []
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert isinstance(self.rank_steps, SharedBatchSteps)
-        return self.rank_steps.predict(partial(super().predict_step, *args, **kwargs))
 
     @override
     def keep_loaders(self, trainer: Trainer) -> None:
@@ -123,7 +111,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
             gradient,
             self._connection.timeout,
             self._watch,
-            ShareTable(self._rule, self.world_size, avoids_single_samples=refuses_single),
+            ShareTable(self._rule, self.world_size, refuses_single, self._cost),
             None if gradient is None else self._make_controller(),
             seed,
             self.batch_dim,
@@ -147,7 +135,13 @@ class BalancedDDPStrategy(DDPJoinStrategy):
             "gpu0_batch_size": self.gpu0_batch_size,
             "split": self.split,
             "balance": self.balance,
+            "cost": self.cost,
         }
+
+    @override
+    def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
+        assert isinstance(self.rank_steps, SharedBatchSteps)
+        return self.rank_steps.indices_of(dataloader_idx)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -1,5 +1,7 @@
 """Distributed training on ranks with different amounts of data."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
+from lightning_ddp_ext._compat.lightning_loaders import replace_prediction
 from lightning_ddp_ext._validation import check_choice
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import UnevenInputs
+from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
@@ -38,10 +42,12 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     Args:
         uneven_inputs: What to do when a rank runs out of data: `"join"` continues until the last rank has; `"stop"`
             ends the epoch on all ranks when the first has, and logs how many samples are dropped; `"error"` raises.
+        predictions_on: Which ranks `trainer.predict` returns the predictions of all ranks on: `"all_ranks"`, or
+            `"rank_zero"`, with None on the others.
         options: Arguments of `ExplicitDDPStrategy`.
 
     Raises:
-        ValueError: If `uneven_inputs` is none of these, or a communication hook has a state.
+        ValueError: If `uneven_inputs` or `predictions_on` is none of these, or a communication hook has a state.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -49,8 +55,15 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         >>> trainer = Trainer(strategy=DDPJoinStrategy(), accelerator="cpu", devices=2, logger=False)
     """
 
-    def __init__(self, *args: Any, uneven_inputs: UnevenInputs = "join", **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        uneven_inputs: UnevenInputs = "join",
+        predictions_on: PredictionsOn = "all_ranks",
+        **options: Any,
+    ) -> None:
         check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs), 'Use "join" to train on all data.')
+        check_choice("predictions_on", predictions_on, get_args(PredictionsOn), 'Use "rank_zero" to save memory.')
         super().__init__(*args, **options)
         if self.comm_hook is not None and not (takes_group(self.comm_hook) and self.comm_state is None):
             raise ValueError(
@@ -59,6 +72,10 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
                 " the ranks that have run out of data. Leave it out, or use `ddp_checkpoint`."
             )
         self.uneven_inputs = uneven_inputs
+        self.predictions_on = predictions_on
+        # `PredictionWriter` sets it: returns the batches that an interrupted run has predicted.
+        self.find_finished: Callable[[], Finished] | None = None
+        self._injects_sampler = False  # into the loader that Lightning prepares
 
     @property
     def _lockstep(self) -> LockstepSteps | None:
@@ -71,13 +88,45 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        for step in ("training_step", "validation_step", "test_step"):
+        for step in ("training_step", "validation_step", "test_step", "predict_step"):
             if takes_dataloader_iter(trainer.lightning_module, step):
                 raise UnsupportedFeatureError(
                     f"`{step}(self, dataloader_iter)` fetches batches itself, so that ranks cannot agree on who has"
                     " one. Take the batch instead."
                 )
         super().setup(trainer)
+        if trainer.predicting:
+            replace_prediction(
+                self._cleanup, trainer, self._combine_predicted, self.indices_of, self._steps.end_predictions,
+                lambda output: not isinstance(output, NoPrediction),
+                lambda outputs: self.predictions.merge(outputs),
+            )  # fmt: skip
+
+    @property
+    def _steps(self) -> LockstepSteps:
+        assert self._lockstep is not None
+        return self._lockstep
+
+    @property
+    def predictions(self) -> Predictions:
+        """The predictions of this rank, while the Trainer predicts."""
+        assert self._steps.predictions is not None
+        return self._steps.predictions
+
+    def _combine_predicted(self, given: Any) -> CombinedLoader:
+        finished = none_finished if self.find_finished is None else self.find_finished()
+        self._steps.predictions = Predictions(
+            self.module.trainer, self._steps.group, self.batch_dim, self.predictions_on, finished
+        )
+        return self.combine_loaders(given, is_training=False)
+
+    def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
+        """Return the indices of batches of a loader of predictions; None if Lightning has to find them."""
+        return () if self.predictions.place is None else self.predictions.indices_of(dataloader_idx)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.predictions.run(partial(super().predict_step, *args, **kwargs))
 
     @override
     def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
@@ -95,7 +144,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        return {**super().compared_arguments(), "uneven_inputs": self.uneven_inputs}
+        own = {"uneven_inputs": self.uneven_inputs, "predictions_on": self.predictions_on}
+        return {**super().compared_arguments(), **own}
 
     @property
     @override
@@ -103,15 +153,18 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         given = super().distributed_sampler_kwargs
         rank, ranks = given["rank"], given["num_replicas"]
         if self.is_preparing_loader and self.module.trainer.predicting:
-            # Lightning's sampler for predictions refuses ranks without samples.
-            return {"num_replicas": 1, "rank": LightningInjectedRank(rank, ranks, value=0)}
+            self._injects_sampler = True
+            return {"num_replicas": 1, "rank": 0}  # whole batches are dealt out
         return {"num_replicas": ranks, "rank": LightningInjectedRank(rank, ranks)}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         disable_sampler_padding(dataloader)
-        if self._lockstep is None or self.world_size == 1 or self.module.trainer.predicting:
+        if self.module.trainer.predicting:
+            is_shared, self._injects_sampler = self._injects_sampler, False
+            dataloader = self.predictions.deal(dataloader, is_shared)
+        if self._lockstep is None or self.world_size == 1:
             return dataloader
         return RankedLoader(dataloader, self._lockstep.group)
 

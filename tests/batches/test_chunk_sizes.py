@@ -1,6 +1,10 @@
 """Rules divide batches into chunks."""
 
+import itertools
+import random
+
 from lightning_ddp_ext.batches.chunk_sizes import (
+    chunks_by_cost,
     even_chunks,
     first_limited_chunks,
     merge_single_samples,
@@ -58,3 +62,26 @@ def test_single_samples_are_merged_into_a_neighbour():
         ([2, 2], [2, 2]), ([1, 0], [1, 0]), ([0, 1, 0, 6, 1], [0, 0, 0, 8, 0]),
     ):  # fmt: skip
         assert merge_single_samples(chunks) == expected
+
+
+def test_chunks_by_cost_have_costs_in_proportion_and_the_given_sizes_for_equal_costs():
+    for sizes, costs, expected in (
+        ([2, 2], [100, 1, 1, 1], [1, 3]), ([2, 2], [1, 1, 1, 100], [3, 1]), ([1, 3], [3, 1, 4, 4], [1, 3]),
+        ([0, 4], [5, 1, 1, 1], [0, 4]), ([4, 0], [5, 1, 1, 1], [4, 0]), ([1, 1, 1], [0, 0, 9], [1, 1, 1]),
+        ([2, 1], [0, 0, 0], [2, 1]), ([0, 2, 0, 2, 0], [1, 1, 1, 9], [0, 3, 0, 1, 0]), ([2, 2], [1, 2, 0, 0], [1, 3]),
+    ):  # fmt: skip
+        assert chunks_by_cost(sizes, costs) == expected
+    numbers = random.Random(5)
+    for _ in range(500):
+        sizes = [numbers.choice([0, 1, 2, 5, 20]) for _ in range(numbers.randint(1, 5))] + [3]
+        assert chunks_by_cost(sizes, [0.1] * sum(sizes)) == sizes
+        costs = [numbers.random() ** 3 for _ in range(sum(sizes))]
+        chunks = chunks_by_cost(sizes, costs)
+        assert sum(chunks) == sum(sizes)
+        assert [bool(chunk) for chunk in chunks] == [bool(size) for size in sizes]
+        ends = [0.0, *itertools.accumulate(costs)]
+        for index in range(1, len(sizes)):
+            place = ends[-1] * sum(sizes[:index]) / sum(sizes)
+            error = abs(ends[sum(chunks[:index])] - place)
+            is_forced = min(chunks[index - 1 : index + 1]) < 2
+            assert is_forced or error <= max(costs) / 2 + 1e-12

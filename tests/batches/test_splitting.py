@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.batches.splitting import batch_size_of, gather, join_batches, split_batch
+from lightning_ddp_ext.batches.splitting import count_samples, gather, join_batches, split_batch
 from lightning_ddp_ext.errors import BatchSplitError
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ COUNTED = [
 def test_samples_are_counted_in_a_batch_and_in_its_chunks():
     for batch, size in COUNTED:
         sizes = [1, size - 1] if size > 1 else [1]
-        found = batch_size_of(batch), [batch_size_of(chunk) for chunk in split_batch(batch, sizes)]
+        found = count_samples(batch), [count_samples(chunk) for chunk in split_batch(batch, sizes)]
         assert found == (size, sizes), batch
 
 
@@ -100,7 +100,7 @@ AMBIGUOUS = [
 def test_two_readings_are_refused_and_named():
     for batch, readings in AMBIGUOUS:
         with pytest.raises(BatchSplitError, match=f"ambiguous: {readings}.* define `scatter_batch") as caught:
-            batch_size_of(batch)
+            count_samples(batch)
         assert len(str(caught.value)) < 600
 
 
@@ -112,7 +112,7 @@ def test_a_batch_without_samples_is_refused():
         (torch.zeros(0, 3), 0, "the batch has no samples"),
     ]:
         with pytest.raises(BatchSplitError, match=message):
-            batch_size_of(batch, batch_dim)
+            split_batch(batch, lambda samples: [samples], batch_dim)
 
 
 def test_sizes_and_dimensions_that_do_not_fit_are_refused():
@@ -124,7 +124,7 @@ def test_sizes_and_dimensions_that_do_not_fit_are_refused():
 
 def test_chunks_are_views_along_the_batch_dimension():
     sequences = {"sequence": torch.zeros(7, 5, 3), "labels": torch.zeros(7, 5), "scale": torch.tensor(2.0)}
-    assert batch_size_of(sequences, batch_dim=1) == 5
+    assert count_samples(sequences, batch_dim=1) == 5
     empty, first, second = split_batch(sequences, [0, 2, 3], batch_dim=1)
     assert empty is None
     assert first["sequence"].shape == (7, 2, 3)
@@ -181,7 +181,7 @@ def test_types_and_attributes_of_containers_are_kept():
         collections.OrderedDict(x=rows(2)), collections.defaultdict(list, x=rows(2), size=torch.Size((2, 3))),
         types.MappingProxyType({"x": rows(2)}), Tagged([rows(2), torch.zeros(2)], "t"), numpy.zeros((2, 3)),
     ]  # fmt: skip
-    assert batch_size_of(batch) == 2
+    assert count_samples(batch) == 2
     _, second = split_batch(batch, [1, 1])
     assert [type(part) for part in second] == [type(part) for part in batch]
     slotted, of_attrs, derived, user, pair, ordered, default, proxy, tagged, array = second
@@ -243,23 +243,23 @@ def test_objects_that_hold_arrays_and_cannot_be_cut_are_refused_by_name():
     for value in values:
         named = r"`batch\['v'\]` of type `.*` holds tensors .* define `scatter_batch"
         with pytest.raises(BatchSplitError, match=named):
-            batch_size_of({"v": value, "y": torch.zeros(3)})
+            count_samples({"v": value, "y": torch.zeros(3)})
         with pytest.raises(BatchSplitError, match=r"`batch` of type `.*` holds tensors but cannot be cut"):
-            batch_size_of(value)
+            count_samples(value)
 
 
 def test_a_list_of_such_objects_is_cut_beside_another_column():
     batch = {"graphs": [Slots() for _ in range(3)], "y": torch.zeros(3)}
     assert split_batch(batch, [1, 2])[1]["graphs"] == batch["graphs"][1:]
     with pytest.raises(BatchSplitError, match=r"`batch\[0\]` of type `Slots`"):
-        batch_size_of(batch["graphs"])  # graphs, or batches of graphs?
+        count_samples(batch["graphs"])  # graphs, or batches of graphs?
 
 
 def test_sequences_that_may_be_one_value_are_refused_when_they_are_as_long_as_the_batch():
     for value in ((1, 2, 3), range(3), collections.deque("abc")):
         assert split_batch({"v": value, "x": rows(4)}, [1, 3])[1]["v"] == value
         with pytest.raises(BatchSplitError, match=r"`batch\['v'\]`, a .*, has as many entries as the batch has"):
-            batch_size_of({"v": value, "x": rows(3)})
+            count_samples({"v": value, "x": rows(3)})
 
 
 def test_outputs_are_gathered():

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.batches.splitting import batch_size_of, gather, join_batches, split_batch
+from lightning_ddp_ext.batches.splitting import count_samples, gather, join_batches, split_batch
 
 MOST_ENTRIES = 3  # fewer than samples, so that a container is never as long as the batch
 
@@ -90,7 +90,7 @@ def same(one, other):
 def test_chunks_hold_their_samples_and_outputs_gathered_from_chunks_make_up_the_batch(drawn):
     n, batch, sizes = drawn
     kept = copy.deepcopy(batch)
-    assert batch_size_of(batch) == n
+    assert count_samples(batch) == n
     chunks = split_batch(batch, sizes)
     start = 0
     for chunk, size in zip(chunks, sizes, strict=True):

@@ -28,7 +28,7 @@ from lightning_ddp_ext import (
     ExplicitDDPStrategy,
     ManualEnvironment,
 )
-from lightning_ddp_ext.callbacks import BalanceReport, GradientCheck, JoinReport, ReplicaConsistency
+from lightning_ddp_ext.callbacks import BalanceReport, GradientCheck, JoinReport, PredictionWriter, ReplicaConsistency
 from lightning_ddp_ext.cli import train
 from lightning_ddp_ext.cli.main import main
 from lightning_ddp_ext.demo.byte_text import ByteTransformer, StdlibStream, StdlibText
@@ -49,6 +49,7 @@ BASES = [
     ["strategy=ddp_join", "process_group=gloo", "network=auto", "callbacks=join_report"],
     ["strategy=ddp_join", "experiment=stdlib_stream"],
     ["strategy=ddp_checkpoint", "callbacks=replica_consistency"],
+    ["strategy=balanced_ddp", "callbacks=prediction_writer"],
     ["strategy=ddp", "process_group=gloo", "network=loopback"],
     ["strategy=ddp", "cluster=manual", "cluster.num_nodes=2", "cluster.node_rank=0", "cluster.main_address=127.0.0.1"],
 ]
@@ -177,6 +178,7 @@ CONSTRUCTORS = {
     BalanceReport: {},
     GradientCheck: {},
     JoinReport: {},
+    PredictionWriter: {"folder": "predictions"},
     ReplicaConsistency: {},
     ManualEnvironment: {"num_nodes": 2, "node_rank": 1, "main_address": "node1"},
     DigitsCNN: {},

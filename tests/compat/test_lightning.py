@@ -14,9 +14,10 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException, _TunerExitException
@@ -326,8 +327,12 @@ def test_combined_loaders_save_their_state_and_wrapped_samplers_are_recognised()
 
 
 def test_loaders_are_kept_and_predictions_merged():
+    class Writer(BasePredictionWriter):
+        def write_on_batch_end(self, trainer, module, prediction, batch_indices, *_):
+            seen.append(list(batch_indices))
+
     module, loader = BoringModel(), DataLoader(range(4), 2)
-    trainer = make_trainer()
+    trainer = make_trainer(callbacks=[Writer()])
     module.predict_step = lambda batch, batch_idx: batch.tolist()
     seen = []
 
@@ -338,13 +343,39 @@ def test_loaders_are_kept_and_predictions_merged():
     cleanup = ExitStack()
     lightning_loaders.keep_loaders(cleanup, trainer)
     lightning_loaders.replace_prediction(
-        cleanup, trainer, replace, lambda: seen.append("end"), lambda parts: [[sum(one) for one in parts[0]]]
-    )
-    assert trainer.predict(module, loader) == [1, 5]
-    assert seen == [loader, "end"]
+        cleanup, trainer, replace, lambda number: [["a"], ["b"]], lambda: seen.append("end"),
+        lambda output: output != [0, 1], lambda parts: [[sum(one) for one in parts[0]]],
+    )  # fmt: skip
+    assert trainer.predict(module, loader) == [5]
+    assert seen == [loader, ["a"], ["b"], "end"]
     assert trainer.predict(module, loader, return_predictions=False) is None
     cleanup.close()
     assert trainer.predict(module, loader) == [[0, 1], [2, 3]]
+    assert seen[-2:] == [[0, 1], [2, 3]]
+
+
+def test_batches_of_a_loader_of_predictions_are_replaced():
+    seen = []
+
+    class Replacing(SingleDeviceStrategy):
+        def process_dataloader(self, loader):
+            batches = lightning_loaders.batches_to_predict(loader)
+            seen.append(None if batches is None else list(batches.get()))
+            if batches is not None:
+                batches.set(self.rest)
+            return loader
+
+    module = BoringModel()
+    module.predict_step = lambda batch, batch_idx: batch.tolist()
+    for loader, drawn, rest, wanted in (
+        (DataLoader(range(4), 2), [[0, 1], [2, 3]], [[2, 3]], [[2, 3]]),
+        (DataLoader(torch.arange(3), batch_size=None), [0, 1, 2], [[2], [0]], [2, 0]),
+    ):
+        Replacing.rest = rest
+        assert make_trainer(strategy=Replacing("cpu")).predict(module, loader) == wanted
+        assert seen.pop() == drawn
+    make_trainer(strategy=Replacing("cpu")).predict(module, [torch.ones(1)])
+    assert seen == [None]
 
 
 def test_batch_hooks_of_evaluation_are_silenced():

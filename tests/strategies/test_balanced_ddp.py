@@ -1,9 +1,11 @@
 """`balanced_ddp`: any number of ranks sees the same samples in the same step, and ends with the same parameters."""
 
+import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
+from lightning_ddp_ext.shares import steps as shared_steps
 from tests.parity import normalised_network, quiet_trainer
 from tests.strategies.toolkit import (
     ALONE,
+    RANK,
     Adversaries,
     Classifier,
     Momentum,
@@ -25,6 +29,7 @@ from tests.strategies.toolkit import (
 )
 
 EPOCHS = 2
+SPEEDS = (1, 3, 4)  # of three ranks, in samples per unit of time
 
 
 class Recording(Classifier):
@@ -40,6 +45,41 @@ class Recording(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class Simulated(Callback):
+    """Replaces the times of this rank: they are proportional to its samples, and known some steps late."""
+
+    def __init__(self, speeds: Any, late: int = 0) -> None:
+        self.speeds, self.late = speeds, late
+        self.sizes: list[tuple[int, ...]] = []
+        self.patch = mock.patch.object(shared_steps, "Timer", self.timer)
+
+    def timer(self, device: Any) -> Any:
+        sizes, begun, seen = self.trainer.strategy.rank_steps.shared.sizes, len(self.sizes), self.sizes
+        speed = self.speeds[min(begun, len(self.speeds) - 1)][RANK]
+
+        class Timer:
+            seconds = sizes[RANK] / speed / 100
+
+            def start(self) -> None: ...
+
+            stop = start
+
+            def is_done(timer) -> bool:
+                return len(seen) >= begun + self.late
+
+        return Timer()
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.trainer = trainer
+        self.patch.start()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.sizes.append(trainer.strategy.rank_steps.shared.sizes)
+
+    def on_train_end(self, *_: Any) -> None:
+        self.patch.stop()
+
+
 @dataclass(frozen=True)
 class Case:
     """A run of two epochs on shuffled samples, in batches of 8."""
@@ -51,11 +91,11 @@ class Case:
     def __call__(self, folder: str = "") -> tuple[dict[int, list[int]], torch.Tensor, list[str]]:
         loader = DataLoader(TensorDataset(*samples(self.number)), batch_size=8, shuffle=True)
         module = Recording()
-        strategy = BalancedDDPStrategy(**self.options)
         _, trace = fit(
             module,
             loader,
-            strategy=strategy,
+            strategy=BalancedDDPStrategy(**self.options),
+            callbacks=[] if self.options else [Simulated([SPEEDS])],
             accumulate_grad_batches=self.windows,
             max_epochs=EPOCHS,
             use_distributed_sampler=True,
@@ -65,6 +105,13 @@ class Case:
 
 def joined(lists: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(lists))
+
+
+def order_of(by_rank: Sequence[Any]) -> list[list[int]]:
+    """Return the indices of each batch, those of rank 0 first."""
+    numbers = sorted(set().union(*(batches for batches, *_ in by_rank)))
+    assert numbers == list(range(len(numbers)))
+    return [joined(batches.get(number, []) for batches, *_ in by_rank) for number in numbers]
 
 
 def alone(batches: list[list[int]], windows: int) -> torch.Tensor:
@@ -85,35 +132,48 @@ def cases_of(ranks: int, is_complete: bool) -> dict[str, Case]:
     pairs = itertools.product((45, 17, 64), (1, 3)) if is_complete else ((45, 1), (17, 3))
     found = {
         f"{name}, {number} samples, {windows}": Case(number, windows, options)
-        for name, options in splits.items()
-        for number, windows in pairs
+        for (number, windows), (name, options) in itertools.product(pairs, [*splits.items(), ("auto", {})])
     }
     if ranks > 1:
         found["control"] = Case(45, 1, {"split": [1, 2, 3][-ranks:], "weight_by": "equal"})
     return found
 
 
+@pytest.fixture(scope="module")
+def wanted() -> Callable[[int, int], tuple[list[list[int]], torch.Tensor]]:
+    """Return the batches of a single rank, and the parameters of one process under no strategy, for a case."""
+    found = run_on_ranks(1, {f"{number}": Case(number) for number in (45, 17, 64)})
+
+    @functools.cache
+    def wanted_of(number: int, windows: int) -> tuple[list[list[int]], torch.Tensor]:
+        order = order_of(values_of(found, f"{number}"))
+        for epoch in (order[: len(order) // 2], order[len(order) // 2 :]):
+            assert [len(batch) for batch in epoch[:-1]] == [8] * (-(-number // 8) - 1)
+            assert sorted(joined(epoch)) == list(range(number)) != joined(epoch)
+        return order, alone(order, windows)
+
+    return wanted_of
+
+
 COMPLETE = [pytest.param(ranks, True, marks=pytest.mark.slow, id=f"{ranks} ranks, all") for ranks in (1, 2, 3)]
 
 
-@pytest.mark.parametrize(("ranks", "is_complete"), [(1, False), (2, False), *COMPLETE])
-def test_any_number_of_ranks_trains_as_one_process(ranks, is_complete, tmp_path):
+@pytest.mark.parametrize(("ranks", "is_complete"), [(2, False), *COMPLETE])
+def test_any_number_of_ranks_trains_as_one_process(wanted, ranks, is_complete, tmp_path):
     cases = cases_of(ranks, is_complete)
     found = run_on_ranks(ranks, cases, tmp_path)
-    orders = {}
     for name, case in cases.items():
         by_rank = values_of(found, name)
-        numbers = sorted(set().union(*(batches for batches, _, _ in by_rank)))
-        assert numbers == list(range(EPOCHS * -(-case.number // 8)))
-        order = [joined(batches.get(number, []) for batches, _, _ in by_rank) for number in numbers]
-        assert order == orders.setdefault(case.number, order)
-        for epoch in (order[: len(order) // 2], order[len(order) // 2 :]):
-            assert sorted(joined(epoch)) == list(range(case.number)) != joined(epoch)
-        wanted = alone(order, case.windows)
+        order, alone = wanted(case.number, case.windows)
+        assert order_of(by_rank) == order
         for _, parameters, digests in by_rank:
-            error = float((parameters - wanted).abs().max())
+            error = float((parameters - alone).abs().max())
             assert (error > 1e-6) if name == "control" else (error < 1e-10), (name, error)
             assert digests == by_rank[0][2] != []
+    if ranks > 1:  # decisions have changed the shares
+        by_rank = values_of(found, "auto, 64 samples, 1" if is_complete else "auto, 45 samples, 1")
+        of_rank_0 = [len(by_rank[0][0][number]) for number in (0, 10)]
+        assert of_rank_0 == ([4, 2] if ranks == 2 else [3, 1])
 
 
 def test_wrong_arguments_are_refused_before_ranks_are_started():

@@ -6,51 +6,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
 from lightning_ddp_ext.shares import steps as shared_steps
-from tests.strategies.test_balanced_ddp import Recording, alone, joined
+from tests.strategies.test_balanced_ddp import SPEEDS, Recording, Simulated, alone, joined
 from tests.strategies.toolkit import RANK, Stream, fit, run_on_ranks, samples, values_of
-
-SPEEDS = (1, 3, 4)  # samples per unit of time
-
-
-class Simulated(Callback):
-    """Replaces the times of this rank: they are proportional to its samples, and known some steps late."""
-
-    def __init__(self, speeds: Any, late: int = 0) -> None:
-        self.speeds, self.late = speeds, late
-        self.sizes: list[tuple[int, ...]] = []
-        self.patch = mock.patch.object(shared_steps, "Timer", self.timer)
-
-    def timer(self, device: Any) -> Any:
-        sizes, begun, seen = self.trainer.strategy.rank_steps.shared.sizes, len(self.sizes), self.sizes
-        speed = self.speeds[min(begun, len(self.speeds) - 1)][RANK]
-
-        class Timer:
-            seconds = sizes[RANK] / speed / 100
-
-            def start(self) -> None: ...
-
-            stop = start
-
-            def is_done(timer) -> bool:
-                return len(seen) >= begun + self.late
-
-        return Timer()
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self.trainer = trainer
-        self.patch.start()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.sizes.append(trainer.strategy.rank_steps.shared.sizes)
-
-    def on_train_end(self, *_: Any) -> None:
-        self.patch.stop()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
@@ -22,12 +23,15 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ddp_ext import BalancedDDPStrategy
+from lightning_ddp_ext.shares.batch_sampler import NoSamples
 from tests.strategies.test_balanced_ddp import Recording, joined
 from tests.strategies.test_ddp_join_training import count_threads
-from tests.strategies.toolkit import CLASSES, RANK, Stream, fit, run_on_ranks, samples, trainer, values_of
+from tests.strategies.test_resuming import stateful
+from tests.strategies.toolkit import CLASSES, RANK, Stream, fit, gather, run_on_ranks, samples, trainer, values_of
 
 FIXED = {"split": [1, 2]}
 
@@ -95,16 +99,17 @@ def whole_batches() -> DataLoader:
     return DataLoader([tuple(part[at : at + 5] for part in columns) for at in range(0, 21, 5)], None, shuffle=True)
 
 
-def both() -> CombinedLoader:
+def both(mode: Any = "max_size_cycle") -> CombinedLoader:
     loaders = [DataLoader(data(16), 4, shuffle=True), DataLoader(data(12), 4, shuffle=True)]
-    return CombinedLoader({"one": loaders[0], "other": loaders[1]}, "max_size_cycle")
+    return CombinedLoader({"one": loaders[0], "other": loaders[1]}, mode)
 
 
 class OfBoth(Recording):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         number = self.trainer.fit_loop.epoch_loop.total_batch_idx
-        self.by_batch[number] = [*batch["one"][2].tolist(), *(100 + batch["other"][2]).tolist()]
-        return self.loss(batch["one"]) + self.loss(batch["other"])
+        parts = [batch[name] for name in ("one", "other") if batch[name] is not None]
+        self.by_batch[number] = [100 * place + index for place, part in enumerate(parts) for index in part[2].tolist()]
+        return sum(map(self.loss, parts))
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
@@ -122,7 +127,10 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "stream": lambda: DataLoader(Stream(list(data())), 5),
     "stream with workers": lambda: DataLoader(Stream(list(data())), 5, num_workers=2),
     "stream without the last batch": lambda: DataLoader(Stream(list(data())), 5, drop_last=True),
+    "stateful": stateful,
     "several": both,
+    "several, the shortest": partial(both, "min_size"),
+    "several, the longest": partial(both, "max_size"),
 }
 
 
@@ -135,7 +143,7 @@ class Seen:
     of_trainer: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, folder: str = "") -> Any:
-        module = OfBoth() if self.name == "several" else Recording()
+        module = OfBoth() if self.name.startswith("several") else Recording()
         torch.rand(3 * RANK)  # ranks have other random numbers
         options = {"max_epochs": 2, "use_distributed_sampler": True, **self.of_trainer}
         _, trace = fit(module, LOADERS[self.name](), strategy=BalancedDDPStrategy(**self.options), **options)
@@ -184,6 +192,16 @@ EVALUATIONS = {
 }
 
 
+class Outputs(Callback):
+    """Notes the samples of which callbacks see predictions on this rank."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.indices += [] if isinstance(outputs, NoSamples) else outputs["index"].tolist()
+
+
 def predict(options: dict[str, Any], folder: str) -> list[Any]:
     """Return the predicted indices, and the sums of features, of one loader and of two."""
 
@@ -195,7 +213,10 @@ def predict(options: dict[str, Any], folder: str) -> list[Any]:
     loaders = [DataLoader(data(), 5), DataLoader(data(9), 4)]
     limited = trainer(strategy=BalancedDDPStrategy(**options), limit_predict_batches=3)
     found = [made.predict(module, loaders[0]), *made.predict(module, loaders), limited.predict(module, loaders[0])]
+    seen = Outputs()
+    made = trainer(seen, strategy=BalancedDDPStrategy(**options))
     assert made.predict(module, loaders[0], return_predictions=False) is None
+    assert sorted(joined(gather(seen.indices))) == list(range(21))
     return [[{name: list(map(str, value)) for name, value in one.items()} for one in part] for part in found]
 
 
@@ -247,6 +268,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "stream of the rank": (
         lambda: DataLoader(OwnShard(), 5),
         "UnsupportedFeatureError: `OwnShard` gives each rank samples of its own",
+    ),
+    "data pipe": (
+        lambda: DataLoader(IterableWrapper(list(data())), 5),
+        "Wrapper` gives each rank samples of its own",
+    ),
+    "small batches": (
+        lambda: DataLoader(data(), 1),
+        "BatchSplitError: rank 1 never gets a sample: batches of 1 are shared as [1, 0]. Use larger batches or fewer",
     ),
     "any order": (
         lambda: DataLoader(data(), 5, num_workers=1, in_order=False),
@@ -325,7 +354,7 @@ def test_data_that_ranks_cannot_share_is_refused(found, name):
 
 # ---------------------------------------------------------------- resuming
 
-RESUMED = ("shuffled", "own generator", "own batch sampler", "workers", "stream", "several")
+RESUMED = ("shuffled", "own generator", "own batch sampler", "workers", "stream", "stateful", "several")
 STEPS = {"own batch sampler": 4, "several": 5}  # else 7 of 2 x 5 or 2 x 6; this is within the second epoch
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext import BatchSplitError
-from lightning_ddp_ext.batches.splitting import batch_size_of, split_batch
+from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from tests.parity import (
     CLASSES,
     FEATURES,
@@ -225,7 +225,7 @@ def test_predictions_for_graphs_and_for_nodes_keep_their_order():
 def test_graphs_are_counted_and_chunks_hold_what_a_loader_would_make_of_them():
     samples = list(graphs(8))
     batch = GraphBatch(samples, ["nodes"])
-    assert batch_size_of(batch) == 8
+    assert count_samples(batch) == 8
     assert split_batch(batch, [0, 8]) == [None, batch]
     first, second = split_batch(batch, [3, 5])
     for chunk, part in ((first, samples[:3]), (second, samples[3:])):
@@ -241,6 +241,6 @@ def test_batches_that_cannot_be_cut_by_graphs_are_refused():
     with pytest.raises(BatchSplitError, match="`noise` of the batch of graphs"):
         split_batch(batch, [2, 2])
     with pytest.raises(BatchSplitError, match=r"ambiguous: `batch\[0\]` has 4, `batch\[1\]` has 3"):
-        batch_size_of((GraphBatch(list(graphs(4))), torch.zeros(3)))
+        count_samples((GraphBatch(list(graphs(4))), torch.zeros(3)))
     with pytest.raises(BatchSplitError, match="`Linear` holds tensors but cannot be cut"):
-        batch_size_of({"x": torch.zeros(4), "network": nn.Linear(2, 2)})
+        count_samples({"x": torch.zeros(4), "network": nn.Linear(2, 2)})

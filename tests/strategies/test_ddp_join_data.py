@@ -77,9 +77,6 @@ class Seeing(Classifier):
         self.seen.append(batch[2].tolist())
         return self.loss(batch)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> list[int]:
-        return batch[2].tolist()
-
     def train_dataloader(self) -> DataLoader:
         return DataLoader(DATA, batch_sampler=self.make())
 
@@ -99,17 +96,6 @@ def batch_samplers_keep_the_size_of_batches_and_their_samplers(folder: str) -> N
                 assert seen <= set(range(FIRST)), (strategy, in_hook, name)
             elif "drops" not in name:
                 assert seen == set(range(SAMPLES)), (strategy, in_hook, name)
-
-
-def prediction_returns_every_sample_once(folder: str) -> None:
-    for number in (1, 2, 7):
-        data = DataLoader(TensorDataset(*samples(number)), batch_size=2)
-        batches = trainer(use_distributed_sampler=True).predict(Seeing(), data)
-        assert list(chain(*batches or [])) == list(range(number))[RANK::3]
-    made = DataLoader(DATA, batch_sampler=BATCH_SAMPLERS["subclass"]())
-    batches = list(chain(*gather(trainer(use_distributed_sampler=True).predict(Seeing(), made))))
-    assert sorted(chain(*batches)) == list(range(SAMPLES))
-    assert max(map(len, batches)) == 3
 
 
 class ByEpoch(Sampler[int]):
@@ -280,7 +266,6 @@ def evaluation(folder: str) -> Any:
 
 CASES = [
     batch_samplers_keep_the_size_of_batches_and_their_samplers,
-    prediction_returns_every_sample_once,
     samplers_are_divided_among_ranks_once_in_every_epoch,
     hooks_may_change_batches_in_place,
     a_rank_that_cannot_copy_its_batch_has_a_batch_of_another_rank,

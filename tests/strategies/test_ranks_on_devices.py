@@ -1,4 +1,4 @@
-"""`ddp_checkpoint` and `ddp_join` on two ranks with a virtual device each: the numbers of the CPU, and exact resume."""
+"""Strategies of one process per device on two ranks with a virtual device each: numbers as on the CPU, exact resume."""
 
 import os
 
@@ -8,15 +8,23 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ddp_ext import BalancedDDPStrategy
 from lightning_ddp_ext.join import logged_values
 from lightning_ddp_ext.ranks import sample_counts
 from lightning_ddp_ext.reducer import buffer_synchronizer
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from tests.strategies.toolkit import CLASSES, FEATURES, RANK, STRATEGIES, Classifier, fit, loader
+from tests.strategies.toolkit import CLASSES, FEATURES, RANK, STRATEGIES, Classifier, fit, loader, samples
 from tests.support.processes import run_processes
 
 COUNTS = {"ddp_checkpoint": (8, 8), "ddp_join": (8, 4)}  # samples of each rank, in batches of two
+# Ranks share batches of 8, 8 and 4 samples.
+SHARED = {
+    "balanced_ddp": {},
+    "balanced_ddp, some shadow steps": {"split": [1, 3]},
+    "balanced_ddp, shadow steps": {"gpu0_batch_size": 0},
+}
 
 
 class Network(Classifier):
@@ -55,7 +63,12 @@ def train(strategy, dropout=0.0, **options):
     """Train two epochs on this rank; return the parameters, the buffers and the logged values."""
     torch.manual_seed(5 + RANK)
     module = Network(dropout)
-    made, _ = fit(module, loader(*COUNTS[strategy]), strategy=strategy, precision="32-true", max_epochs=2, **options)
+    if strategy in SHARED:
+        data = DataLoader(TensorDataset(*samples(20)), 8, shuffle=True)
+        used = BalancedDDPStrategy(**SHARED[strategy])
+    else:
+        data, used = loader(*COUNTS[strategy]), strategy
+    made, _ = fit(module, data, strategy=used, precision="32-true", max_epochs=2, **options)
     if os.environ["TESTS_ACCELERATOR"] == "virtual":
         from tests import virtual_accelerator
 
@@ -70,7 +83,7 @@ def interrupt_and_resume(strategy, path):
     return whole, train(strategy, 0.5, ckpt_path=path)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *SHARED])
 def test_devices_give_the_numbers_of_the_cpu_and_resume_with_the_same_dropout(virtual_devices, strategy, tmp_path):
     on_devices, on_cpus = (
         run_processes(train, 2, strategy, env={"TESTS_ACCELERATOR": accelerator}) for accelerator in ("virtual", "cpu")

@@ -1,9 +1,9 @@
 """Run what depends on versions of other packages on combinations of them: `python -m tests.versions.run [ROW ...]`.
 
 Without arguments it runs all rows of `ROWS`; `ci` stands for the rows that every change runs. Rows that pass are
-written into the table of `docs/installation.md`. The environment of a row stays in
-`~/.cache/lightning_ddp_ext/versions`, about 2 GB, until its requirements change. It has torch without the CUDA
-libraries that it depends on, which needs gcc and readelf.
+written into the table of `docs/installation.md`. The environment of a row, about 2 GB, stays in
+`~/.cache/lightning_ddp_ext/versions` until its requirements change; `XDG_CACHE_HOME` moves that folder. It has torch
+without the CUDA libraries that it depends on, which needs gcc and readelf.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.versions.second_name import translated_checkout
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "installation.md"
-CACHE = Path.home() / ".cache" / "lightning_ddp_ext" / "versions"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_ddp_ext" / "versions"
 
 FIRST, SECOND = "lightning.pytorch", "pytorch_lightning"  # Lightning's import names
 
@@ -60,6 +61,7 @@ _OF_TOOLS = re.compile(rf"({'|'.join(_TOOLS)}|numpy)==")
 _LOWER = re.compile(r'^ +"([a-z-]+)>=([\d.]+)', re.MULTILINE)  # lines of `dependencies` in pyproject.toml
 _CUDA = re.compile(r"^Requires-Dist: (?:nvidia|triton|cuda|pytorch-triton).*\n", re.MULTILINE)
 
+_PREPARED_AT_ONCE = 2  # environments: one is downloaded while another is unpacked
 _LIMIT = 900  # seconds for the tests of one import name
 _SHOWN = 6000  # characters of the output of tests that failed
 TESTS = [
@@ -117,15 +119,16 @@ def folder_of(row: Row) -> Path:
     return CACHE / f"python-{row.python}-torch-{row.torch}-{digest}"
 
 
-def prepare(row: Row) -> Path:
+def prepare(row: Row, interpreter: str) -> Path:
     """Return the interpreter of a row's environment; makes the environment if there is none with this content."""
     folder = folder_of(row)
     python, complete = folder / "bin" / "python", folder / "complete"
     if complete.exists():
         return python
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([find_interpreter(row.python), "-m", "venv", folder], check=True)
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([interpreter, "-m", "venv", folder], check=True)
+    # Python compiles what tests import, a small part of torch.
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     subprocess.run([*pip, "--no-deps", f"torch=={row.torch}"], check=True)
     site_packages = next(folder.glob("lib/python*/site-packages"))
     metadata = next(site_packages.glob("torch-*.dist-info/METADATA"))
@@ -138,22 +141,34 @@ def prepare(row: Row) -> Path:
     return python
 
 
-def find_interpreter(version: str) -> str:
-    """Return an interpreter of a minor version of Python."""
+def find_interpreters(versions: set[str]) -> dict[str, str]:
+    """Return an interpreter of each minor version of Python; an error names all that this machine lacks."""
+    found = {version: find_interpreter(version) for version in sorted(versions)}
+    if missing := [version for version, interpreter in found.items() if not interpreter]:
+        commands = ", ".join(f"`python{version}`" for version in missing)
+        raise FileNotFoundError(
+            f"rows of {', '.join(missing)} need the commands {commands}, which are not on `PATH` or in `~/.pyenv`."
+            f" Install them, for example with `uv python install {' '.join(missing)}`, or choose other rows."
+        )
+    return {version: interpreter for version, interpreter in found.items() if interpreter}
+
+
+def find_interpreter(version: str) -> str | None:
+    """Return an interpreter of a minor version of Python, or None."""
     candidates = [
         sys.executable,
         f"python{version}",
         *map(str, Path.home().glob(f".pyenv/versions/{version}.*/bin/python")),
     ]
     for candidate in candidates:
-        command = [candidate, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"]
+        command = [candidate, "-c", "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"]
         try:
             found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             continue
         if found == version:
             return candidate
-    raise RuntimeError(f"no interpreter of Python {version} is on this machine. Install one as `python{version}`.")
+    return None
 
 
 def installed(python: Path) -> list[str]:
@@ -200,13 +215,13 @@ def describe(row: Row) -> str:
     return f"| {row.python} | {row.torch} | {row.lightning} | {row.torchmetrics} | {names} |"
 
 
-def record(passed: Row) -> None:
-    """Add a row that has passed to the table of tested versions, and remove lines of rows that are no more."""
+def record(tested: Row, has_passed: bool) -> None:
+    """Write the table of tested versions, with a row that has been tested now only if it has passed."""
     begin, end = (f"<!-- tested versions: {word} -->" for word in ("begin", "end"))
     before, rest = PAGE.read_text().split(begin)
     recorded, after = rest.split(end)
     lines = ["| Python | torch | Lightning | torchmetrics | imported as |", "| --- | --- | --- | --- | --- |"]
-    lines += [describe(row) for row in ROWS.values() if row is passed or describe(row) in recorded]
+    lines += [describe(row) for row in ROWS.values() if (has_passed if row is tested else describe(row) in recorded)]
     PAGE.write_text("\n".join([f"{before}{begin}", "", *lines, "", f"{end}{after}"]))
 
 
@@ -218,18 +233,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = CI_ROWS if given == ["ci"] else given or list(ROWS)
     if unknown := sorted(set(chosen) - ROWS.keys()):
         parser.error(f"no rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    rows = [ROWS[name] for name in chosen]
+    try:
+        interpreters = find_interpreters({row.python for row in rows})
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    started = time.monotonic()
+    with ThreadPoolExecutor(_PREPARED_AT_ONCE) as pool:
+        environments = list(pool.map(lambda row: prepare(row, interpreters[row.python]), rows))
+    print(f"environments: {time.monotonic() - started:.0f} s", flush=True)
     results = [["Python", "torch", "Lightning", "torchmetrics", FIRST, SECOND, "all"]]
-    for row in (ROWS[name] for name in chosen):
+    for row, python in zip(rows, environments, strict=True):
         started = time.monotonic()
-        python = prepare(row)
         found = installed(python)
         expected = [row.python, row.torch, row.lightning, row.torchmetrics]
         if [found[0].rpartition(".")[0], *found[1:]] != expected:
             raise RuntimeError(f"the environment {python.parents[1]} has {found}, not {expected}. Delete it.")
         print(f"Python {found[0]}, torch {row.torch}, Lightning {row.lightning}", flush=True)
         passed = [run_tests(python, name) if name in row.names else "-" for name in (FIRST, SECOND)]
-        if "FAILED" not in passed:
-            record(row)
+        record(row, "FAILED" not in passed)
         results.append([*found, *passed, f"{time.monotonic() - started:.0f} s"])
     widths = [max(map(len, column)) for column in zip(*results, strict=True)]
     for line in results:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from tests import virtual_accelerator
 from tests.parity import quiet_trainer
 from tests.support.processes import run_processes
@@ -25,6 +25,8 @@ LIMITS = {
     "ddp_join": [(0, 2, 224), (0, 2, 224)],
     "ddp_join, uneven step": [(1, 3, 230), (2, 3, 230)],
     "ddp_join, shadow step": [(0, 2, 224), (0, 2, 224)],
+    "balanced_ddp": [(0, 2, 112), (0, 2, 112)],
+    "balanced_ddp, shadow step": [(0, 2, 224), (0, 2, 224)],
 }
 STEPS = 8
 WAYS = ["to the device", "to the host", "between devices"]
@@ -78,6 +80,10 @@ def measure(logs):
         "ddp_join": join[0],
         "ddp_join, uneven step": uneven[0],
         "ddp_join, shadow step": uneven[1],
+        "balanced_ddp": run_processes(rank_counts, 2, BalancedDDPStrategy(), logs, STEPS, STEPS)[0],
+        "balanced_ddp, shadow step": run_processes(
+            rank_counts, 2, BalancedDDPStrategy(gpu0_batch_size=0), logs, STEPS, STEPS
+        )[0],
     }
 
 

@@ -1,0 +1,71 @@
+"""Costs of samples, by which training batches are divided into shares that take equally long."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from lightning_ddp_ext.batches.containers import items
+from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
+
+Cost = Literal["length"] | Callable[[Any], float]
+
+
+class SampleCost:
+    """A checked `cost`: the cost of a sample, as the dataset returns it."""
+
+    def __init__(self, cost: Cost) -> None:
+        if cost != "length" and not callable(cost):
+            raise ValueError(
+                f'`cost` must be "length" or a function of one sample, got {cost!r}. Leave it out if all samples take'
+                " equally long."
+            )
+        self._function = cost if callable(cost) else _length
+
+    def __call__(self, sample: Any) -> float:
+        """Return the cost of a sample."""
+        cost = float(self._function(sample))
+        if not 0 <= cost < math.inf:
+            raise ValueError(
+                f"`cost` returned {cost} for a sample. Return a finite number of at least 0, such as its length."
+            )
+        return cost
+
+
+def _length(sample: Any) -> int:
+    """Return the length of the longest array, text or list of numbers in a sample, in the first dimension."""
+    lengths = list(_lengths(sample))
+    if not lengths:
+        raise ValueError(
+            f'`cost="length"` finds no array, text or list of numbers in a sample, a `{type(sample).__name__}`. Use a'
+            " function of the sample instead."
+        )
+    return max(lengths)
+
+
+def _lengths(value: Any) -> Iterator[int]:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        yield from shape[:1]
+    elif isinstance(value, str | bytes) or (
+        isinstance(value, list) and all(isinstance(item, int | float) for item in value)
+    ):
+        yield len(value)
+    else:
+        for _, item in items(value):
+            yield from _lengths(item)
+
+
+def measure_costs(dataset: Any, cost: Callable[[Any], float], group: dist.ProcessGroup) -> list[float]:
+    """Return the cost of each sample of a dataset, of which every rank reads a part. Communicates."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    costs = torch.zeros(len(dataset), dtype=torch.float64)
+    generators = find_loader_rngs([dataset])
+    states = capture_states(generators)
+    own = [cost(dataset[index]) for index in range(rank, len(dataset), ranks)]
+    restore_states(generators, states)
+    costs[rank::ranks] = torch.tensor(own, dtype=torch.float64)
+    dist.all_reduce(costs, group=group)
+    return cast(list[float], costs.tolist())

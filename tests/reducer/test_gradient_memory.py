@@ -1,0 +1,68 @@
+"""Memory of gradients and buckets, in units of the size of all gradients."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+
+LAYERS = 64
+
+
+class LiveStorages(TorchDispatchMode):
+    """Adds up the bytes of the storages that were made in this block and are alive, beyond the parameters."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.parameters = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
+        self.sizes, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.sizes |= {StorageWeakRef(storage): storage.nbytes() for storage in made}
+        for parameter in self.parameters:
+            self.sizes.pop(parameter, None)
+        self.peak = max(self.peak, self.alive())
+        return result
+
+    def alive(self):
+        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
+        return sum(self.sizes.values())
+
+
+def measure(batches, keeps_gradients=False):
+    """Return the peaks of three steps; between them nothing is held."""
+    model = nn.Sequential(*(nn.Linear(512, 256, bias=False) for _ in range(LAYERS)))
+    unit = sum(parameter.nbytes for parameter in model.parameters())
+    reducer, inputs, kept, found = GradientReducer(model), torch.ones(1, 512), [], []
+    for parameter in model.parameters() if keeps_gradients else ():
+        parameter.register_hook(kept.append)
+    for _ in range(3):
+        model.zero_grad()
+        with LiveStorages(model) as storages:
+            for _ in range(batches - 1):
+                sum(layer(inputs).sum() for layer in model).backward()
+            with reducer.synchronize():
+                sum(layer(inputs).sum() for layer in model).backward()
+        kept.clear()
+        found.append(storages.peak / unit)
+        model.zero_grad()
+        assert storages.alive() / unit < 0.01
+    return found
+
+
+@pytest.mark.cpu_only("buckets are smaller on CPUs")
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("batches", [1, 2], ids=["one batch", "two accumulated batches"])
+def test_gradients_and_buckets_take_the_memory_of_the_gradients(batches):
+    assert max(measure(batches)) < 1.04
+
+
+@pytest.mark.cpu_only("see above")
+@pytest.mark.usefixtures("group")
+def test_gradients_that_are_kept_beside_their_buckets_take_it_twice():
+    assert min(measure(1, keeps_gradients=True)) > 1.9

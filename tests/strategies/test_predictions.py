@@ -1,0 +1,495 @@
+"""`trainer.predict` of several ranks returns what one process returns, in lockstep, and `PredictionWriter` resumes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
+
+from lightning_ddp_ext import BalancedDDPStrategy, DDPJoinStrategy, TokenBudgetBatchSampler
+from lightning_ddp_ext.callbacks import PredictionWriter, read_predictions
+from tests.strategies.toolkit import ALONE, RANK, WORLD_SIZE, Stream, gather, run_on_ranks, trainer, values_of
+
+RANKS = 3
+
+
+class Found(NamedTuple):
+    """A part of an output that has no tensors."""
+
+    index: int
+    words: list[str]
+
+
+class Texts(Dataset):
+    """Samples of different lengths, which are padded to the longest of a batch."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.arange(1.0, 2 + index % 4, dtype=torch.float64) * (index + 1)
+
+
+def pad(samples: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
+    return [index for index, _ in samples], nn.utils.rnn.pad_sequence([row for _, row in samples], batch_first=True)
+
+
+def load(number: int = 7, **options: Any) -> DataLoader:
+    options = {"batch_size": 2, **options} if "batch_sampler" not in options else options
+    return DataLoader(Texts(number), collate_fn=pad, **options)
+
+
+class Predicting(LightningModule):
+    """Returns tensors whose shapes depend on the batch, texts, and objects; its steps communicate."""
+
+    def __init__(self, stops_at: int | None = None, pads: bool = True, bias: float = 0.25) -> None:
+        super().__init__()
+        self.pads = pads
+        self.layer = nn.Linear(1, 1, dtype=torch.float64)
+        nn.init.constant_(self.layer.weight, 0.5)
+        nn.init.constant_(self.layer.bias, bias)
+        self.stops_at = stops_at
+        self.seen: list[int] = []
+        self.begun = 0
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.begun == self.stops_at:
+            raise ArithmeticError("interrupted")  # also on a rank without a sample
+        self.begun += 1
+        return batch
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        indices, rows = batch
+        if dist.is_initialized():
+            active = self.all_gather(torch.ones(1))
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total.item() == active.numel()
+        self.seen.extend(indices)
+        scores = rows * self.layer.weight[0, 0] + self.layer.bias[0]  # equal bit by bit for any number of samples
+        return {
+            "scores": scores if self.pads else scores[:, :1],
+            "found": [Found(index, ["word"] * index) for index in indices],
+            "ragged": [rows.new_full((index % 3,), index) for index in indices],
+        }
+
+
+def plain(value: Any) -> Any:
+    """Return predictions as values that `==` compares, with every bit of tensors."""
+    if isinstance(value, Tensor):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *map(plain, value)]
+    return value
+
+
+def indices_of(predictions: Any) -> list[int]:
+    return [one.index for batch in predictions for one in batch["found"]]
+
+
+def predict(make: Callable[[], Any], options: dict[str, Any], pads: bool = True) -> Any:
+    return plain(trainer(use_distributed_sampler=True, **options).predict(Predicting(pads=pads), make()))
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    **{f"{number} samples": partial(load, number) for number in range(1, 11)},
+    "single samples": partial(load, batch_size=1),
+    "one batch": partial(load, batch_size=20),
+    "two loaders": lambda: [load(7), load(4, batch_size=3)],
+    "workers": partial(load, num_workers=1),
+    "without collation": lambda: DataLoader([pad([Texts(7)[n]]) for n in range(7)], batch_size=None),
+}
+STRATEGIES = {"ddp_join": DDPJoinStrategy, "balanced_ddp": BalancedDDPStrategy}
+
+
+def predict_with(kind: str, name: str, folder: str) -> Any:
+    """Predict with a strategy, or in one process; `balanced_ddp` pads the share of each rank."""
+    return predict(MAKERS[name], {"strategy": STRATEGIES[kind]()}, pads=kind == "ddp_join")
+
+
+def predict_alone(name: str, folder: str) -> Any:
+    return [predict(MAKERS[name], ALONE, pads) for pads in (True, False)]
+
+
+def every_rank_has_its_own_order(folder: str) -> Any:
+    """The negative control: Lightning's `ddp` returns the part of each rank."""
+
+    class Silent(Predicting):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"found": [Found(index, []) for index in batch[0]]}
+
+    return indices_of(trainer(strategy="ddp", use_distributed_sampler=True).predict(Silent(), load(7)))
+
+
+def rank_zero_alone_gets_predictions(folder: str) -> Any:
+    return predict(load, {"strategy": DDPJoinStrategy(predictions_on="rank_zero")})
+
+
+def every_shuffled_sample_is_predicted_once(folder: str) -> list[int]:
+    torch.manual_seed(RANK)
+    made = trainer(use_distributed_sampler=True)
+    return [
+        indices_of(made.predict(Predicting(), load(10, **options)))
+        for options in ({"shuffle": True}, {"batch_sampler": BatchSampler(RandomSampler(range(10)), 3, False)})
+    ]
+
+
+def the_order_of_a_batch_sampler_is_kept(folder: str) -> Any:
+    """In one process Lightning takes the sampler of the loader instead."""
+    made = trainer(use_distributed_sampler=True)
+    found = made.predict(Predicting(), load(batch_sampler=BatchSampler(range(6, -1, -1), 3, drop_last=False)))
+    return [indices_of([batch]) for batch in found]
+
+
+def token_batches(folder: str) -> Any:
+    sampler = TokenBudgetBatchSampler([1 + index % 4 for index in range(10)], max_tokens=6, shuffle=False)
+    return predict(lambda: load(10, batch_sampler=sampler), {} if WORLD_SIZE > 1 else ALONE)
+
+
+class Batches:
+    """Finished batches, without torch's loader, and a batch sampler that is no class of torch."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def own_loader(kind: str) -> DataLoader:
+    """A loader with the samples of this rank: 0 to 4, 5 and 6, and none."""
+    own = [range(5), range(5, 7), range(0)][RANK if WORLD_SIZE > 1 else 0]
+    if kind == "stream":
+        return DataLoader(Stream([Texts(7)[n] for n in own]), 2, collate_fn=pad)
+    if kind == "iterable":
+        return Batches([pad([Texts(7)[n]]) for n in own])
+    return load(batch_sampler=BatchSampler(own, 2, drop_last=False))
+
+
+def data_of_ranks(folder: str) -> list[list[int]]:
+    made = trainer(use_distributed_sampler=False)
+    return [indices_of(made.predict(Predicting(), own_loader(kind))) for kind in ("stream", "iterable", "map")]
+
+
+def distributed_sampler_of_the_user(folder: str) -> list[int]:
+    sampler = DistributedSampler(range(9), WORLD_SIZE, RANK, shuffle=False)
+    return indices_of(trainer(use_distributed_sampler=True).predict(Predicting(), load(9, sampler=sampler)))
+
+
+class Keeping(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.by_batch: list[Any] = []
+        self.by_epoch: list[Any] = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.by_batch.append((indices_of([prediction]), list(batch_indices)))
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.by_epoch.append((indices_of(predictions), list(chain(*batch_indices[0]))))
+
+
+def callbacks_of_lightning_get_the_indices(folder: str) -> Any:
+    found = []
+    for kind in STRATEGIES.values():
+        callback = Keeping()
+        made = trainer(callback, strategy=kind(), use_distributed_sampler=True)
+        assert made.predict(Predicting(), load(), return_predictions=False) is None
+        assert all(predicted == indices for predicted, indices in [*callback.by_batch, *callback.by_epoch])
+        found.append(
+            [
+                sorted(chain(*gather(list(chain(*(own for own, _ in part))))))
+                for part in vars(callback).values()
+                if isinstance(part, list)
+            ]
+        )
+    return found
+
+
+class Opaque:
+    pass
+
+
+def refusals(folder: str) -> list[str]:
+    class Unsendable(Predicting):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return [Opaque()]
+
+    def differing() -> DataLoader:
+        return load(batch_sampler=Batches([[RANK], [3]]))
+
+    found = []
+    for module, make in ((Unsendable(), load), (Predicting(), differing)):
+        try:
+            trainer(use_distributed_sampler=True).predict(module, make())
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+OTHERS = [
+    every_rank_has_its_own_order, rank_zero_alone_gets_predictions, every_shuffled_sample_is_predicted_once,
+    the_order_of_a_batch_sampler_is_kept, token_batches, data_of_ranks, distributed_sampler_of_the_user,
+    callbacks_of_lightning_get_the_indices, refusals,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    alone = {name: partial(predict_alone, name) for name in MAKERS}
+    ranks = {f"{kind}, {name}": partial(predict_with, kind, name) for kind in STRATEGIES for name in MAKERS}
+    folder = tmp_path_factory.mktemp("data")
+    return (
+        run_on_ranks(1, {**alone, "token_batches": token_batches}, folder),
+        run_on_ranks(RANKS, {**ranks, **{case.__name__: case for case in OTHERS}}, folder),
+    )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_predictions_are_those_of_one_process_on_every_rank(found, kind, name):
+    ((padded, unpadded),) = values_of(found[0], name)
+    wanted = padded if kind == "ddp_join" else unpadded
+    assert wanted
+    for values in values_of(found[1], f"{kind}, {name}"):
+        assert values == wanted
+
+
+def test_without_the_strategy_ranks_have_parts_only(found):
+    parts = values_of(found[1], every_rank_has_its_own_order)
+    assert parts == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_predictions_may_be_kept_on_rank_zero_only(found):
+    first, *others = values_of(found[1], rank_zero_alone_gets_predictions)
+    assert first == values_of(found[0], "7 samples")[0][0]
+    assert others == [None, None]
+
+
+def test_shuffled_samples_are_predicted_once_and_alike(found):
+    by_rank = values_of(found[1], every_shuffled_sample_is_predicted_once)
+    assert by_rank[1:] == [by_rank[0]] * 2
+    for order in by_rank[0]:
+        assert sorted(order) == list(range(10)) != order
+
+
+def test_the_order_of_a_batch_sampler_is_kept(found):
+    for values in values_of(found[1], the_order_of_a_batch_sampler_is_kept):
+        assert values == [[6, 5, 4], [3, 2, 1], [0]]
+
+
+def test_batches_with_a_token_budget_come_in_their_order(found):
+    (wanted,) = values_of(found[0], token_batches)
+    assert wanted
+    for values in values_of(found[1], token_batches):
+        assert values == wanted
+
+
+def test_data_of_ranks_come_rank_after_rank(found):
+    for values in values_of(found[1], data_of_ranks):
+        assert values == [list(range(7))] * 3
+    for values in values_of(found[1], distributed_sampler_of_the_user):
+        assert values == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+
+
+def test_callbacks_of_lightning_get_the_indices_of_each_prediction(found):
+    for values in values_of(found[1], callbacks_of_lightning_get_the_indices):
+        assert values == [[list(range(7))] * 2] * 2
+
+
+def test_what_cannot_be_merged_is_refused(found):
+    for rank, (unsendable, differing) in enumerate(values_of(found[1], refusals)):
+        assert unsendable.startswith(f"TypeError: rank {rank}: `predict_step` returns `Opaque` at `[0]`, which cannot")
+        assert differing.startswith("UnsupportedFeatureError: rank 1 draws other samples to predict than rank 0")
+
+
+# ---------------------------------------------------------------- PredictionWriter
+
+SAMPLES = 15  # in batches of two
+
+
+def load_all() -> DataLoader:
+    return load(SAMPLES)
+
+
+def write(
+    folder: Path,
+    kind: str = "ddp_join",
+    make: Callable[[], Any] = load_all,
+    merge: bool = True,
+    shares_data: bool = True,
+    **of_module: Any,
+) -> list[int]:
+    """Predict into a folder; return the samples that this rank has predicted."""
+    module = Predicting(pads=kind == "ddp_join", **of_module)
+    options: dict[str, Any] = {"strategy": STRATEGIES[kind](), "use_distributed_sampler": shares_data}
+    trainer(PredictionWriter(folder, merge), **options).predict(module, make(), return_predictions=False)
+    return module.seen
+
+
+def interrupt(folder: Path, kind: str = "ddp_join", at: int = 1, **options: Any) -> None:
+    with pytest.raises(ArithmeticError, match="interrupted"):
+        write(folder, kind, stops_at=at, **options)
+
+
+def merged(folder: Path) -> Any:
+    """Return what is in the merged file, after a comparison with what `read_predictions` reads."""
+    found = torch.load(folder / "predictions.pt", weights_only=False)
+    read = [list(part) for part in zip(*read_predictions(folder), strict=True)]
+    assert plain(read) == plain([found["indices"], found["predictions"]])
+    return plain(found)
+
+
+def written(kind: str, folder: str) -> Any:
+    write(Path(folder, kind), kind)
+    return merged(Path(folder, kind))
+
+
+def written_after_an_interruption(kind: str, folder: str) -> Any:
+    path = Path(folder, f"{kind}, interrupted")
+    interrupt(path, kind, at=2)
+    if RANK == 0:  # the last line of an index may be incomplete
+        index = sorted(path.glob("parts/*.jsonl"))[-1]
+        index.write_text(index.read_text()[:-9])
+    seen = gather(write(path, kind))
+    assert gather(write(path, kind)) == [[]] * WORLD_SIZE  # everything is there
+    return sorted(chain(*seen)), merged(path)
+
+
+def interrupted_for_others(folder: str) -> None:
+    for kind in STRATEGIES:
+        for ranks in (1, 2):
+            interrupt(Path(folder, f"{kind} to {ranks}"), kind, at=2)
+
+
+def continued_on_another_number_of_ranks(folder: str) -> Any:
+    found = {}
+    for kind in STRATEGIES:
+        path = Path(folder, f"{kind} to {WORLD_SIZE}")
+        seen = gather(write(path, kind))
+        found[kind] = sorted(chain(*seen)), merged(path)
+    return found
+
+
+def streams_of_ranks_continue(folder: str) -> Any:
+    path = Path(folder, "stream")
+    interrupt(path, make=partial(own_loader, "stream"), shares_data=False, at=1)
+    seen = write(path, make=partial(own_loader, "stream"), shares_data=False)
+    return seen, indices_of(torch.load(path / "predictions.pt", weights_only=False)["predictions"])
+
+
+def two_loaders_are_kept_apart(folder: str) -> Any:
+    path = Path(folder, "two")
+    interrupt(path, make=MAKERS["two loaders"], at=1)
+    write(path, make=MAKERS["two loaders"])
+    return plain(torch.load(path / "predictions.pt", weights_only=False)["predictions"])
+
+
+def other_folders_are_refused(folder: str) -> list[str]:
+    path, found = Path(folder, "refused"), []
+    interrupt(path, merge=False)
+    attempts: list[Callable[[], Any]] = [
+        partial(write, path, bias=0.5),
+        partial(write, path, make=partial(load, SAMPLES, batch_size=3)),
+        partial(write, path, shares_data=False),
+        partial(write, path, "balanced_ddp", make=partial(load, SAMPLES, batch_size=3)),
+        lambda: trainer(PredictionWriter(path), strategy="ddp").predict(Predicting(), load()),
+        lambda: trainer(PredictionWriter(path), PredictionWriter(path / "b")).predict(Predicting(), load()),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    write(path, "balanced_ddp", merge=False)  # another strategy may continue
+    assert not (path / "predictions.pt").exists()
+    return [*found, *indices_of([prediction for _, prediction in read_predictions(path)])]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    cases: dict[str, Callable[[str], Any]] = {
+        f"{case.__name__}, {kind}": partial(case, kind)
+        for case in (written, written_after_an_interruption)
+        for kind in STRATEGIES
+    }
+    others = [streams_of_ranks_continue, two_loaders_are_kept_apart, other_folders_are_refused, interrupted_for_others]
+    found = run_on_ranks(RANKS, {**cases, **{case.__name__: case for case in others}}, folder)
+    values_of(found, interrupted_for_others)
+    fewer = [run_on_ranks(ranks, [continued_on_another_number_of_ranks], folder) for ranks in (2, 1)]
+    return found, *fewer
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """What one process without the strategy predicts, with the indices."""
+    indices = [list(range(start, min(start + 2, SAMPLES))) for start in range(0, SAMPLES, 2)]
+    predicted = {}
+    for kind in STRATEGIES:
+        module = Predicting(pads=kind == "ddp_join")
+        predicted[kind] = plain({"indices": indices, "predictions": trainer(**ALONE).predict(module, load(SAMPLES))})
+    return predicted
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_files_have_the_predictions_of_one_process(files, wanted, kind):
+    for values in values_of(files[0], f"written, {kind}"):
+        assert values == wanted[kind]
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_an_interrupted_run_predicts_the_missing_batches_only(files, wanted, kind):
+    for seen, values in values_of(files[0], f"written_after_an_interruption, {kind}"):
+        assert values == wanted[kind]
+        assert seen[-1] == SAMPLES - 1
+        assert seen == list(range(seen[0], SAMPLES))
+        assert seen[0] >= (6 if kind == "ddp_join" else 2)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_another_number_of_ranks_continues(files, wanted, kind, ranks):
+    for of_kind in values_of(files[3 - ranks], continued_on_another_number_of_ranks):
+        seen, values = of_kind[kind]
+        assert values == wanted[kind]
+        assert seen == list(range(12 if kind == "ddp_join" else 4, SAMPLES))
+
+
+def test_streams_of_ranks_continue_where_they_were(files):
+    seen, predicted = zip(*values_of(files[0], streams_of_ranks_continue), strict=True)
+    assert seen == ([2, 3, 4], [], [])
+    assert predicted == (list(range(7)),) * RANKS
+
+
+def test_loaders_of_a_run_are_kept_apart(found, files):
+    for values in values_of(files[0], two_loaders_are_kept_apart):
+        assert values == values_of(found[0], "two loaders")[0][0]
+
+
+def test_folders_of_other_predictions_are_refused(files):
+    for rank, found in enumerate(values_of(files[0], other_folders_are_refused)):
+        model, batches, divided, shared, strategy, two, *indices = found
+        assert "has predictions of another model. Write into an empty folder." in model
+        for one in (batches, shared):
+            assert one.startswith(f"UnsupportedFeatureError: rank {rank}: the loader makes other batches than those")
+        assert "has predictions of data that ranks have divided in another way" in divided
+        assert "`PredictionWriter` does not know the order of batches under `DDPStrategy`" in strategy
+        assert two.endswith("has two callbacks `PredictionWriter`. Use one.")
+        assert indices == list(range(SAMPLES))
