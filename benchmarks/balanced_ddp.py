@@ -1,34 +1,67 @@
-"""Step times of `balanced_ddp` on two ranks: automatic shares against even and fixed ones, and against `ddp`.
+"""Step times of `balanced_ddp` on two ranks, against fixed shares, `ddp`, `ddp_join` and `balanced_dp`.
 
-The first rank sleeps three times as long per sample as the second. Fixed splits are searched for the best one. Then the
-contenders run in turn, round after round; a ratio is the median of the ratios within rounds, with its 95 % interval.
-After a swap of the speeds, the steps are counted until the shares are within 5 % of the new best ones. On equal ranks,
-which compute instead of sleeping, `ddp` gets half of the batch on each rank.
+- Unequal ranks: the first one sleeps three times as long per sample as the second. Fixed splits are searched for the
+  best one. After a swap of the speeds, the steps are counted until the shares are within 5 % of the new best ones.
+- Equal ranks compute. `ddp` and `ddp_join` get half of the batch on each rank, `balanced_dp` has two replicas.
+- Sequences of 8 to 512 tokens, most of them short: ranks sleep for the tokens of their share, which is not padded.
 
-Run it with `python benchmarks/balanced_ddp.py --rounds 9`; it takes some minutes, and wants two free cores.
+Contenders run in turn, round after round; a ratio is the median of the ratios within rounds, with its 95 % interval. A
+step includes its fetch. Run it with `python benchmarks/balanced_ddp.py --rounds 9`; it takes a quarter of an hour, and
+wants two free cores.
 """
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from measuring.command import describe_machine
 from measuring.estimates import estimate_median
-from measuring.sharing import BATCH, LAST, RANKS, follow, measure
+from measuring.models import TINY
+from measuring.sharing import (
+    BATCH,
+    LAST,
+    RANDOM_LENGTHS,
+    RANKS,
+    SLEEPING,
+    SORTED_LENGTHS,
+    count_messages,
+    follow,
+    length_of,
+    measure,
+)
 from rich.console import Console
 from rich.table import Table
 
 from tests.support.processes import run_processes
 
 TRIED = (8, 12, 14, 16, 18, 20, 24)  # samples of the slow rank
+EVEN = {"balance": "even"}
 LIMIT = 580.0  # seconds for the runs of one launch
 
 
-def run(function: Any, *arguments: Any) -> Any:
-    """Run a function on both ranks; return the result of rank 0."""
-    return run_processes(function, RANKS, *arguments, timeout=LIMIT)[0]
+def run(function: Any, *arguments: Any, ranks: int = RANKS) -> Any:
+    """Run a function on all ranks; return the result of rank 0."""
+    return run_processes(function, ranks, *arguments, timeout=LIMIT)[0]
+
+
+class Ratios:
+    """The table of ratios."""
+
+    def __init__(self) -> None:
+        self.table = Table(title=f"balanced_ddp on {RANKS} ranks")
+        for column in ("step time", "median", "95 %", "milliseconds", "target"):
+            self.table.add_column(column, justify="left" if column == "step time" else "right")
+
+    def add(self, title: str, times: Mapping[str, list[float]], own: str, other: str, target: str = "") -> None:
+        """Add the ratio of two contenders."""
+        ratios = [ours / theirs for ours, theirs in zip(times[own], times[other], strict=True)]
+        estimate = estimate_median(ratios)
+        interval = "too few rounds" if estimate is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
+        milliseconds = " / ".join(f"{1000 * median(times[name]):.1f}" for name in (own, other))
+        self.table.add_row(title, f"{median(ratios):.3f}", interval, milliseconds, target)
 
 
 def main() -> None:
@@ -38,33 +71,42 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120, help="of each run")
     parser.add_argument("--output", type=Path, help="file for the values, as JSON")
     options = parser.parse_args()
-    splits = {f"{slow} and {BATCH - slow}": {"split": [slow, BATCH - slow]} for slow in TRIED}
-    searched = run(measure, splits, 1, 2 * LAST)
-    best = min(searched, key=lambda name: searched[name][0])
-    contenders = {"auto": {}, "even": {"balance": "even"}, best: splits[best]}
-    unequal = run(measure, contenders, options.rounds, options.steps)
-    equal = run(measure, {"auto": {}, "ddp": None}, options.rounds, options.steps, 512)
-    swaps = [run(follow, options.steps) for _ in range(options.rounds)]
+    rounds, steps, values, table = options.rounds, options.steps, dict[str, Any](), Ratios()
     machine = describe_machine()
-    table = Table(title=f"balanced_ddp on {RANKS} ranks, batches of {BATCH}")
-    for column in ("", "median", "95 %", "target"):
-        table.add_column(column, justify="right" if column else "left")
-    for title, times, other, target in (
-        (f"auto / best fixed split ({best})", unequal, best, "1.03"),
-        ("auto / even", unequal, "even", "0.60"),
-        ("equal ranks: auto / ddp", equal, "ddp", "1.02"),
-    ):
-        ratios = [ours / theirs for ours, theirs in zip(times["auto"], times[other], strict=True)]
-        estimate = estimate_median(ratios)
-        interval = "too few rounds" if estimate is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
-        table.add_row(title, f"{median(ratios):.3f}", interval, target)
-    table.add_row("steps after a swap of speeds", ", ".join(map(str, swaps)), "", "15")
+
+    splits = {f"{slow} and {BATCH - slow}": {"split": [slow, BATCH - slow]} for slow in TRIED}
+    searched = values["searched"] = run(measure, splits, SLEEPING, 1, 2 * LAST)
+    best = min(searched, key=lambda name: searched[name][0])
+    unequal = values["unequal"] = run(measure, {"auto": {}, "even": EVEN, best: splits[best]}, SLEEPING, rounds, steps)
+    table.add(f"unequal ranks: auto / best fixed split ({best})", unequal, "auto", best, "1.03")
+    table.add("unequal ranks: auto / even", unequal, "auto", "even", "0.60")
+    for case in (TINY, "transformer"):
+        contenders = {"auto": {}, "even": EVEN, "ddp": "ddp", "ddp_join": "ddp_join"}
+        equal = values[case] = run(measure, contenders, case, rounds, steps)
+        for other in ("ddp", "ddp_join"):
+            table.add(f"equal ranks, {case}: auto / {other}", equal, "auto", other, "1.02" if other == "ddp" else "")
+        equal["balanced_dp"] = []
+        equal["auto beside it"] = []
+        for _ in range(rounds):
+            equal["auto beside it"] += run(measure, {"auto": {}}, case, 1, steps)["auto"]
+            equal["balanced_dp"] += run(measure, {"dp": "balanced_dp"}, case, 1, steps, ranks=1)["dp"]
+        table.add(f"equal ranks, {case}: auto / balanced_dp", equal, "auto beside it", "balanced_dp")
+    for work in (RANDOM_LENGTHS, SORTED_LENGTHS):
+        by_cost = values[work] = run(measure, {"cost": {**EVEN, "cost": length_of}, "even": EVEN}, work, rounds, steps)
+        table.add(f"{work}: cost / equal counts", by_cost, "cost", "even", "0.80")
+
+    swaps = values["steps after a swap"] = [run(follow, steps) for _ in range(rounds)]
+    messages = values["messages"] = {
+        name: run(count_messages, contender, TINY, LAST) for name, contender in (("auto", {}), ("ddp_join", "ddp_join"))
+    }
     console = Console()
-    console.print(table)
+    console.print(table.table)
+    console.print(f"Steps after a swap of the speeds (target 15): {', '.join(map(str, swaps))}.")
+    for name, (number, size) in messages.items():
+        console.print(f"Messages and bytes of a step, {name}: {number:.2f} and {size:.0f}.")
     console.print(json.dumps(machine))
     if options.output is not None:
-        values = {"machine": machine, "searched": searched, "unequal": unequal, "equal": equal, "swaps": swaps}
-        options.output.write_text(json.dumps(values, indent=2))
+        options.output.write_text(json.dumps({"machine": machine, **values}, indent=2))
 
 
 if __name__ == "__main__":

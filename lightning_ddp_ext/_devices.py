@@ -12,6 +12,8 @@ from torch import Tensor
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a device the calling thread's current one; the CPU and MPS have a single device."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
     context: AbstractContextManager[Any] = getattr(torch.get_device_module(device), "device", contextlib.nullcontext)(
         device
     )

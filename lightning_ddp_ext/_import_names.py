@@ -46,7 +46,11 @@ STRATEGIES = {
     "ddp_checkpoint": "DDPCheckpointStrategy",
     "ddp_join": "DDPJoinStrategy",
 }
-FABRIC_STRATEGIES = {"ddp_checkpoint": "DDPCheckpointStrategy", "ddp_join": "DDPJoinStrategy"}
+FABRIC_STRATEGIES = {
+    "balanced_ddp": "BalancedDDPStrategy",
+    "ddp_checkpoint": "DDPCheckpointStrategy",
+    "ddp_join": "DDPJoinStrategy",
+}
 
 _LIGHTNING = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 _IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import \(?([\w, ]*))?", re.MULTILINE)

@@ -101,6 +101,22 @@ class GradientRecorder(Callback):
         return type(self).__qualname__
 
 
+class CachesMask(Classifier):
+    """Keeps a mask for the size of the last batch, and makes another one for batches of another size."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.last_size = -1
+        self.register_buffer("mask", None, persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = batch[0]
+        if len(features) != self.last_size:
+            self.mask = torch.ones(1, FEATURES, dtype=features.dtype, device=features.device).expand(len(features), -1)
+            self.last_size = len(features)
+        return super().training_step((features * self.mask.view(features.shape), *batch[1:]), batch_idx)
+
+
 class StepValues(Callback):
     """Keeps everything that has been logged after every training step."""
 

@@ -105,6 +105,7 @@ def test_settings_reach_the_strategies(composed):
             (("strategy.stall_timeout=null",), None),
         ):
             assert build(option, *given)._watch.limit == limit, (option, given)
+    assert [build("balanced_ddp", *given).cost for given in ((), ("strategy.cost=length",))] == [None, "length"]
     assert build("ddp_join").uneven_inputs == "join"
     assert build("ddp_join", "strategy.uneven_inputs=stop").uneven_inputs == "stop"
     assert build("ddp_join", "experiment=stdlib_stream").weight_by == TokenCount(labels="targets")

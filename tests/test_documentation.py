@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -138,6 +139,43 @@ def test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with
     assert float(to_one_process) < 1e-9
 
 
+NOTEBOOK = ROOT / "examples" / "digits.ipynb"
+
+
+def outputs_of(notebook):
+    """Return the printed lines, and the number of pictures, of a notebook; fail with its errors and warnings."""
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+    assert {output["output_type"] for output in outputs} == {"stream", "display_data"}
+    printed = "".join("".join(one["text"]) for one in outputs if one["output_type"] == "stream")
+    return printed.splitlines(), sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def agrees_with_one_device(printed):
+    differences = [float(line.split()[-1]) for line in printed if line.startswith("largest difference to one device")]
+    assert len(differences) == 2
+    return max(differences) < 1e-12
+
+
+def test_the_notebook_holds_its_outputs():
+    printed, pictures = outputs_of(json.loads(NOTEBOOK.read_text()))
+    assert agrees_with_one_device(printed)
+    assert pictures == 2
+
+
+@pytest.mark.slow
+def test_the_notebook_prints_what_it_holds():
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(NOTEBOOK, 4)
+    held, pictures = outputs_of(notebook)
+    nbclient.NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+    ).execute()
+    printed, drawn = outputs_of(notebook)
+    assert agrees_with_one_device(printed)
+    assert drawn == pictures
+    assert [line for line in printed if "difference" not in line] == [line for line in held if "difference" not in line]
+
+
 @pytest.mark.slow
 def test_the_example_of_unequal_devices_prints_that_ddp_is_not_exact():
     printed = run("examples/unequal_gpus.py")
@@ -155,7 +193,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "number", "launcher"),
-    [("ddp_checkpoint", 1, []), ("ddp_join", 1, []), ("gradient_reducer", 0, TORCHRUN), ("fabric", 0, [])],
+    [
+        ("ddp_checkpoint", 1, []),
+        ("ddp_join", 1, []),
+        ("balanced_ddp", 1, []),
+        ("gradient_reducer", 0, TORCHRUN),
+        ("fabric", 0, []),
+    ],
 )
 def test_the_program_of_a_page_prints_what_it_says(page, number, launcher, tmp_path):
     text = (ROOT / "docs" / f"{page}.md").read_text()

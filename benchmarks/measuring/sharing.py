@@ -1,51 +1,101 @@
-"""Runs of `balanced_ddp` on ranks of different speed, and of `ddp` on equal ranks."""
+"""Runs of `balanced_ddp` and of what it is compared with, on ranks of equal and of unequal speed."""
 
+import itertools
+import math
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
+from measuring.models import CASES, CLASSES
 
 RANKS = 2
 BATCH = 64
 SPEEDS = (1.5, 0.5)  # milliseconds of each rank per sample
+SEQUENCES = 16  # in a batch
+PER_TOKEN = 0.02  # milliseconds
+LENGTHS = 8, 512
 LAST = 30  # steps that are measured, the last ones of a run
 TOLERANCE = 1.05
+SLEEPING, SWAPPING = "sleeping", "swapping"
+RANDOM_LENGTHS, SORTED_LENGTHS = "lengths in random order", "lengths in ascending order"
+
+Contender = str | Mapping[str, Any]
+"""Name of a strategy, or the arguments of `balanced_ddp`."""
+
+
+class Samples(Dataset[Any]):
+    """Random samples; of sequences, the tokens are zeros."""
+
+    def __init__(self, work: str, number: int) -> None:
+        numbers = random.Random(0)
+        self.shape = CASES[work].shape if work in CASES else (16,)
+        self.lengths = [0] * number
+        if work in (RANDOM_LENGTHS, SORTED_LENGTHS):
+            lowest, highest = map(math.log, LENGTHS)
+            self.lengths = [round(math.exp(numbers.uniform(lowest, highest))) for _ in range(number)]
+        if work == SORTED_LENGTHS:
+            batches = [self.lengths[at : at + SEQUENCES] for at in range(0, number, SEQUENCES)]
+            self.lengths = [length for batch in batches for length in sorted(batch)]
+        self.inputs = torch.randn(64, *self.shape)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, bytes]:
+        return self.inputs[index % 64], index % CLASSES, bytes(self.lengths[index])
+
+
+def collate(samples: Sequence[tuple[Tensor, int, bytes]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Stack inputs and labels, and add the lengths."""
+    inputs, labels, tokens = zip(*samples, strict=True)
+    return torch.stack(inputs), torch.tensor(labels), torch.tensor([*map(len, tokens)])
+
+
+def length_of(sample: tuple[Tensor, int, bytes]) -> float:
+    """Return the number of tokens."""
+    return len(sample[2])
 
 
 class Network(pl.LightningModule):
-    """Computes on equal ranks, or sleeps for `milliseconds` of each rank per sample, swapped from a step on."""
+    """Computes, or sleeps for its samples or tokens; notes the time of each step with its fetch, and the shares."""
 
-    def __init__(self, milliseconds: Sequence[float], swap_at: int | None, width: int) -> None:
+    def __init__(self, work: str, swap_at: int) -> None:
         super().__init__()
-        self.milliseconds, self.swap_at = milliseconds, swap_at
-        self.layers = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 10))
-        self.seconds: list[float] = []
+        self.work, self.swap_at = work, swap_at
+        self.layers = CASES[work].build() if work in CASES else nn.Linear(16, CLASSES)
+        self.ends: list[float] = []
         self.sizes: list[tuple[int, ...]] = []
-        self.began = 0.0
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def milliseconds(self, lengths: Tensor, batch_idx: int) -> float:
+        """Return how long this rank sleeps."""
+        if self.work in (RANDOM_LENGTHS, SORTED_LENGTHS):
+            return int(lengths.sum()) * PER_TOKEN
+        is_swapped = self.work == SWAPPING and batch_idx >= self.swap_at
+        return len(lengths) * SPEEDS[RANKS - 1 - self.global_rank if is_swapped else self.global_rank]
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         """Compute the cross-entropy."""
-        if any(self.milliseconds):
-            is_swapped = self.swap_at is not None and batch_idx >= self.swap_at
-            rank = RANKS - 1 - self.global_rank if is_swapped else self.global_rank
-            time.sleep(len(batch[0]) * self.milliseconds[rank] / 1000)
-        return functional.cross_entropy(self.layers(batch[0]), batch[1])
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start the clock."""
-        self.began = time.perf_counter()
+        inputs, labels, lengths = batch
+        if self.work not in CASES:
+            time.sleep(self.milliseconds(lengths, batch_idx) / 1000)
+        return functional.cross_entropy(self.layers(inputs), labels)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note the time and the shares."""
-        self.seconds.append(time.perf_counter() - self.began)
+        self.ends.append(time.perf_counter())
         strategy = self.trainer.strategy
         if isinstance(strategy, BalancedDDPStrategy):
             self.sizes.append(strategy.rank_steps.shared.sizes)  # type: ignore[union-attr]
@@ -54,38 +104,66 @@ class Network(pl.LightningModule):
         """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
+    @property
+    def seconds(self) -> list[float]:
+        """Time of each step but the first."""
+        return [end - start for start, end in itertools.pairwise(self.ends)]
 
-def train(
-    options: Mapping[str, Any] | None, steps: int, milliseconds: Sequence[float], swap_at: int | None, width: int
-) -> Network:
-    """Train on this rank under `balanced_ddp` with these options, or under `ddp` with half of the batch."""
+
+def train(contender: Contender, work: str, steps: int) -> Network:
+    """Train on this rank; each rank gets an even part of the batch unless ranks, or replicas, share it."""
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
-    module = Network(milliseconds, swap_at, width)
-    data = TensorDataset(torch.randn(BATCH * steps, 64), torch.randint(10, (BATCH * steps,)))
+    batch_size = CASES[work].batch_size if work in CASES else SEQUENCES if "lengths" in work else BATCH
+    module, data = Network(work, steps // 2), Samples(work, batch_size * steps)
+    is_own_batch = contender in ("ddp", "ddp_join")
     trainer = pl.Trainer(
-        strategy="ddp" if options is None else BalancedDDPStrategy(**options), accelerator="cpu", devices=RANKS,
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=contender if isinstance(contender, str) else BalancedDDPStrategy(**contender), accelerator="cpu",
+        devices=RANKS, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(data, BATCH // RANKS if options is None else BATCH, shuffle=True))
+    trainer.fit(module, DataLoader(data, batch_size // RANKS if is_own_batch else batch_size, collate_fn=collate))
     return module
 
 
-def measure(contenders: Mapping[str, Any], rounds: int, steps: int, width: int = 0) -> dict[str, list[float]]:
+def measure(contenders: Mapping[str, Contender], work: str, rounds: int, steps: int) -> dict[str, list[float]]:
     """Return the median time of the last steps of each contender in each round, on this rank."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
-    speeds = (0.0, 0.0) if width else SPEEDS
-    for _ in range(rounds):
-        for name, options in contenders.items():
-            found[name].append(median(train(options, steps, speeds, None, width or 16).seconds[-LAST:]))
+    for number in range(rounds):
+        for name in list(contenders)[:: -1 if number % 2 else 1]:
+            found[name].append(median(train(contenders[name], work, steps).seconds[-LAST:]))
     return found
 
 
 def follow(steps: int) -> int | None:
     """Swap the speeds after half of the steps; return the steps until the shares suit them, None if they never do."""
-    swap_at = steps // 2
-    sizes = train({}, steps, SPEEDS, swap_at, 16).sizes[swap_at:]
+    sizes = train({}, SWAPPING, steps).sizes[steps // 2 :]
     best = BATCH / sum(1 / speed for speed in SPEEDS)
     is_close = [max(size * speed for size, speed in zip(one, SPEEDS[::-1], strict=True)) <= TOLERANCE * best
                 for one in sizes]  # fmt: skip
     return next((step for step in range(len(is_close)) if all(is_close[step:])), None)
+
+
+def count_messages(contender: Contender, work: str, steps: int) -> tuple[float, float]:
+    """Return the collectives and the bytes of a step on this rank, except those of torch's DDP."""
+    with _counting() as counted:
+        counts = []
+        for number in (steps, 2 * steps):  # what a run sends besides its steps drops out of the difference
+            counted[:] = [0, 0]
+            train(contender, work, number)
+            counts.append(tuple(counted))
+    return (counts[1][0] - counts[0][0]) / steps, (counts[1][1] - counts[0][1]) / steps
+
+
+@contextmanager
+def _counting() -> Iterator[list[int]]:
+    counted = [0, 0]
+
+    def count(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        counted[0] += 1
+        counted[1] += sum(part.nbytes for part in args if isinstance(part, Tensor))
+        return original(*args, **kwargs)
+
+    names = ("all_gather", "all_reduce", "broadcast", "gather", "reduce", "scatter", "send")
+    with mock.patch.multiple(dist, **{name: partial(count, getattr(dist, name)) for name in names}):
+        yield counted

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_re
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ddp_ext._compat.lightning import replace_attributes
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 
 class _GivenBatchSampler(BatchSampler):
@@ -38,7 +40,17 @@ def keep_batch_samplers(
     def prepare(loader: Any, *args: Any, **kwargs: Any) -> Any:
         shown = _show_samplers(loader) if isinstance(loader, DataLoader) else loader
         with preparing():
-            prepared = type(connector)._prepare_dataloader(connector, shown, *args, **kwargs)
+            try:
+                prepared = type(connector)._prepare_dataloader(connector, shown, *args, **kwargs)
+            except Exception as error:
+                # Lightning explains other arguments by a TypeError; other errors come from the class of the user.
+                if shown is loader or isinstance(error, TypeError | MisconfigurationException):
+                    raise
+                raise UnsupportedFeatureError(
+                    f"the batch sampler `{type(loader.batch_sampler).__name__}` cannot be made again with the sampler"
+                    f" of one rank ({type(error).__name__}: {error}). Make it for each rank and set"
+                    " `use_distributed_sampler=False`, or use `balanced_ddp`, whose ranks share its batches."
+                ) from error
         return loader if prepared is shown else prepared
 
     replace_attributes(cleanup, connector, _prepare_dataloader=prepare)

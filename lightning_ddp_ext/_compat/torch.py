@@ -68,6 +68,16 @@ def steps_in_backward(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "_in_backward_optimizers")
 
 
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Return True if a buffer of a module is part of its state dict."""
+    return name not in module._non_persistent_buffers_set
+
+
+def ignore_in_ddp(module: nn.Module, names: Sequence[str]) -> None:
+    """Leave further parameters or buffers, by their names relative to the module, to each rank."""
+    module._ddp_params_and_buffers_to_ignore = [*ignored_by_ddp(module), *names]  # type: ignore[assignment]
+
+
 def ignored_by_ddp(module: nn.Module) -> list[str]:
     """Return the names given to DDP's `_set_params_and_buffers_to_ignore_for_model`, relative to the module."""
     return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

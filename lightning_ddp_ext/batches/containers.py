@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import enum
 import itertools
+import sys
 import types
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -143,8 +144,14 @@ def to_device(value: Any, device: torch.device) -> Any:
 def is_array(value: Any) -> bool:
     """Return True for a tensor, an array, a packed sequence or a batch of graphs."""
     if isinstance(value, Tensor | PackedSequence) or (hasattr(value, "ndim") and hasattr(value, "shape")):
-        return True
+        return not is_index(value)
     return is_graph_batch(value)
+
+
+def is_index(value: Any) -> bool:
+    """Return True for an index of pandas, which names columns or rows."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.Index)
 
 
 def is_graph_batch(value: Any) -> bool:

@@ -17,6 +17,7 @@ from lightning_ddp_ext.batches.containers import (
     hides_array,
     is_array,
     is_graph_batch,
+    is_index,
     is_object,
     is_record,
     items,
@@ -32,6 +33,7 @@ from lightning_ddp_ext.errors import BatchSplitError
 _REMEDY = (
     "Give every entry the same number of samples along `batch_dim`, or define `scatter_batch(batch, split)` on the"
     " module: it calls `split(number_of_samples)` for the chunk sizes and returns one chunk for each, None for size 0."
+    " Under `balanced_ddp`, ranks collate their own samples, and batches are not cut."
 )
 _JOINING_REMEDY = "Give all parts the same structure, and all samples the same shape: pad texts to one length."
 _NUMBERS = (int, float, complex)
@@ -248,6 +250,9 @@ def _entries(value: Any, batch_dim: int, path: str, top: bool = False) -> Iterat
         elif rows is not None:
             yield _Entry(path, (rows,))
         return
+    if is_index(value):
+        yield _Entry(path, length=len(value), decides=False, uncut=type(value).__name__)
+        return
     inner = [entry for name, item in items(value) for entry in _entries(item, batch_dim, path + name)]
     if isinstance(value, list | tuple) and not is_record(value) and not top:
         entry = _list_entry(value, [entry for entry in inner if entry.decides], path)
@@ -331,7 +336,8 @@ def gather(
     """Combine the outputs of the active replicas into the output that one device would return.
 
     Tensors with one row per sample, or with as many rows as `other_rows` has for each replica, are concatenated;
-    scalars are averaged by chunk size; for other values, return a list with one entry per replica.
+    otherwise along the first dimension of such sizes; scalars are averaged by chunk size; for other values, return a
+    list with one entry per replica.
     """
     first = outputs[0]
     if len(outputs) == 1:
@@ -363,7 +369,9 @@ def _gather_tensors(
 ) -> Any:
     if all(tensor.ndim == 0 and tensor.is_floating_point() for tensor in tensors):
         return sum(tensor * (size / sum(sizes)) for tensor, size in zip(tensors, sizes, strict=True))
-    for dim, rows in [(batch_dim, sizes), (0, sizes), *((0, rows) for rows in other_rows)]:
-        if all(tensor.ndim > dim and tensor.size(dim) == size for tensor, size in zip(tensors, rows, strict=True)):
+    others = [(dim, sizes) for dim in range(1, min(tensor.ndim for tensor in tensors))]  # such as (draws, samples)
+    for dim, rows in [(batch_dim, sizes), (0, sizes), *((0, rows) for rows in other_rows), *others]:
+        fits = all(tensor.ndim > dim and tensor.size(dim) == size for tensor, size in zip(tensors, rows, strict=True))
+        if fits and len({(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}) == 1:
             return torch.cat(list(tensors), dim)
     return list(tensors)

@@ -149,10 +149,15 @@ def _report_job(error: LaunchError) -> LaunchError:
 def _quieten() -> None:
     for message in _UPSTREAM_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # Lightning advertises another package at every start.
     for lightning in PACKAGES:
+        # Lightning advertises another package at every start.
         logger = logging.getLogger(f"{lightning}.utilities.rank_zero")
         logger.addFilter(lambda record: "litlogger" not in record.getMessage())
+        # As Lightning sets it up where Hydra has no handlers yet; otherwise two handlers would print each message.
+        package = logging.getLogger(lightning)
+        if not package.handlers:
+            package.addHandler(logging.StreamHandler())
+            package.propagate = False
 
 
 def _exit(error: BaseException) -> NoReturn:

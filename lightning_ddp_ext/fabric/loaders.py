@@ -13,7 +13,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning_ddp_ext.ranks.sample_counts import CountedLoader, FetchedBatch
 from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
 
-_EPOCH, _USED, _RNG = "epoch", "used", "rng"
+EPOCH, USED, RNG = "epoch", "used", "rng"
 Batches = Iterable[tuple[Any, float | None]]
 
 
@@ -66,7 +66,7 @@ class FabricLoader:
         length = sized_len(self._loader)
         with self._user.iterating():
             own_skip = skip if length is None else min(skip, length)  # this rank may have had fewer batches
-            steps = iter(self._user.lockstep(self._fetch(own_skip, length), length, skip))
+            steps = iter(self._make_steps(own_skip, length, skip))
             while True:
                 self._rng.advance()
                 step = next(steps, None)
@@ -76,6 +76,10 @@ class FabricLoader:
                 self._user.begin_batch(*step)
                 yield step[0]
             self._used = None
+
+    def _make_steps(self, own_skip: int, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
+        """Return the steps of this epoch after the first `skip`, of which this rank has had `own_skip` batches."""
+        return self._user.lockstep(self._fetch(own_skip, length), length, skip)
 
     def _fetch(self, skip: int, length: int | None) -> Iterator[tuple[Any, float | None]]:
         counts: list[int | None] = []
@@ -87,14 +91,20 @@ class FabricLoader:
         """Return the position in the data, and the RNG state with which it goes on, as plain values."""
         is_between = self._used is None
         epoch = self._epoch if is_between else self._epoch - 1
-        return {_EPOCH: epoch, _USED: self._used, _RNG: asdict(self._rng.record(self._used))}
+        return {EPOCH: epoch, USED: self._used, RNG: asdict(self._rng.record(self._used))}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration continue at a position."""
-        self._epoch, self._skip = state[_EPOCH], state[_USED] or 0
+        self._epoch, self._skip = state[EPOCH], state[USED] or 0
         self._used = None
         self._rng = ResumableRng(self._device)
-        self._rng.resume(FetchRecord(**state[_RNG]))
+        if RNG in state:
+            self._rng.resume(FetchRecord(**state[RNG]))
+
+
+def without_rng(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a loader for other ranks, to which random numbers do not belong."""
+    return {name: value for name, value in state.items() if name != RNG}
 
 
 def without_first(batches: Batches, skip: int) -> Iterator[tuple[Any, FetchedBatch]]:

@@ -1,7 +1,7 @@
 """`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -24,7 +24,7 @@ from lightning_ddp_ext.consistency.setups import compare_setups, describe_argume
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError, UnsynchronizedGradientsError
-from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, without_first
+from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, without_first, without_rng
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
     LockstepLoader,
@@ -80,6 +80,7 @@ class DDPCheckpointStrategy(DDPStrategy):
     """
 
     strategy_name = "ddp_checkpoint"
+    shares_batches = False  # all ranks have the same batches, so that any number of ranks can resume
 
     def __init__(
         self,
@@ -172,11 +173,15 @@ class DDPCheckpointStrategy(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         disable_sampler_padding(dataloader)
-        loader = FabricLoader(dataloader, self, self.root_device)
+        loader = self.make_loader(dataloader)
         self._loaders.append(loader)
         if self._resumed is not None:
             self._resume_loader(len(self._loaders) - 1)
         return loader
+
+    def make_loader(self, dataloader: Any) -> FabricLoader:
+        """Return the loader that `fabric.setup_dataloaders` returns."""
+        return FabricLoader(dataloader, self, self.root_device)
 
     # ------------------------------------------------------------ batches
 
@@ -224,24 +229,25 @@ class DDPCheckpointStrategy(DDPStrategy):
         if reducer is None:
             raise RuntimeError("`fabric.backward` needs a module. Call `model = fabric.setup(model)` first.")
         weight = self._weight()
-        self._window.add(weight)
-        if not weight:
-            # The loss may be nan. The backward pass runs nevertheless, since it may communicate.
-            with reducer.discard_gradients():
-                super().backward(tensor, module, *args, **kwargs)
-            with self._synchronizing(reducer):
-                return
-        factor = self._window.factor(weight) * (self._number_of_active_ranks if self._rule.is_sum else 1)
         reducer.defer_hooks()
-        with self._synchronizing(reducer):
-            super().backward(tensor if factor == 1 else tensor * factor, module, *args, **kwargs)
+        if self._window.total and not reducer.has_gradients():
+            self._window = AccumulationWindow()  # `zero_grad` has dropped its gradients
+        self._window.add(weight)
+        synchronizing = nullcontext() if self._is_postponed else self._synchronizing(reducer)
+        if weight:
+            factor = self._window.factor(weight) * (self._number_of_active_ranks if self._rule.is_sum else 1)
+            with synchronizing:
+                super().backward(tensor if factor == 1 else tensor * factor, module, *args, **kwargs)
+            return
+        # The loss may be nan. The backward pass runs nevertheless, since it may communicate.
+        with reducer.discard_gradients():
+            super().backward(tensor, module, *args, **kwargs)
+        with synchronizing:
+            pass  # the gradients of the window's other micro-batches may have to be sent
 
     @contextmanager
     def _synchronizing(self, reducer: GradientReducer) -> Generator[None, None, None]:
-        """Synchronise the gradients of the window, unless that is postponed."""
-        if self._is_postponed:
-            yield
-            return
+        """Synchronise the gradients of the window, which ends here."""
         window, self._window = self._window, AccumulationWindow()
         reducer.control.scale = window.first * window.length  # the user has divided each loss by the length
         reducer.control.position += 1
@@ -292,9 +298,17 @@ class DDPCheckpointStrategy(DDPStrategy):
             "rng": capture_rng_state(self.root_device),
             "loaders": [loader.state() for loader in self._loaders],
             "reducer": None if reducer is None else reducer.pop("of_rank"),
+            **self.own_state(),
         }
         state = {**state, _STATE: {"reducer": reducer, "of_ranks": gather_objects(of_rank)}}
         super().save_checkpoint(path, state, *args, **kwargs)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return further state of this rank for a checkpoint."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the `own_state` of as many ranks."""
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -307,7 +321,7 @@ class DDPCheckpointStrategy(DDPStrategy):
     def _resume(self, saved: Mapping[str, Any]) -> None:
         of_ranks = saved["of_ranks"]
         if len(of_ranks) != self.world_size:
-            if any(state["used"] for state in of_ranks[0]["loaders"]):
+            if any(state["used"] for state in of_ranks[0]["loaders"]) and not self.shares_batches:
                 raise UnsupportedFeatureError(
                     f"the checkpoint was saved by {len(of_ranks)} ranks in the middle of an epoch, and"
                     f" {self.world_size} load it. Load it on as many, or one that was saved between epochs."
@@ -316,8 +330,13 @@ class DDPCheckpointStrategy(DDPStrategy):
                 f"The checkpoint was saved by {len(of_ranks)} ranks, and {self.world_size} load it. Random numbers will"
                 " be others than without interruption."
             )
+            if self.shares_batches:
+                self._resumed = {"loaders": [without_rng(state) for state in of_ranks[0]["loaders"]]}
+                for index in range(len(self._loaders)):
+                    self._resume_loader(index)
             return
         self._resumed = own = of_ranks[self.global_rank]
+        self.load_own_state(own)
         for index in range(len(self._loaders)):
             self._resume_loader(index)
         restore_rng_state(own["rng"], self.root_device)
@@ -373,10 +392,15 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
     @override
     def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
         lengths = _gather_lengths(length)
+        has_next_batch = HasNextBatch(self.steps_group, is_sent_with_gradients=False)
+        return LockstepLoader(batches, lengths, self.steps_group, has_next_batch, self.uneven_inputs, skip)
+
+    @property
+    def steps_group(self) -> dist.ProcessGroup:
+        """The group in which ranks agree on their steps; its first use communicates."""
         if self._steps_group is None:
             self._steps_group = own_group(self._connection.timeout)
-        has_next_batch = HasNextBatch(self._steps_group, is_sent_with_gradients=False)
-        return LockstepLoader(batches, lengths, self._steps_group, has_next_batch, self.uneven_inputs, skip)
+        return self._steps_group
 
     @override
     def number_of_steps(self, length: int | None) -> int | None:

@@ -74,7 +74,7 @@ class SharedBatch(NamedTuple):
 
     number: int  # in the run
     sizes: tuple[int, ...]  # number of samples of each rank
-    drawn: int  # hash of the indices
+    drawn: int  # hash of the indices and the sizes
     nominal: tuple[int, ...]  # the sizes if all samples had the same cost
 
 

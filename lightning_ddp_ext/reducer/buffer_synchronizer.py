@@ -10,11 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import Normalisation, TensorVersions, equal_or_nan, flatten
+from lightning_ddp_ext._compat.torch import (
+    Normalisation,
+    TensorVersions,
+    equal_or_nan,
+    flatten,
+    ignore_in_ddp,
+    is_persistent,
+)
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.consistency.fingerprints import describe, fingerprint
 from lightning_ddp_ext.consistency.setups import compare_setups, find_ignored
-from lightning_ddp_ext.distributed.exchange import gather_integers
+from lightning_ddp_ext.distributed.exchange import gather_integers, gather_objects
 from lightning_ddp_ext.distributed.flat_tensors import overwrite
 from lightning_ddp_ext.reducer.control import ExchangedControl
 
@@ -54,10 +61,22 @@ class BufferTable:
 
     def describe(self) -> dict[str, object]:
         """Describe the buffers, for `compare_setups`."""
-        return {
-            f"buffer `{name}`": "None" if tensor is None else describe(tensor)
-            for name, tensor in zip(self.names, self.entries, strict=True)
-        }
+        return {f"buffer `{name}`": text for name, text in self._texts()}
+
+    def describe_caches(self) -> dict[str, str]:
+        """Describe the buffers that are not part of the state dict, by name."""
+        is_cache = [not is_persistent(*place) for place in self.places]
+        return dict(itertools.compress(self._texts(), is_cache))
+
+    def exclude(self, names: Sequence[str]) -> None:
+        """Leave some buffers to each rank, which `ReplicaConsistency` then ignores too."""
+        ignore_in_ddp(self._module, names)
+        self._tree = [None]
+        self.update()
+
+    def _texts(self) -> list[tuple[str, str]]:
+        texts = ["None" if tensor is None else describe(tensor) for tensor in self.entries]
+        return list(zip(self.names, texts, strict=True))
 
     def _find_tree(self) -> list[object]:
         # By identity: modules may define `==` in another way, as metrics do.
@@ -208,9 +227,9 @@ class BufferSynchronizer:
         Raises `ReplicaMismatchError` on every rank if ranks have different buffers now.
         """
         if len(set(exchanged.structures)) > 1:
-            compare_setups(self._table.describe(), self._group)
+            self._leave_caches_to_ranks()
         changed: Iterable[int] = itertools.compress(itertools.count(), exchanged.changed)
-        if exchanged.structures[0] != self._structure:
+        if self._table.structure != self._structure:
             self._accept()
             changed = range(len(self._specs))
         if exchanged.total_weight:
@@ -234,6 +253,16 @@ class BufferSynchronizer:
             average_buffers(tensors, weight, total, self._rank == source, self._group)
         self._warn_of_averages(own)
         self.remember()
+
+    def _leave_caches_to_ranks(self) -> None:
+        """Exclude buffers of no state dict that differ in shape between ranks, such as masks of the batch.
+
+        Raises `ReplicaMismatchError` on every rank if other buffers differ.
+        """
+        records = gather_objects(self._table.describe_caches(), self._group)
+        names = dict.fromkeys(itertools.chain.from_iterable(records))
+        self._table.exclude([name for name in names if len({record.get(name) for record in records}) > 1])
+        compare_setups(self._table.describe(), self._group)
 
     def _copy_averaged(self) -> dict[int, Tensor]:
         """Return copies of buffers that may differ between ranks before they are averaged; on rank 0, at first."""

@@ -149,6 +149,10 @@ class GradientReducer:
                     " `register_post_accumulate_grad_hook`, which sees the gradient of all ranks."
                 )
 
+    def has_gradients(self) -> bool:
+        """Return True if any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self._known.values())
+
     @contextmanager
     def discard_gradients(self) -> Iterator[None]:
         """Discard the gradients of the backward passes in a block; gradients from before stay."""

@@ -157,7 +157,8 @@ class AttributeMirror:
                     self._warn(place, f"was set inside a step, to another list on each replica{_FIRST}")
             elif own is not origin:
                 if are_identical(own[:length], origin[:length]):
-                    master.extend(to_device(own[length:], self._replicas[0].device))
+                    if new := own[length:]:
+                        master.extend(to_device(new, self._replicas[0].device))
                 else:
                     self._warn(place, f"was changed inside a step other than by appending{_FIRST}")
         for replica in self._replicas:  # hooks that run in the backward pass append to the master's list
@@ -174,7 +175,7 @@ class AttributeMirror:
         # The first replica's value stands for all, so that setting the attribute back in a hook is seen as a change.
         if values[0] is not _MISSING:
             master.__dict__[name] = to_device(values[0], self._replicas[0].device)
-            self._seen[position] = dict(master.__dict__)
+            self._seen[position][name] = master.__dict__[name]  # other attributes still have to reach the replicas
         if value is _MISSING:
             self._warnings.warn(message)
 

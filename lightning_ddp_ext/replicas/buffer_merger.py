@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation, equal_or_nan
 from lightning_ddp_ext.batches.chunk_sizes import SampleCounters
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
-from lightning_ddp_ext.replicas.replica import Replicas
+from lightning_ddp_ext.replicas.replica import Replicas, is_expanded
 
 
 class BufferMerger:
     """Writes buffers that replicas have changed into the master's, and warns once if no rule fits.
 
     Floating-point and complex buffers become the mean by samples, other buffers come from the first active replica, and
-    counters of samples in modules without larger buffers are added up.
+    counters of samples in modules without larger buffers are added up. Replicas keep buffers of different shapes.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -50,12 +50,16 @@ class BufferMerger:
             # A step may create a buffer, drop it or give it another shape: the first replica decides.
             if values[0] is not None or buffer is not None:
                 module._buffers[name] = None if values[0] is None else present[0].clone()
+            if len({None if value is None else value.shape for value in values}) > 1:
+                self._replicas.keep_own((position, name))
             return
         changed = [value for value in present if not same_values(value, buffer)]
         if not changed:
             return
         if self._replicas.is_learning:
             self._replicas.changing.add((position, name))
+        if is_expanded(buffer):
+            buffer = module._buffers[name] = buffer.clone()
         full_name = self._prefixes[position] + name
         # A number beside a larger buffer may be the place in a queue where the next entry goes.
         is_alone = all(other is None or other.numel() <= 1 for other in module._buffers.values())

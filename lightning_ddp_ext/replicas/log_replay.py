@@ -52,6 +52,8 @@ class LogReplay:
 
     def replay(self, active: Sequence[int], weights: Sequence[float], sizes: Sequence[int]) -> None:
         """Log every key that the active replicas have recorded once; their chunks have these weights and sizes."""
+        if not any(recorded.calls for recorded in self._recorded):
+            return
         grouped: dict[tuple[str, int], list[_Logged]] = {}
         for index, weight, size in zip(active, weights, sizes, strict=True):
             occurrence: Counter[str] = Counter()

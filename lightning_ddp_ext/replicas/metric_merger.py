@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics.metric import CompositionalMetric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_ddp_ext._compat.torchmetrics import (
@@ -217,15 +218,23 @@ class MetricMerger:
         same_calls = len({tuple(call.method for call in calls) for calls in by_replica}) == 1
         # The extreme of a batch does not follow from joined numbers, which are averaged.
         is_extreme = isinstance(one.metric, MaxMetric | MinMetric) and any(call.scalars for call in by_replica[0])
+        # The states of composed metrics add up. A number beside a count may be a sum, which joining would average.
+        has_sums = isinstance(one.metric, CompositionalMetric) and any(
+            map(_is_whole, chain.from_iterable(call.scalars for call in by_replica[0]))
+        )
         try:
-            if is_extreme or not same_calls:
+            if is_extreme or has_sums or not same_calls:
                 raise _CannotJoinError
             groups = list(zip(*by_replica, strict=True))
             arguments = [_join_calls(group, weights, sizes, self._home) for group in groups]
         except _CannotJoinError:
-            for call in chain.from_iterable(by_replica):
-                args, kwargs = to_device((call.args, call.kwargs), self._home)
-                getattr(one.metric, call.method)(*args, **kwargs)
+            moved = to_device([(call.args, call.kwargs) for call in chain.from_iterable(by_replica)], self._home)
+            methods = (getattr(one.metric, call.method) for call in chain.from_iterable(by_replica))
+            values = [method(*args, **kwargs) for method, (args, kwargs) in zip(methods, moved, strict=True)]
+            if has_sums and len(values) == len(weights) and all(isinstance(value, Tensor) for value in values):
+                value = _join_scalars(values, weights, sizes)  # of `forward`
+                set_forward_value(one.metric, value)
+                self._pair([calls[0] for calls in by_replica], value)
             return
         for group, (args, kwargs) in zip(groups, arguments, strict=True):
             self._pair(group, getattr(one.metric, group[0].method)(*args, **kwargs))

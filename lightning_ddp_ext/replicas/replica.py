@@ -247,7 +247,7 @@ class Replica:
             leaf.grad = None
 
     def receive_parameters(self, values: Sequence[Tensor]) -> None:
-        """Take over the values of the master's parameters, which are on the device of the replica; without autograd."""
+        """Take over the values of the master's parameters, which are on the device of the replica."""
         if self.device != self._home:
             if [*map(_FORM, self.leaves)] != [*map(_FORM, values)]:
                 for parameter, leaf in self.parameters:
@@ -268,13 +268,18 @@ class Replica:
             target = buffers.get(name)
             if value is None:
                 buffers[name] = None
-            elif target is None or _FORM(target) != _FORM(value) or target.is_inference():
+            elif target is None or _FORM(target) != _FORM(value) or target.is_inference() or is_expanded(target):
                 buffers[name] = value.detach().clone()
             else:
                 targets.append(target)
                 sources.append(value)
         if targets:
             copy_all_(targets, sources)
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return True if elements share memory, as after `Tensor.expand`, so that they cannot be written to."""
+    return tensor.layout is torch.strided and 0 in tensor.stride()
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -319,6 +324,7 @@ class Replicas(Sequence[Replica]):
         names = {id(module): f"{name}." if name else "" for name, module in self.master.named_modules()}
         return [names[id(module)] for module, _ in self._replicas[0].modules]
 
+    @torch.no_grad()
     def refresh(self, step: str = "training_step") -> bool:
         """Bring every replica up to the master before a step; return True if the replicas were rebuilt."""
         parts = _parts(self._modules)
@@ -357,11 +363,15 @@ class Replicas(Sequence[Replica]):
     def _send_buffers(self, only_changed: bool) -> None:
         number, buffers = len(self._places), self._all_buffers()
         stale = {position % number for position in self._buffer_versions.changed(buffers)}
+        masters = dict(zip(self._places, buffers, strict=False))
+        for place in [place for place, seen in self._own.items() if seen.changed([masters[place]])]:
+            del self._own[place]
         if self.is_learning:
             same = {*range(number)} - stale
             self.changing |= {self._places[n] for n in same if not _are_equal(buffers[number + n], buffers[n])}
         if self.changing and not only_changed:
             stale |= {n for n, place in enumerate(self._places) if place in self.changing}
+        stale = {n for n in stale if self._places[n] not in self._own}
         if stale:
             places = [self._places[n] for n in stale]
             self._send([buffers[n] for n in stale], lambda replica, values: replica.receive_buffers(places, values))
@@ -397,6 +407,11 @@ class Replicas(Sequence[Replica]):
         expected = self.changing if self._last_step == "training_step" else ()
         return [place for n, place in enumerate(self._places) if n in changed or place in expected]
 
+    def keep_own(self, place: Place) -> None:
+        """Let every replica keep its value of a buffer, such as a mask of its chunk, until the master's changes."""
+        position, name = place
+        self._own[place] = TensorVersions([self._replicas[0].modules[position][0]._buffers.get(name)])
+
     def discard(self) -> None:
         """Forget the replicas; the next refresh builds new ones."""
         self._modules = []
@@ -421,6 +436,7 @@ class Replicas(Sequence[Replica]):
         self._buffer_names = self._replicas[0].buffer_names
         self._places = _places(self._buffer_names)
         self.changing: set[Place] = set()  # buffers that may change without a new version
+        self._own: dict[Place, TensorVersions] = {}  # the master's buffers of which each replica keeps its own value
         self._buffer_versions = TensorVersions(self._all_buffers())
 
     @contextmanager
@@ -468,32 +484,36 @@ class Replicas(Sequence[Replica]):
 
     def reduce_gradients(self, active: Sequence[int]) -> None:
         """Add up the gradients in the order of the replicas; hooks on the master's parameters see the sum, once."""
-        totals: dict[int, Tensor] = {}  # by position of the parameter
+        totals: list[Tensor | None] = [None] * len(self._originals)
         for index in active:
             found = [leaf.grad for leaf in self._replicas[index].leaves]
             self._replicas[index].forget_gradients()
-            present = {position: gradient for position, gradient in enumerate(found) if gradient is not None}
-            (sent,) = send_all(list(present.values()), self._devices[:1])
-            gradients = dict(zip(present, sent, strict=True))
-            shared = gradients.keys() & totals.keys()
-            dense = [p for p in shared if totals[p].layout == gradients[p].layout == torch.strided]
-            if dense:
-                add_all_([totals[position] for position in dense], [gradients[position] for position in dense])
-            for position in shared.difference(dense):
-                totals[position] = totals[position] + gradients[position]
-            totals.update((position, gradients[position]) for position in gradients.keys() - shared)
+            (sent,) = send_all([gradient for gradient in found if gradient is not None], self._devices[:1])
+            remaining = iter(sent)
+            pairs: list[tuple[Tensor, Tensor]] = []
+            for position in (n for n, gradient in enumerate(found) if gradient is not None):
+                gradient, total = next(remaining), totals[position]
+                if total is None:
+                    totals[position] = gradient
+                elif total.layout == gradient.layout == torch.strided:
+                    pairs.append((total, gradient))
+                else:
+                    totals[position] = total + gradient
+            if pairs:
+                add_all_(*zip(*pairs, strict=True))
         hooked: list[tuple[nn.Parameter, Tensor]] = []
-        for position, gradient in sorted(totals.items()):
-            parameter = self._replicas[0].parameters[position][0]
+        for parameter, total in zip(self._originals, totals, strict=True):
+            if total is None:
+                continue
             if has_gradient_hooks(parameter):
-                hooked.append((parameter, gradient))
+                hooked.append((parameter, total))
             elif parameter.grad is not None:
-                parameter.grad.add_(gradient)
-            elif gradient.layout == torch.strided and gradient.stride() != parameter.stride():
+                parameter.grad.add_(total)
+            elif total.layout == torch.strided and total.stride() != parameter.stride():
                 # Transfers lose strides such as `channels_last`, which fused optimizers demand.
-                parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+                parameter.grad = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
             else:
-                parameter.grad = gradient
+                parameter.grad = total
         if hooked:
             # A backward pass that starts at the leaves accumulates as usual and runs the hooks.
             torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])

@@ -212,7 +212,7 @@ class ReplicatedModule:
     def _update_replicas(self, step: str) -> None:
         """Give the replicas the parameters, buffers and attributes of the module; build them if its parts changed."""
         # Without inference mode: autograd uses what is written here in the next training step.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             if self._replicas.refresh(step):
                 self._shared.forget()
                 self._mergers = _Mergers(self._replicas)

@@ -5,6 +5,7 @@ import contextvars
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -73,20 +74,21 @@ class ReplicaWorkers:
         modes = _modes_of_caller(self._device_types)
         tasks: list[tuple[int, Job]] = []
         outcomes: _Outcomes = {}
-        ends: queue.SimpleQueue[None] = queue.SimpleQueue()
+        end: queue.SimpleQueue[None] = queue.SimpleQueue()
         for index, job in jobs.items():
             # The caller's context variables hold, among others, the settings of torch's compiler.
             run = partial(contextvars.copy_context().run, _execute, index, job, timers[index], modes())
-            tasks.append((index, partial(_attempt, index, run, outcomes, ends)))
+            tasks.append((index, partial(_attempt, index, run, outcomes, len(jobs), end)))
         started = 0
         try:
             for index, task in tasks:
                 self._tasks[index].put(task)
                 started += 1
-            _wait(outcomes, started, ends)
+            end.get()
         except KeyboardInterrupt:
             # Replicas must not run into the teardown. A second interrupt gives up on a job that never ends.
-            _wait(outcomes, started, ends)
+            while len(outcomes) < started:
+                time.sleep(0.01)
             raise
         for index, (result, error) in sorted(outcomes.items(), key=lambda outcome: outcome[0]):
             if error is not None:
@@ -105,6 +107,10 @@ class ReplicaWorkers:
 
 
 def _serve(tasks: "queue.SimpleQueue[Job | None]", intra_op_threads: int, started: threading.Barrier) -> None:
+    # After each parallel operation of the process, libgomp's idle threads spin for milliseconds, on cores that replicas
+    # need; but not if the process has more of them than cores. So each worker starts a second one, which then sleeps.
+    torch.set_num_threads(max(2, intra_op_threads))
+    torch.zeros(2**17).add_(1)
     torch.set_num_threads(intra_op_threads)
     # Reading the number pins it: otherwise the first parallel operation takes whatever was set last in the process.
     torch.get_num_threads()
@@ -114,17 +120,13 @@ def _serve(tasks: "queue.SimpleQueue[Job | None]", intra_op_threads: int, starte
         del task  # otherwise the last job's tensors live until the next one
 
 
-def _attempt(index: int, job: Job, outcomes: _Outcomes, ends: "queue.SimpleQueue[None]") -> None:
+def _attempt(index: int, job: Job, outcomes: _Outcomes, jobs: int, end: "queue.SimpleQueue[None]") -> None:
     try:
         outcomes[index] = job(), None
     except BaseException as error:
         outcomes[index] = None, error
-    ends.put(None)
-
-
-def _wait(outcomes: _Outcomes, started: int, ends: "queue.SimpleQueue[None]") -> None:
-    while len(outcomes) < started:
-        ends.get()
+    if len(outcomes) == jobs:  # the caller sleeps until the last one, as each waking takes time of Python's global lock
+        end.put(None)
 
 
 def _execute(index: int, job: Job, timer: Timer, context: AbstractContextManager[Any]) -> Any:

@@ -91,9 +91,19 @@ def state_with_position(states: list[dict[str, Any]]) -> dict[str, Any]:
     return next((state for state in states if POSITION in state), {})
 
 
-def has_states(combined: CombinedLoader) -> bool:
-    """Return True if a loader resumes by itself."""
-    return any(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in combined.flattened)
+def loader_with_state(combined: CombinedLoader) -> Any | None:
+    """Return the first loader that resumes by itself, or None."""
+    return next(
+        (one for one in combined.flattened if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")), None
+    )
+
+
+def warn_of_prefetching(loader: object) -> None:
+    """Warn that the batches of a loader with a state are not prefetched."""
+    rank_zero_warn(
+        f"`prefetch` has no effect on `{type(loader).__name__}`, a loader with a state, which counts the batches that"
+        " it has fetched rather than used. Leave `prefetch` out, or use a loader without `state_dict`."
+    )
 
 
 def make_resumable(
@@ -102,13 +112,10 @@ def make_resumable(
     """Combine the loaders of a training loop so that they resume; a loader with a state resumes by itself."""
     iterables, mode = iterables_and_mode(given, is_training=True)
     combined = ResumableCombinedLoader(iterables, mode, rng, world_size, may_look_ahead)
-    if has_states(combined):
+    if (stateful := loader_with_state(combined)) is not None:
         rng.is_bypassed = True
         if prefetcher is not None:
-            rank_zero_warn(
-                "`prefetch` has no effect on a loader with a state, which counts the batches that it has fetched rather"
-                " than used. Leave `prefetch` out, or use a loader without `state_dict`: this strategy resumes it."
-            )
+            warn_of_prefetching(stateful)
         return combine_counted(given, is_training=True)
     combined.prefetcher = prefetcher
     return combined

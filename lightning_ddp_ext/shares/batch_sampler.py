@@ -104,9 +104,8 @@ class GlobalBatches:
     def share(self, batch_size: int, content: int, costs: Sequence[float] | None = None) -> slice:
         """Divide the next batch, whose content has this hash; return the samples of this rank."""
         number, division = self.draw()
-        nominal = division.sizes(batch_size)
-        sizes = nominal if costs is None else division.sizes_by_cost(nominal, costs)
-        self.fetched.append(SharedBatch(number, sizes, content, nominal))
+        sizes, nominal = division.sizes(batch_size, costs)
+        self.fetched.append(SharedBatch(number, sizes, (content + hash(sizes)) % 2**32, nominal))
         return own_part(sizes, self.rank)
 
     def keep_indices(self, indices: Any) -> None:
@@ -282,9 +281,7 @@ class StreamCollate:
 
     def __call__(self, samples: list[Any]) -> SharedStreamBatch:
         """Collate the share of this rank."""
-        division = _fetching.division
-        sizes = nominal = division.sizes(len(samples))
-        if self._cost is not None:
-            sizes = division.sizes_by_cost(nominal, [self._cost(sample) for sample in samples])
+        costs = None if self._cost is None else [self._cost(sample) for sample in samples]
+        sizes, nominal = _fetching.division.sizes(len(samples), costs)
         own = samples[own_part(sizes, self._rank)]
         return SharedStreamBatch(self._collate(own) if own else NoSamples(), _fetching.number, sizes, nominal)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 from typing_extensions import override
 
@@ -67,6 +68,10 @@ class SharedLoader:
             wrap = partial(StreamSampler, batches=batches)
             collate = StreamCollate(loader.collate_fn, batches.rank, batches.cost)
         else:
+            if batches.cost is not None:
+                rank_zero_info(
+                    f"`cost` needs every sample of `{type(loader.dataset).__name__}` before the first batch."
+                )
             wrap = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=True)
             collate = ShareCollate(loader.collate_fn)
         is_whole_stream = self._is_fetched_whole and isinstance(loader.dataset, IterableDataset)
@@ -195,8 +200,7 @@ class SharedCombinedLoader(SteppedCombinedLoader):
     @property
     def undrawn(self) -> int:
         """Number of the first batch that no rank has drawn when the current batch is `ShareTable.begun - 1`."""
-        drawn = [shared.batches.drawn for _, shared in self._loaders if shared.is_stream]
-        return max([self._table.begun + self._lead, *drawn])
+        return self._table.begun + self._lead
 
     def _agree_on_lead(self) -> None:
         """Find out how many batches ahead of their use any rank draws."""
@@ -212,7 +216,10 @@ class SharedCombinedLoader(SteppedCombinedLoader):
                     f" {', '.join(map(str, numbers))} batches ahead on ranks 0 to {self._world_size - 1}, so that ranks"
                     " would have different batches. Use the same `num_workers` and `prefetch_factor` on all ranks."
                 )
-        self._lead = max(map(max, of_ranks)) + (sized_len(self) is None)  # Lightning fetches one batch ahead then
+        # A worker at the end of its stream draws the number of a batch that does not exist.
+        streams = [loader.num_workers for loader, shared in self._loaders if shared.is_stream]
+        # Lightning fetches one batch ahead if there is no length.
+        self._lead = max(max(row, default=0) for row in of_ranks) + max(streams, default=0) + (sized_len(self) is None)
 
     def _shared_loaders(self) -> list[SharedLoader]:
         """Return the loaders of shares, the same objects as long as Lightning keeps the loaders, for their workers."""
@@ -222,8 +229,9 @@ class SharedCombinedLoader(SteppedCombinedLoader):
                 (loader, SharedLoader(loader, GlobalBatches(self._table, self._group, is_training), self._batch_dim))
                 for loader in self.flattened
             ]
-            for loader in self.flattened if is_training else ():
-                batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+            self._agree_on_lead()
+            batch_samplers = [getattr(loader, "batch_sampler", None) for loader in self.flattened]
+            for batch_size in {getattr(sampler, "batch_size", None) for sampler in batch_samplers if is_training}:
                 if isinstance(batch_size, int):
                     self._table.check_batch_size(batch_size)
         return [shared for _, shared in self._loaders]
@@ -264,16 +272,10 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         for number, (batch, _, _) in enumerate(islice(batches, limit)):
             taken = [one for loader in part for one in loader.take()]
             if number < skip:
-                compare_finished(self._rank, done[number:][:1], [one.drawn for one, _ in taken])
+                if done:
+                    compare_finished(self._rank, done[number : number + 1], [one.drawn for one, _ in taken])
                 continue
-            shared = _combine_shares([one for one, _ in taken])
-            present = [size > 0 for size in shared.sizes]
-            is_own = present[self._rank]
-            if is_own and not maker.stand_in and self._world_size > 1:
-                maker.keep(batch)
-            samples = mean_count([count for _, count in taken]) if is_own else None
-            batch, fetched = maker.make(present, batch if is_own else None, samples)
-            yield batch, fetched._replace(shares=shared)
+            yield share_step(maker, self._rank, batch, taken)
 
     def indices_of(self, dataloader_idx: int) -> Sequence[Any]:
         """Return the indices of this rank's shares of the batches that have been drawn; empty for streams."""
@@ -299,17 +301,31 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         self._skip = state_with_position(states).get(POSITION, 0)
 
 
+def share_step(
+    maker: StepMaker, rank: int, batch: Any, taken: Sequence[tuple[SharedBatch, int | None]]
+) -> tuple[Any, FetchedBatch]:
+    """Return a step on the share of a rank, or on a stand-in, given the shares and samples of the step's loaders."""
+    shared = _combine_shares([one for one, _ in taken])
+    present = [size > 0 for size in shared.sizes]
+    is_own = present[rank]
+    if is_own and not maker.stand_in and len(present) > 1:
+        maker.keep(batch)
+    samples = mean_count([count for _, count in taken]) if is_own else None
+    batch, fetched = maker.make(present, batch if is_own else None, samples)
+    return batch, fetched._replace(shares=shared)
+
+
 def _combine_shares(taken: Sequence[SharedBatch]) -> SharedBatch:
-    """Return the shares of a step on batches of several loaders, which must be in the same proportion."""
+    """Return the shares of a step on batches of several loaders, which must be equal."""
     first = taken[0]
     total = sum(first.sizes)
     if not total:
         raise BatchSplitError("a batch has no samples. Leave empty batches out in the data loader.")
     for other in taken[1:]:
-        if any(own * sum(other.sizes) != size * total for own, size in zip(first.sizes, other.sizes, strict=True)):
+        if other.sizes != first.sizes:
             raise BatchSplitError(
-                f"the loaders of a step give {total} and {sum(other.sizes)} samples, which ranks cannot share in the"
-                f" same proportion: {list(first.sizes)} and {list(other.sizes)}. Give all loaders the same `batch_size`"
-                " and `drop_last=True`, and leave `cost` out."
+                f"the loaders of a step give {total} and {sum(other.sizes)} samples, of which ranks have the shares"
+                f" {list(first.sizes)} and {list(other.sizes)}, and a rank has one weight in a step. Give all loaders the"
+                " same `batch_size` and `drop_last=True`, and leave `cost` out."
             )
     return first._replace(drawn=sum(one.drawn for one in taken) % 2**32)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.batches.containers import items
+from lightning_ddp_ext.distributed.exchange import gather_integer
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
 
 Cost = Literal["length"] | Callable[[Any], float]
@@ -60,11 +62,18 @@ def _lengths(value: Any) -> Iterator[int]:
 
 def measure_costs(dataset: Any, cost: Callable[[Any], float], group: dist.ProcessGroup) -> list[float]:
     """Return the cost of each sample of a dataset, of which every rank reads a part. Communicates."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    costs = torch.zeros(len(dataset), dtype=torch.float64)
+    numbers = gather_integer(len(dataset) if hasattr(dataset, "__len__") else -1, group)
+    rank, ranks, number = dist.get_rank(group), len(numbers), numbers[0]
+    if len(set(numbers)) > 1 or number < 0:
+        raise UnsupportedFeatureError(
+            f"`cost` needs a dataset with the same `len` on every rank, and `{type(dataset).__name__}` has"
+            f" {', '.join('none' if one < 0 else str(one) for one in numbers)} on ranks 0 to {ranks - 1}. Leave `cost`"
+            " out."
+        )
+    costs = torch.zeros(number, dtype=torch.float64)
     generators = find_loader_rngs([dataset])
     states = capture_states(generators)
-    own = [cost(dataset[index]) for index in range(rank, len(dataset), ranks)]
+    own = [cost(dataset[index]) for index in range(rank, number, ranks)]
     restore_states(generators, states)
     costs[rank::ranks] = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(costs, group=group)

@@ -14,8 +14,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
-from lightning_ddp_ext._devices import Timer, reports_memory
+from lightning_ddp_ext._devices import Timer, are_deterministic, reports_memory
 from lightning_ddp_ext.batches.balance_controller import BalanceController
+from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.batches.device_memory import PeakMemory
 from lightning_ddp_ext.join.predictions import none_finished
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
@@ -75,6 +76,10 @@ class ComputeTimes:
             self._step.timers.append(self._timer)
             self._timer = None
 
+    def forget(self) -> None:
+        """Forget the measurement that has been started."""
+        self._timer = None
+
     def add_batch(self, shared: SharedBatch) -> None:
         """Begin with a batch."""
         self._step.batches.append(shared)
@@ -107,6 +112,31 @@ class ComputeTimes:
                 if len(step.seconds) == self._ranks:
                     complete.append(self._unread.pop(int(number)))
         return complete
+
+
+def decide(controller: BalanceController, table: ShareTable, step: TimedStep) -> bool:
+    """Let a controller decide by the times of a step, and log the decision; return True if it changes the shares."""
+    first = step.batches[0]
+    # Batches that were divided before the last change say nothing about it, and a partial batch is no measure.
+    if first.number < table.held_from or any(batch.nominal != first.nominal for batch in step.batches):
+        return False
+    seconds = [step.seconds[rank] / len(step.batches) for rank in sorted(step.seconds)]
+    decision = controller.observe(first.nominal, seconds)
+    if decision is None:
+        return False
+    rank_zero_info(f'`balance="auto"`, batch {table.begun}: {decision}.')
+    return decision.before != decision.after
+
+
+def make_controller(rule: ChunkRule, ranks: int) -> BalanceController | None:
+    """Return a controller if the shares follow the speed of the ranks."""
+    if ranks == 1 or not (rule.is_auto or rule.is_free):
+        return None
+    if are_deterministic():
+        if rule.is_auto:
+            rank_zero_info('`balance="auto"` is off and batches are shared evenly: it would not be deterministic.')
+        return None
+    return BalanceController(ranks, "rank")
 
 
 def has_own_memory(trainer: Trainer) -> bool:
@@ -151,11 +181,6 @@ class SharedBatchSteps(LockstepSteps):
             self._load(resumed)
 
     @override
-    def close(self) -> None:
-        self._training_loader = None
-        super().close()
-
-    @override
     def combine_loaders(
         self, given: Any, rng: ResumableRng | None, prefetcher: FetchAhead | None = None
     ) -> SharedCombinedLoader:
@@ -179,12 +204,12 @@ class SharedBatchSteps(LockstepSteps):
     def begin_fetched(self, batch: Any, fetched: FetchedBatch) -> None:
         self.shared = fetched.shares
         assert self.shared is not None
-        if self._peaks is not None and not self.trainer.training:
-            self._peaks.forget()
         if self.trainer.training:
             self._table.begin_batch(self.shared.number)
             self._times.add_batch(self.shared)
             self.gradient.reducer.control.drawn = self.shared.drawn
+        elif self._peaks is not None:
+            self._peaks.forget()
         super().begin_fetched(batch, fetched)
 
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
@@ -234,9 +259,10 @@ class SharedBatchSteps(LockstepSteps):
 
     @override
     def end_batch(self) -> None:
-        if self.trainer.training and not self.module.automatic_optimization:
+        is_training = self.trainer.training
+        if is_training and not self.module.automatic_optimization:
             self._times.end_step()  # it may have had several backward passes
-        if self.trainer.training and self._peaks is not None:
+        if is_training and self._peaks is not None:
             assert self.shared is not None
             own, device = self.shared.nominal[self.trainer.global_rank], self.trainer.strategy.root_device
             limits = self._peaks.observe([own], [device])
@@ -266,18 +292,8 @@ class SharedBatchSteps(LockstepSteps):
 
     def _adapt(self, step: TimedStep) -> None:
         """Adapt the shares to the times of a step."""
-        first, loader = step.batches[0], self._training_loader
-        # Batches that were divided before the last change say nothing about it, and a partial batch is no measure.
-        if self._controller is None or loader is None or first.number < self._table.held_from:
-            return
-        if any(batch.nominal != first.nominal for batch in step.batches):
-            return
-        seconds = [step.seconds[rank] / len(step.batches) for rank in sorted(step.seconds)]
-        decision = self._controller.observe(first.nominal, seconds)
-        if decision is None:
-            return
-        rank_zero_info(f'`balance="auto"`, batch {self._table.begun}: {decision}.')
-        if decision.before != decision.after:
+        loader = self._training_loader
+        if self._controller is not None and loader is not None and decide(self._controller, self._table, step):
             self._table.change(loader.undrawn, self._controller.shares, self._controller.limits)
 
     def state_dict(self) -> dict[str, Any]:

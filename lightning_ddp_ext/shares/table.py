@@ -22,15 +22,13 @@ class Division:
     limits: list[int | None]
     avoids_single_samples: bool
 
-    def sizes(self, batch_size: int) -> tuple[int, ...]:
-        """Return the number of samples of each rank, if all samples have the same cost."""
+    def sizes(self, batch_size: int, costs: Sequence[float] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the number of samples of each rank, and the same if all samples had the same cost."""
         if self.shares is None:
-            return self._merged(self.rule.divide(batch_size, self.ranks))
-        return self._merged(divide_by_shares(batch_size, self.shares, self.limits))
-
-    def sizes_by_cost(self, nominal: Sequence[int], costs: Sequence[float]) -> tuple[int, ...]:
-        """Return the number of samples of each rank, given `sizes` and the costs of the samples."""
-        return self._merged(chunks_by_cost(nominal, costs))
+            nominal = self._merged(self.rule.divide(batch_size, self.ranks))
+        else:
+            nominal = self._merged(divide_by_shares(batch_size, self.shares, self.limits))
+        return nominal if costs is None else self._merged(chunks_by_cost(nominal, costs)), nominal
 
     def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(merge_single_samples(sizes) if self.avoids_single_samples and sum(sizes) > 1 else sizes)
@@ -54,7 +52,7 @@ class ShareTable:
         self.begun = 0  # batches that training has begun
         self._rule = rule
         self._ranks = ranks
-        self._avoids_single_samples = avoids_single_samples  # batch normalisation refuses them in training
+        self.avoids_single_samples = avoids_single_samples  # batch normalisation refuses them in training
         self._first = 0  # number of the first batch of this epoch
         self._changes: list[tuple[int, list[float], list[int | None]]] = []  # with the first batch for which they hold
 
@@ -93,7 +91,7 @@ class ShareTable:
         """Return how the global batch of this number is divided."""
         held = next((change for change in reversed(self._changes) if change[0] <= number), None)
         shares, limits = (None, []) if held is None else held[1:]
-        return Division(self._rule, self._ranks, shares, limits, is_training and self._avoids_single_samples)
+        return Division(self._rule, self._ranks, shares, limits, is_training and self.avoids_single_samples)
 
     def state_dict(self, is_within_epoch: bool) -> dict[str, Any]:
         """Return the shares since the beginning of this epoch, or for the next one, whose first batch gets number 0."""

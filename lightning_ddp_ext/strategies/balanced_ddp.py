@@ -6,20 +6,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import keep_loaders
 from lightning_ddp_ext._compat.torch import BatchNorm
-from lightning_ddp_ext._devices import are_deterministic
-from lightning_ddp_ext.batches.balance_controller import BalanceController
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.join.predictions import PredictionsOn
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
-from lightning_ddp_ext.shares.steps import SharedBatchSteps, TimedStep
+from lightning_ddp_ext.shares.steps import SharedBatchSteps, TimedStep, make_controller
 from lightning_ddp_ext.shares.table import ShareTable
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
@@ -70,7 +67,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         predictions_on: PredictionsOn = "all_ranks",
         **options: Any,
     ) -> None:
-        if "uneven_inputs" in options:
+        if options.get("uneven_inputs", "join") != "join":  # LightningCLI fills in defaults of the base class
             raise TypeError("`uneven_inputs` is not needed: all ranks share the same batches. Delete the argument.")
         if options.get("prefetch"):
             raise ValueError(
@@ -112,21 +109,11 @@ class BalancedDDPStrategy(DDPJoinStrategy):
             self._connection.timeout,
             self._watch,
             ShareTable(self._rule, self.world_size, refuses_single, self._cost),
-            None if gradient is None else self._make_controller(),
+            None if gradient is None else make_controller(self._rule, self.world_size),
             seed,
             self.batch_dim,
             None if self._resumed is None else self._resumed_shares,
         )
-
-    def _make_controller(self) -> BalanceController | None:
-        """Return a controller if the shares follow the speed of the ranks."""
-        if self.world_size == 1 or not (self._rule.is_auto or self._rule.is_free):
-            return None
-        if are_deterministic():
-            if self._rule.is_auto:
-                rank_zero_info('`balance="auto"` is off and batches are shared evenly: it would not be deterministic.')
-            return None
-        return BalanceController(self.world_size, "rank")
 
     @override
     def compared_arguments(self) -> dict[str, object]:

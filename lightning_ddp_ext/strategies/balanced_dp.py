@@ -28,7 +28,7 @@ from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, combine
 from lightning_ddp_ext.replicas.batch_division import BatchDivision
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord, ReplicatedModule
 from lightning_ddp_ext.resume.prefetching import Prefetcher, has_streams, pin
-from lightning_ddp_ext.resume.resumable_loader import has_states
+from lightning_ddp_ext.resume.resumable_loader import loader_with_state, warn_of_prefetching
 from lightning_ddp_ext.strategies.base import WeightsOnlyLoadMixin
 
 T = TypeVar("T")
@@ -246,7 +246,9 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
             return given
         self._prefetching.close()  # the Trainer has dropped the loader before this one
         combined = combine_counted(given, is_training=True)
-        if isinstance(combined, CountedCombinedLoader) and not has_states(combined):
+        if (stateful := loader_with_state(combined)) is not None:
+            warn_of_prefetching(stateful)
+        elif isinstance(combined, CountedCombinedLoader):
             # Chunks are copied when the step has cut the batch; from pinned memory, that does not stop the host.
             prepare = pin if any(map(has_streams, self.devices)) else None
             combined.prefetcher = Prefetcher(self.prefetch, self.root_device, prepare=prepare)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import sys
 import types
 from typing import Any, NamedTuple
 
@@ -308,3 +309,36 @@ def test_parts_that_do_not_fit_are_refused():
     ):
         with pytest.raises(BatchSplitError, match=message):
             join_batches(parts)
+
+
+class Index:
+    """As an index of pandas, which is no sequence and has the attributes of an array."""
+
+    def __init__(self, names):
+        self.names = names
+        self.shape, self.ndim, self.dtype = (len(names),), 1, object
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, key):
+        return Index(self.names[key])
+
+
+def test_an_index_of_pandas_names_columns(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(Index=Index))
+    columns = Index(["y", "mask"])
+    batch = {"values": torch.arange(12.0).view(4, 3), "columns": columns}
+    assert count_samples(batch) == 4
+    chunks = split_batch(batch, [1, 3])
+    assert [len(chunk["values"]) for chunk in chunks] == [1, 3]
+    assert all(chunk["columns"] is columns for chunk in chunks)
+    with pytest.raises(BatchSplitError, match=r"`batch\['columns'\]`, a Index, has as many entries as the batch"):
+        split_batch({"values": torch.zeros(2, 3), "columns": columns}, [1, 1])
+
+
+def test_outputs_are_joined_along_a_later_dimension_if_it_alone_has_the_sizes_of_the_chunks():
+    draws = [torch.rand(1, size, 4) for size in (3, 2)]
+    assert torch.equal(gather(draws, [3, 2], CPU), torch.cat(draws, 1))
+    for shapes in [(1, 3), (2, 2)], [(3, 7), (2, 9)]:  # the second one is padded to the longest sample of each chunk
+        assert isinstance(gather([torch.rand(shape) for shape in shapes], [3, 2], CPU), list)

@@ -1,6 +1,7 @@
 """Processes that host contenders, and the benchmarks' commands in runs that are as short as they can be."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from measuring.models import TINY
 from measuring.peers import OURS
 from measuring.redirecting import ACTIVE, BACKEND, DIRECT, MODE, RANKS, REPLACED, SMALL
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def test_a_contender_that_fails_is_an_error_with_its_last_lines():
@@ -69,3 +71,13 @@ def test_signals_at_random_moments_end_runs_that_resume(tmp_path):
     counts = json.loads(output.read_text())
     assert counts["signals"] == counts["clean ends"] == counts["loadable checkpoints"] == 10
     assert counts["chains that ended as the whole run"] == counts["chains that came to their end"]
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_share_a_batch_are_measured(tmp_path):
+    output = tmp_path / "values.json"
+    command = [sys.executable, BENCHMARKS / "balanced_ddp.py", "--rounds", "1", "--steps", "40", "--output", output]
+    subprocess.run(command, capture_output=True, timeout=580, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    values = json.loads(output.read_text())
+    assert values["messages"]["auto"] == values["messages"]["ddp_join"]
+    assert len(values["unequal"]["auto"]) == len(values[TINY]["balanced_dp"]) == len(values["steps after a swap"]) == 1

@@ -28,6 +28,7 @@ def test_the_default_run_learns_and_writes_every_file(tmp_path):
         "test_accuracy",
     ):  # fmt: skip
         assert expected in done.stdout
+    assert (done.stdout + done.stderr).count("GPU available") == 1  # by Lightning's handler, and not by Hydra's too
     run = run_folder(tmp_path)
     result = done.stdout.partition("Result")[2]
     assert float(result.partition("test_accuracy")[2].split()[1]) >= 0.97

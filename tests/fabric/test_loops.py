@@ -1,5 +1,7 @@
 """Loops of Fabric on ranks: data, checkpoints, several models, values of ranks, and misuse. One launch."""
 
+import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,8 @@ from lightning.fabric import Fabric, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import UnevenInputsError, UnsynchronizedGradientsError
-from lightning_ddp_ext.fabric import DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext import UnevenInputsError, UnsupportedFeatureError, UnsynchronizedGradientsError
+from lightning_ddp_ext.fabric import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.toolkit import RANK, WORLD_SIZE, Stream, digest_of, gather, run_on_ranks, samples, values_of
 
 
@@ -36,16 +38,19 @@ class Noisy(torch.utils.data.Dataset):
 class Run:
     """Two epochs with dropout, shuffling and noise; `stop` is the number of the step after which it saves and ends."""
 
-    def __init__(self, path: Path, stop: int | None = None, resumes: bool = False, stream: bool = False) -> None:
-        fabric = launched()
+    def __init__(
+        self, path: Path, stop: int | None = None, resumes: bool = False, stream: bool = False, shares: bool = False
+    ) -> None:
+        fabric = launched(BalancedDDPStrategy(split=[1, 3]) if shares else None)
         seed_everything(RANK, verbose=False)
         self.model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 1))
         optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
         model, optimizer = fabric.setup(self.model, optimizer)
         data: Any = Noisy(13)
         if stream:
+            parts = [13] * WORLD_SIZE if shares else [8, 5]  # of each rank
             data = Stream(
-                list(samples(13)[0].float().split([8, 5, 0, 0][:WORLD_SIZE] if WORLD_SIZE > 1 else [13])[RANK])
+                list(samples(13)[0].float()[: parts[RANK]] if shares else samples(13)[0].float().split(parts)[RANK])
             )
         loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=not stream))
         state = {"model": model, "optimizer": optimizer, "step": 0, "epoch": 0}
@@ -68,13 +73,13 @@ class Run:
 
 def a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit(folder: str) -> Any:
     found = []
-    for stream in (False, True):
-        path = Path(folder) / f"{stream}.ckpt"
-        whole = Run(path, stream=stream).digests
+    for stream, shares in ((False, False), (True, False), (False, True), (True, True)):
+        path = Path(folder) / f"{stream}-{shares}.ckpt"
+        whole = Run(path, stream=stream, shares=shares).digests
         for stop in (2, len(whole) // 2, len(whole) // 2 + 1):
-            before = Run(path, stop, stream=stream).digests
+            before = Run(path, stop, stream=stream, shares=shares).digests
             torch.rand(3)  # something else draws
-            after = Run(path, resumes=True, stream=stream).digests
+            after = Run(path, resumes=True, stream=stream, shares=shares).digests
             found.append((whole, before + after))
         assert gather(whole) == [whole] * WORLD_SIZE
     return found
@@ -172,23 +177,119 @@ def errors_say_what_to_do(folder: str) -> Any:
     return said
 
 
+def share(folder: str, stop: int | None, resumes: bool, own_generator: bool = False) -> Any:
+    """Train two epochs on shared batches; return the samples of each step on this rank, and the parameters."""
+    fabric = launched(BalancedDDPStrategy(gpu0_batch_size=1 if WORLD_SIZE > 1 else None))
+    seed_everything(3 + RANK if resumes else RANK, verbose=False)
+    torch.set_default_dtype(torch.float64)
+    model = nn.Linear(5, 1)
+    nn.init.constant_(model.weight, 0.1)
+    nn.init.constant_(model.bias, 0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer = fabric.setup(model, optimizer)
+    generator = torch.Generator().manual_seed(5) if own_generator else None
+    data = DataLoader(TensorDataset(*samples(13)), batch_size=4, shuffle=True, generator=generator)
+    loader = fabric.setup_dataloaders(data)
+    evaluated = fabric.setup_dataloaders(DataLoader(TensorDataset(*samples(3)), batch_size=2))
+    state = {"model": model, "optimizer": optimizer, "step": 0, "epoch": 0}
+    path = Path(folder) / f"shared-{own_generator}.ckpt"
+    if resumes:
+        fabric.load(path, state)
+    seen = []
+    for epoch in range(state["epoch"], 2):
+        state["epoch"] = epoch
+        for features, _, indices in loader:
+            seen.append([] if fabric.strategy.is_shadow else indices.tolist())
+            for part, _, _ in evaluated:  # in the middle of a step
+                model(part)
+            optimizer.zero_grad()
+            fabric.backward(model(features).square().mean())
+            optimizer.step()
+            state["step"] += 1
+            if state["step"] == stop:
+                fabric.save(path, state)
+                break
+        if state["step"] == stop:
+            break
+    torch.set_default_dtype(torch.float32)
+    return seen, nn.utils.parameters_to_vector(model.parameters()).detach().tolist()
+
+
+def shared_batches(folder: str) -> Any:
+    return share(folder, None, resumes=False)
+
+
+def shared_batches_until_a_checkpoint(folder: str) -> Any:
+    share(folder, 6, resumes=False, own_generator=True)
+    return share(folder, 6, resumes=False)
+
+
+def shared_batches_after_the_checkpoint(folder: str) -> Any:
+    try:
+        share(folder, None, resumes=True, own_generator=True)
+        refused = ""
+    except UnsupportedFeatureError as error:
+        refused = str(error)
+    return *share(folder, None, resumes=True), refused
+
+
+def shares_follow_the_speed(folder: str) -> list[int]:
+    """Rank 0 needs four times as long for a sample; return the samples of this rank in each step."""
+    fabric = launched(BalancedDDPStrategy())
+    model = nn.Linear(5, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(*samples(12)[:1]), batch_size=12))
+    sizes = []
+    for _ in range(30):
+        for (features,) in loader:
+            time.sleep(len(features) * [0.004, 0.001][RANK])
+            fabric.backward(model(features.float()).square().mean())
+            optimizer.step()
+            sizes.append(len(features))
+    return sizes
+
+
+def misused_sharing(folder: str) -> Any:
+    said = []
+    for options, make in (
+        ({"split": [1, 2, 3]}, None),
+        ({}, lambda: DataLoader(range(4), sampler=torch.utils.data.DistributedSampler(range(4), 2, RANK))),
+    ):
+        try:
+            launched(BalancedDDPStrategy(**options)).setup_dataloaders(make())
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    with pytest.raises(TypeError, match="`uneven_inputs` is not needed"):
+        BalancedDDPStrategy(uneven_inputs="stop")
+    return said
+
+
 CASES = [
     a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit,
     every_sample_is_used_once_and_loops_end_together,
     values_are_those_of_the_active_ranks,
     two_models_have_one_order_of_messages,
     errors_say_what_to_do,
+    shared_batches,
+    shared_batches_until_a_checkpoint,
+    shares_follow_the_speed,
+    misused_sharing,
 ]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return run_on_ranks(2, CASES, tmp_path_factory.mktemp("checkpoints"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return run_on_ranks(2, CASES, folder)
 
 
 def test_runs_resume_bit_for_bit(found):
     for runs in values_of(found, CASES[0]):
-        assert len(runs) == 6
+        assert len(runs) == 12
         for whole, resumed in runs:
             assert len(whole) == len(set(whole)) > 6
             assert resumed == whole
@@ -232,3 +333,41 @@ def test_misuse_ends_in_an_error_with_a_remedy(found):
         )
         assert "Pass a callable `weight_by`" in said["no samples"]
         assert "rank 0 runs out of data after batch 1, while rank 1 has 2 batches" in said["uneven"]
+
+
+def of_all_ranks(by_rank):
+    """Return the samples of each step."""
+    return [sorted(index for step in steps for index in step) for steps in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_shared_batches_go_on_with_another_number_of_ranks(found, folder, ranks):
+    whole, parameters = zip(*values_of(found, shared_batches), strict=True)
+    wanted = of_all_ranks(whole)
+    assert [len(step) for step in wanted] == [4, 4, 4, 1] * 2
+    assert [sorted(chain(*steps)) for steps in (wanted[:4], wanted[4:])] == [list(range(13))] * 2
+    assert wanted[:4] != wanted[4:]
+    before, _ = zip(*values_of(found, shared_batches_until_a_checkpoint), strict=True)
+    assert of_all_ranks(before) == wanted[:6]
+    resumed = values_of(
+        run_on_ranks(ranks, [shared_batches_after_the_checkpoint], folder), shared_batches_after_the_checkpoint
+    )
+    seen, resumed_parameters, refused = zip(*resumed, strict=True)
+    assert of_all_ranks(seen) == wanted[6:]
+    for own in resumed_parameters:
+        assert own == pytest.approx(parameters[0], abs=1e-12)
+    for error in refused:
+        assert "a sampler has a `generator` of its own, whose state cannot be restored" in error
+
+
+def test_shares_follow_the_speed_of_ranks(found):
+    slow, fast = values_of(found, shares_follow_the_speed)
+    assert (slow[0], fast[0]) == (6, 6)
+    assert slow[-1] < 5
+    assert [one + other for one, other in zip(slow, fast, strict=True)] == [12] * 30
+
+
+def test_misused_sharing_is_refused(found):
+    for number, sampler in values_of(found, misused_sharing):
+        assert number.startswith("ValueError: `split=[1, 2, 3]` has 3 entries for 2 ranks")
+        assert sampler.startswith("UnsupportedFeatureError: a loader has a `DistributedSampler` with `num_replicas=2`")

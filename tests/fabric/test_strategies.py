@@ -9,20 +9,25 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext.fabric import DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext.fabric import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.toolkit import (
     RANK,
     WORLD_SIZE,
     batches_of_ranks,
     digest_of,
     run_on_ranks,
+    samples,
     values_of,
     whole_batches,
 )
 
-STRATEGIES = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
+STRATEGIES = {
+    "ddp_checkpoint": DDPCheckpointStrategy,
+    "ddp_join": DDPJoinStrategy,
+    "balanced_ddp": BalancedDDPStrategy,
+}
 EVEN = ((3, 2, 1), (1, 2, 4), (2, 2, 1))
 UNEVEN = ((3, 2, 1, 2), (2, 1), (4,))
 
@@ -59,7 +64,8 @@ def loop(fabric: Fabric, batches: Any, windows: int, epochs: int = 2) -> Outcome
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(batches, use_distributed_sampler=False)
+    is_shared = isinstance(fabric.strategy, BalancedDDPStrategy)
+    loader = fabric.setup_dataloaders(batches, use_distributed_sampler=is_shared)
     outcome = Outcome()
     for _ in range(epochs):
         for number, (features, labels, _) in enumerate(loader):
@@ -127,3 +133,55 @@ def test_ranks_train_as_one_process(world_size):
             assert outcome.digests == outcomes[0].digests
     control, *_ = values_of(found, "control")
     assert float((control.gradients[0] - cases["even"].alone().gradients[0]).abs().max()) > 1e-3
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Ranks share batches of four samples, of which the last one has two."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    windows: int = 1
+
+    def __call__(self, folder: str = "") -> Outcome:
+        options = {**self.options}
+        if "split" in options:
+            options["split"] = options["split"][:WORLD_SIZE]
+        fabric = Fabric(
+            strategy=BalancedDDPStrategy(**options), accelerator="cpu", devices=WORLD_SIZE, precision="64-true"
+        )
+        fabric.launch()
+        return loop(fabric, DataLoader(TensorDataset(*samples(14)), batch_size=4), self.windows)
+
+    def alone(self) -> Outcome:
+        fabric = Fabric(accelerator="cpu", devices=1, precision="64-true")
+        return loop(fabric, DataLoader(TensorDataset(*samples(14)), batch_size=4 * self.windows), 1)
+
+
+SHARED = {
+    "auto": Shared(),
+    "even": Shared({"balance": "even"}),
+    "split": Shared({"split": [1, 3, 2]}),
+    "without data": Shared({"gpu0_batch_size": 0}),
+    "windows": Shared({"split": [1, 3, 2]}, windows=2),
+    "windows without data": Shared({"gpu0_batch_size": 0}, windows=2),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_share_batches_train_as_one_process(world_size):
+    found = run_on_ranks(world_size, {**SHARED, "control": Shared({"split": [1, 3, 2], "weight_by": "equal"})})
+    for name, case in SHARED.items():
+        alone, outcomes = case.alone(), values_of(found, name)
+        assert len(alone.gradients) == (8 if case.windows == 1 else 4)
+        for outcome in outcomes:
+            assert len(outcome.gradients) == len(alone.gradients)
+            for ours, wanted in zip(outcome.gradients, alone.gradients, strict=True):
+                torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+            last = None if case.windows == 1 else -5
+            torch.testing.assert_close(outcome.state[:last], alone.state[:last], rtol=0, atol=1e-12)
+            assert outcome.digests == outcomes[0].digests
+        if "without data" in name:
+            assert outcomes[0].shadows == [True] * 8
+            assert not any(outcomes[1].shadows)
+    control, *_ = values_of(found, "control")
+    assert float((control.gradients[0] - SHARED["split"].alone().gradients[0]).abs().max()) > 1e-3

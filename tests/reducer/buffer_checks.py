@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.consistency.replica_differences import name_training_state
+from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.reducer.checking import EXACT, batch, check, net, says, spread, step
 
@@ -223,6 +224,24 @@ def parameters_and_buffers_that_torch_ignores_are_ignored() -> list[object]:
     ]
     compared = [name for name in name_training_state(module) if "0.bias" in name or "own" in name or "queue" in name]
     return [*kept, compared, difference]
+
+
+@check([[2, 3], 1.5, [False, True], 0.0])
+def caches_may_differ_in_shape() -> list[object]:
+    rank = dist.get_rank()
+    module = net()
+    module.register_buffer("cache", None, persistent=False)
+    module.register_buffer("own", torch.tensor(0.0), persistent=False)
+    module.register_buffer("count", torch.tensor(0.0))
+    reducer = GradientReducer(module)
+    shapes: list[int] = []
+    for number in range(3):
+        module.count += rank
+        module.cache = torch.ones(1, 2 + bool(number)).expand(2 + (rank if number else 0), -1)
+        step(reducer, module)
+        shapes.append(len(module.cache))
+    kept = [any(part in name for name in name_training_state(module)) for part in ("cache", "own")]
+    return [shapes[:1] + gather_integer(shapes[-1])[1:], module.count.item(), kept, spread(module.count)]
 
 
 @check(

@@ -229,6 +229,16 @@ def test_a_replica_reads_its_own_entries_until_the_step_ends_and_a_warning_names
     assert mirrored.copies[0].direct["state"] is not module.direct["state"]
 
 
+def test_a_number_set_on_the_only_active_replica_reaches_the_others_beside_a_value_that_stays():
+    mirrored = Mirrored()
+    mirrored.push()
+    mirrored.copies[0].calls, mirrored.copies[0].state = 5, torch.ones(1)
+    with pytest.warns(UserWarning, match="`self.state` was set inside a step"):
+        mirrored.mirror.pull([0], [2])
+    mirrored.push()
+    assert [own.calls for own in mirrored.copies] == [5, 5]
+
+
 def test_no_change_of_a_dictionary_is_lost_without_a_warning():
     for write in (
         lambda module: module.features["known"].append(1),

@@ -182,6 +182,56 @@ def test_values_returned_by_forward_are_logged_for_the_whole_batch(split, device
         assert step == pytest.approx(expected_step, abs=1e-9)
 
 
+class Ratio(torchmetrics.Metric):
+    """A sum of values divided by their number, as the ELBO of a variational autoencoder."""
+
+    full_state_update = False
+
+    def __init__(self, key):
+        super().__init__()
+        self.key = key
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("number", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, *, number, **totals):
+        self.total += totals[self.key]
+        self.number += number
+
+    def compute(self):
+        return self.total / self.number
+
+
+class Composed(Collecting):
+    names = ("called",)
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Ratio("loss"), Ratio("penalty")])
+        self.sum = self.parts[0] + self.parts[1]
+        self.called = Ratio("loss") + Ratio("penalty")
+
+    def training_step(self, batch, batch_idx):
+        features, labels = batch
+        losses = functional.cross_entropy(self.network(features), labels, reduction="none")
+        totals = {"loss": losses.detach().sum(), "penalty": features.square().sum(), "number": len(labels)}
+        self.sum.update(**totals)
+        self.log_dict({"sum": self.sum, "part": self.parts[1]}, on_epoch=True, on_step=False)
+        self.log("value", self.called(**totals))
+        return losses.mean()
+
+
+@pytest.mark.parametrize(("split", "devices"), [([2, 6], 2), ([0, 8], 2), ([2, 3, 3], 3)])
+def test_composed_metrics_of_sums_equal_one_device(split, devices):
+    _, values, found = run(Composed, balanced(split), devices)
+    _, expected_values, expected = run(Composed, "auto", 1)
+    assert {"sum", "part", "called", "value"} <= expected.keys()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    for step, expected_step in zip(values, expected_values, strict=True):
+        assert step == pytest.approx(expected_step, abs=1e-9)
+
+
 def test_metrics_outside_of_the_module_tree_are_warned_about():
     class Hidden(Classifier):
         def __init__(self):

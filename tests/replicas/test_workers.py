@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -85,6 +86,18 @@ def test_intra_op_threads_are_shared_out_and_the_callers_number_stays():
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
+
+
+def test_each_worker_has_two_openmp_threads_so_that_idle_ones_do_not_spin():
+    before, intra_op = psutil.Process().num_threads(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    workers = ReplicaWorkers([CPU, CPU])
+    torch.set_num_threads(intra_op)
+    try:
+        assert run(workers, {0: torch.get_num_threads, 1: torch.get_num_threads})[0] == {0: 1, 1: 1}
+        assert psutil.Process().num_threads() >= before + 4
+    finally:
+        workers.close()
 
 
 def test_an_exception_keeps_its_type_and_traceback_after_all_jobs_have_ended(workers):

@@ -259,6 +259,8 @@ def test_wrong_numbers_and_loaders_with_a_state_are_refused():
         def load_state_dict(self, state):
             pass
 
-    trainer = quiet_trainer(DDPCheckpointStrategy(prefetch=1), 1, max_epochs=1)
-    with pytest.warns(UserWarning, match="`prefetch` has no effect on a loader with a state"):
-        trainer.fit(Network(), Stateful(Samples(), batch_size=3))
+    for strategy in (BalancedDataParallelStrategy, DDPCheckpointStrategy):  # `ddp_join` does not use its state
+        trainer = quiet_trainer(strategy(prefetch=1), 1, max_epochs=1)
+        with pytest.warns(UserWarning, match="`prefetch` has no effect on `Stateful`, a loader with a state") as caught:
+            trainer.fit(Network(), Stateful(Samples(), batch_size=3))
+        assert sum("`prefetch`" in str(warning.message) for warning in caught) == 1

@@ -13,8 +13,9 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
+from lightning_ddp_ext.callbacks import ReplicaConsistency
 from lightning_ddp_ext.shares import steps as shared_steps
-from tests.parity import normalised_network, quiet_trainer
+from tests.parity import CachesMask, normalised_network, quiet_trainer
 from tests.strategies.toolkit import (
     ALONE,
     RANK,
@@ -236,6 +237,19 @@ class Normalised:
         return sizes.sizes, trace.digests
 
 
+@dataclass(frozen=True)
+class Caching:
+    """A module whose buffers have the size of the share, on batches of 8, 8 and 5 samples."""
+
+    def __call__(self, folder: str = "") -> Any:
+        return self.fit(strategy=BalancedDDPStrategy(split=[1, 3]), callbacks=[ReplicaConsistency(every_n_steps=1)])
+
+    def fit(self, **options: Any) -> Any:
+        seed_everything(0, verbose=False)
+        loader = DataLoader(TensorDataset(*samples(21)[:2]), batch_size=8)
+        return fit(CachesMask(torch.optim.SGD, lr=0.1), loader, max_epochs=2, **options)[1]
+
+
 MANUAL = {
     "split": Manual({"split": [1, 3]}),
     "accumulated": Manual({"split": [1, 3]}, accumulate=True),
@@ -246,7 +260,7 @@ MANUAL = {
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    cases = {**MANUAL, "normalised": Normalised(True), "not normalised": Normalised(False)}
+    cases = {**MANUAL, "caching": Caching(), "normalised": Normalised(True), "not normalised": Normalised(False)}
     return run_on_ranks(2, cases, tmp_path_factory.mktemp("others"))
 
 
@@ -259,6 +273,10 @@ def test_manual_optimization_has_the_gradients_of_the_whole_batch(others, name):
         assert float((found[0].parameters - wanted.parameters).abs().max()) < 1e-12
         found = found[1:]
     assert_same_training(found, wanted)
+
+
+def test_caches_may_have_the_size_of_the_share(others):
+    assert_same_training(values_of(others, "caching"), Caching().fit(**ALONE))
 
 
 def test_batch_normalisation_gets_no_single_sample(others):

@@ -26,11 +26,13 @@ class Case:
     of_trainer: dict[str, Any] = field(default_factory=dict)
     speeds: Any = (SPEEDS,)
     most: int | None = None  # samples that rank 1 has memory for
+    workers_of_rank_1: int | None = None
 
     def __call__(self, folder: str = "") -> Any:
         data = TensorDataset(*samples(469))
         given: Any = Stream(list(data)) if self.is_stream else data
-        loader = DataLoader(given, 16, shuffle=not self.is_stream, **self.of_loader)
+        other = {} if self.workers_of_rank_1 is None or RANK != 1 else {"num_workers": self.workers_of_rank_1}
+        loader = DataLoader(given, 16, shuffle=not self.is_stream, **{**self.of_loader, **other})
         module, simulated = Recording(), Simulated(self.speeds, self.late)
         options = {"max_epochs": 2, "accumulate_grad_batches": self.windows, **self.of_trainer}
         callbacks = [simulated, *options.pop("callbacks", [])]
@@ -48,6 +50,7 @@ CASES = {
     "late": Case(late=2),
     "accumulated": Case(windows=3),
     "workers": Case(of_loader={"num_workers": 2, "prefetch_factor": 3}),
+    "other workers on each rank": Case(late=1, workers_of_rank_1=2),
     "persistent workers": Case(of_loader={"num_workers": 1, "persistent_workers": True}),
     "stream": Case(is_stream=True),
     "stream with workers": Case(is_stream=True, of_loader={"num_workers": 2}),

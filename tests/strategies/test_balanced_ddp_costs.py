@@ -142,6 +142,11 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
         "UnsupportedFeatureError: `cost` needs a dataset whose samples have the indices 0 to `len(dataset) - 1`, and"
         " `Keys` yields ['0', '1']",
     ),
+    "other lengths": (
+        "length",
+        lambda: DataLoader(torch.utils.data.Subset(Sequences(), range(9 - RANK)), 4, collate_fn=concatenate),
+        "UnsupportedFeatureError: `cost` needs a dataset with the same `len` on every rank, and `Subset` has 9, 8 on",
+    ),
     "several loaders": ("length", both, "BatchSplitError: the loaders of a step give 4 and 4 samples, which ranks"),
     "negative": (
         negative,

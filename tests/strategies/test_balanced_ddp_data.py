@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -220,6 +220,25 @@ def predict(options: dict[str, Any], folder: str) -> list[Any]:
     return [[{name: list(map(str, value)) for name, value in one.items()} for one in part] for part in found]
 
 
+def predict_objects(folder: str) -> str:
+    """Return the error for predictions of a class that other ranks cannot look up."""
+
+    class Named(NamedTuple):
+        index: Any
+
+    class Predicting(Recording):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return {"named": Named(batch[2])}
+
+    made, module = trainer(strategy=BalancedDDPStrategy(**FIXED)), Predicting()
+    assert made.predict(module, DataLoader(data(), 5), return_predictions=False) is None
+    try:
+        made.predict(module, DataLoader(data(), 5))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 PREDICTIONS = {"predictions": FIXED, "predictions without data": {"gpu0_batch_size": 0}}
 
 
@@ -277,6 +296,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataLoader(data(), 1),
         "BatchSplitError: rank 1 never gets a sample: batches of 1 are shared as [1, 0]. Use larger batches or fewer",
     ),
+    "stream with other workers": (
+        lambda: DataLoader(Stream(list(data())), 5, num_workers=RANK),
+        "UnsupportedFeatureError: the loaders of a stream have workers that fetch 0, 2 batches ahead on ranks 0 to 1",
+    ),
     "any order": (
         lambda: DataLoader(data(), 5, num_workers=1, in_order=False),
         "UnsupportedFeatureError: a loader has `in_order=False`",
@@ -299,6 +322,7 @@ def found(tmp_path_factory):
         **RUNS,
         **EVALUATIONS,
         **predictions,
+        "objects": predict_objects,
         "fetched": only_the_share_is_fetched,
         "threads": process_groups_and_their_threads_end_with_a_run,
         **refused,
@@ -334,6 +358,12 @@ def test_predictions_are_in_the_order_of_the_data_on_every_rank(found, name):
     assert joined(one["names"] for one in wanted[0]) == [f"{index}" for index in range(21)]
     for predicted in values_of(found[1], name):
         assert predicted == wanted
+
+
+def test_predictions_that_cannot_be_sent_are_refused_in_the_first_batch(found):
+    wanted = "`predict_step` returns `Named` at `['named']`, which cannot be sent to other ranks"
+    for error in values_of(found[1], "objects"):
+        assert wanted in error
 
 
 def test_a_rank_fetches_no_sample_of_another_rank(found):

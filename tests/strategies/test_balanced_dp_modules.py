@@ -24,6 +24,7 @@ from lightning_ddp_ext.replicas.workers import current_replica
 from tests.parity import (
     CLASSES,
     FEATURES,
+    CachesMask,
     Classifier,
     Evaluated,
     assert_same_training,
@@ -77,6 +78,12 @@ class FreezingByHand(WithBackbone):
 
 def test_freezing_by_hand_in_a_hook():
     compare(FreezingByHand, {"accumulate_grad_batches": 2})
+
+
+@pytest.mark.filterwarnings("ignore:`self.last_size` was set inside a step, to different values")
+@pytest.mark.parametrize("split", [[1, 1], [5, 3], [0, 1]], ids=str)
+def test_caches_of_the_size_of_a_chunk(split):
+    compare(CachesMask, split=split)
 
 
 class Growing(Classifier):

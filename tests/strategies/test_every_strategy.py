@@ -3,10 +3,12 @@
 from datetime import timedelta
 
 import pytest
+import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -69,6 +71,20 @@ def test_a_second_trainer_needs_a_strategy_of_its_own(make):
 def test_hooks_can_make_a_sampler_before_any_run(name):
     trainer = Trainer(strategy=name, accelerator="cpu", devices=2, num_nodes=2, logger=False)
     assert trainer.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 0}
+
+
+@pytest.mark.parametrize("make", [DDPCheckpointStrategy, DDPJoinStrategy])
+def test_a_batch_sampler_that_needs_its_own_sampler_is_refused(make):
+    class Grouped(BatchSampler):
+        def __init__(self, sampler, batch_size, drop_last):
+            super().__init__(sampler, batch_size, drop_last)
+            self.groups = sampler.data_source
+
+    data = torch.randn(8, 32)
+    loader = DataLoader(data, batch_sampler=Grouped(SequentialSampler(data), 2, False))
+    message = r"`Grouped` cannot be made again with the sampler of one rank \(AttributeError: .*, or use `balanced_ddp`"
+    with pytest.raises(UnsupportedFeatureError, match=message):
+        quiet_trainer(make(), 1, fast_dev_run=True).fit(BoringModel(), loader)
 
 
 def test_a_callable_weight_needs_a_step_that_takes_a_batch():

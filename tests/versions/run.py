@@ -127,7 +127,7 @@ def prepare(row: Row, interpreter: str) -> Path:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([interpreter, "-m", "venv", folder], check=True)
-    # Python compiles what tests import, a small part of torch.
+    # The tests compile what they import, a small part of torch.
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     subprocess.run([*pip, "--no-deps", f"torch=={row.torch}"], check=True)
     site_packages = next(folder.glob("lib/python*/site-packages"))
@@ -195,10 +195,12 @@ def run_tests(python: Path, name: str) -> str:
     """Run the tests under one import name; prints the output if they fail, and returns pytest's last line."""
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not exhaustive"]
     with checkout(name) as folder:
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile torch
         try:
             done = subprocess.run(
                 [python, "-m", "pytest", *options, *TESTS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, timeout=_LIMIT,
+                cwd=folder, env=environment, timeout=_LIMIT,
             )  # fmt: skip
             output, has_passed = done.stdout, done.returncode == 0
         except subprocess.TimeoutExpired as error:
@@ -250,7 +252,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if [found[0].rpartition(".")[0], *found[1:]] != expected:
             raise RuntimeError(f"the environment {python.parents[1]} has {found}, not {expected}. Delete it.")
         print(f"Python {found[0]}, torch {row.torch}, Lightning {row.lightning}", flush=True)
-        passed = [run_tests(python, name) if name in row.names else "-" for name in (FIRST, SECOND)]
+        passed = []
+        for name in (FIRST, SECOND):
+            passed.append(run_tests(python, name) if name in row.names else "-")
+            print(f"  {name}: {passed[-1]}", flush=True)
         record(row, "FAILED" not in passed)
         results.append([*found, *passed, f"{time.monotonic() - started:.0f} s"])
     widths = [max(map(len, column)) for column in zip(*results, strict=True)]

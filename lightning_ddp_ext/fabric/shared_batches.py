@@ -1,0 +1,219 @@
+"""`balanced_ddp` for Fabric: ranks share the batches of their loaders."""
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_ddp_ext._compat.torch import BatchNorm
+from lightning_ddp_ext.batches.balance_controller import BalanceController
+from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
+from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integer
+from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.fabric.loaders import RNG, USED, FabricLoader
+from lightning_ddp_ext.fabric.strategies import DDPJoinStrategy
+from lightning_ddp_ext.join.lockstep_loader import StepMaker
+from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, SharedBatch
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.resume.rng_state import find_loader_rngs
+from lightning_ddp_ext.shares.batch_sampler import GlobalBatches
+from lightning_ddp_ext.shares.combined_loader import SharedLoader, share_step
+from lightning_ddp_ext.shares.steps import ComputeTimes, decide, make_controller
+from lightning_ddp_ext.shares.table import ShareTable
+
+_SHARES, _TABLE, _SEEDS = "shares", "table", "seeds"
+
+
+class SharedFabricLoader(FabricLoader):
+    """A loader of global batches, which yields the share of this rank."""
+
+    def __init__(self, loader: Any, strategy: "BalancedDDPStrategy", table: ShareTable, index: int) -> None:
+        super().__init__(loader, strategy, strategy.root_device)
+        self.table = table
+        self._strategy = strategy
+        self._group = strategy.steps_group
+        self._seeds = broadcast_object(torch.initial_seed(), self._group, 0), index
+        ahead = loader.num_workers * (loader.prefetch_factor or 0) if isinstance(loader, DataLoader) else 0
+        self._lead = max(gather_integer(ahead, self._group))  # batches that any rank draws before their use
+        self._shared = SharedLoader(loader, GlobalBatches(table, self._group, True), strategy.batch_dim)
+        self._stand_in: list[Any] = []
+
+    @property
+    def undrawn(self) -> int:
+        """Number of the first batch that no rank has drawn yet."""
+        drawn = self._shared.batches.drawn if self._shared.is_stream else 0
+        return max(drawn, self.table.begun + self._lead)
+
+    @override
+    def _make_steps(self, own_skip: int, length: int | None, skip: int) -> Iterator[tuple[Any, FetchedBatch]]:
+        batches = self._shared.batches
+        batches.begin(self.table.begin_epoch(skip), *self._seeds, self._epoch)
+        self.table.avoids_single_samples = self._strategy.has_batch_norm
+        maker = StepMaker(self._group, self._stand_in)
+        fetched = self._rng.iterate(self._shared, [self._loader], skip, looks_ahead=length is None)
+        for number, batch in enumerate(fetched):
+            taken = self._shared.take()
+            if number >= skip:
+                step = share_step(maker, batches.rank, batch, taken)
+                self._strategy.begin_share(self.table, taken[0][0])
+                yield step
+
+    @override
+    def state(self) -> dict[str, Any]:
+        given = super().state()
+        is_within_epoch = self._used is not None
+        return {**given, _SEEDS: list(self._seeds), _TABLE: self.table.state_dict(is_within_epoch)}
+
+    @override
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._seeds = tuple(state[_SEEDS])
+        generators = find_loader_rngs([self._loader], excluded=[getattr(self._loader, "dataset", None)])
+        if RNG in state:
+            self.table.load_state_dict(state[_TABLE])
+        elif state[USED] and generators:
+            raise UnsupportedFeatureError(
+                "the checkpoint was saved in the middle of an epoch by another number of ranks, and a sampler has a"
+                " `generator` of its own, whose state cannot be restored. Load it on as many ranks, or one that was"
+                " saved between epochs."
+            )
+
+
+class BalancedDDPStrategy(DDPJoinStrategy):
+    """`balanced_ddp` for Fabric: the loader's batch is the batch of all ranks, of which each computes a share.
+
+    A rank without a sample of a batch gets a copy of one of its shares, as a rank without data of `DDPJoinStrategy`.
+    Every rank draws the same batches, and fetches the samples of its share only.
+
+    Registered with Fabric as `"balanced_ddp"`.
+
+    Args:
+        gpu0_batch_size: As for `lightning_ddp_ext.BalancedDDPStrategy`, also the arguments that follow.
+        split: Proportion of the batch for each rank.
+        balance: `"auto"`, the default, follows the time from the batch to the end of `fabric.backward` on each rank;
+            `"even"` divides batches evenly.
+        options: Arguments of `DDPCheckpointStrategy`.
+
+    Raises:
+        TypeError: If `uneven_inputs` is given.
+        ValueError: If more than one of `gpu0_batch_size`, `split` and `balance` is given or if one is out of range.
+    """
+
+    strategy_name = "balanced_ddp"
+    shares_batches = True
+
+    def __init__(
+        self,
+        *args: Any,
+        gpu0_batch_size: int | None = None,
+        split: Sequence[float] | None = None,
+        balance: Balance | None = None,
+        **options: Any,
+    ) -> None:
+        if "uneven_inputs" in options:
+            raise TypeError("`uneven_inputs` is not needed: all ranks share the same batches. Delete the argument.")
+        self._chunk_rule = ChunkRule(gpu0_batch_size, split, balance)
+        super().__init__(*args, **options)
+        self.gpu0_batch_size = gpu0_batch_size
+        self.split = None if split is None else list(split)
+        self.balance = balance
+        self._controller: BalanceController | None = None
+        self._times: ComputeTimes | None = None
+        self._share: tuple[ShareTable, SharedBatch] | None = None  # the current batch
+        self._is_counted = False  # the times of the current batch
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._chunk_rule.check_number(self.world_size, "rank")
+        self._controller = make_controller(self._chunk_rule, self.world_size)
+        self._times = ComputeTimes(self.world_size, self.root_device)
+
+    @override
+    def compared_arguments(self) -> dict[str, object]:
+        own = {"gpu0_batch_size": self.gpu0_batch_size, "split": self.split, "balance": self.balance}
+        return {**super().compared_arguments(), **own}
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> None:  # type: ignore[override]
+        """None: every rank draws all samples."""
+        return None
+
+    @override
+    def make_loader(self, dataloader: Any) -> FabricLoader:
+        return SharedFabricLoader(dataloader, self, ShareTable(self._chunk_rule, self.world_size), len(self._loaders))
+
+    @override
+    def number_of_steps(self, length: int | None) -> int | None:
+        return length
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether a module refuses single samples in training."""
+        norms = [part for module in self._modules for part in module.modules() if isinstance(part, BatchNorm)]
+        return any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+
+    @override
+    @contextmanager
+    def iterating(self) -> Generator[None, None, None]:
+        outer = self._share
+        try:
+            with super().iterating():
+                yield
+        finally:
+            self._share = outer
+
+    def begin_share(self, table: ShareTable, shared: SharedBatch) -> None:
+        """Begin with a batch of all ranks."""
+        assert self._times is not None
+        table.begin_batch(shared.number)
+        self._share, self._is_counted = (table, shared), False
+        if shared.sizes[self.global_rank]:
+            self._times.start()  # an evaluation, which has no backward pass, never stops it
+        else:
+            self._times.forget()
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        assert self._times is not None
+        if self._share is not None and self._reducer is not None:
+            shared = self._share[1]
+            self._reducer.control.drawn = shared.drawn
+            if not self._is_counted:
+                self._times.add_batch(shared)
+                self._is_counted = True
+        super().backward(tensor, module, *args, **kwargs)
+        self._times.stop()
+
+    @contextmanager
+    @override
+    def _synchronizing(self, reducer: GradientReducer) -> Generator[None, None, None]:
+        assert self._times is not None
+        with super()._synchronizing(reducer):
+            yield
+            self._times.stop()
+            self._times.end_step()
+            self._times.write(reducer.control)
+        for step in self._times.read(reducer.control):
+            if (
+                self._controller is not None
+                and self._share is not None
+                and decide(self._controller, self._share[0], step)
+            ):
+                for loader in self._loaders:
+                    assert isinstance(loader, SharedFabricLoader)
+                    loader.table.change(loader.undrawn, self._controller.shares, self._controller.limits)
+
+    @override
+    def own_state(self) -> dict[str, Any]:
+        return {_SHARES: None if self._controller is None else self._controller.state_dict()}
+
+    @override
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        if self._controller is not None and state[_SHARES] is not None:
+            self._controller.load_state_dict(state[_SHARES])
