@@ -1,5 +1,6 @@
-"""Times and memory of training steps on a GPU, against Lightning's `ddp` with one rank and against one device.
+"""Times and memory of training steps on GPUs, against Lightning's `ddp` with one rank, one device, and `DataParallel`.
 
+`balanced_dp` and torch's `DataParallel` have a replica on each GPU, or two on the only one; memory is the first one's.
 All contenders train in turn in one process, a few dozen steps at a time; ratios are taken within a round. The host
 waits for the device before and after the steps that are counted, not in between.
 Run it with `python benchmarks/gpu.py`.
@@ -37,8 +38,12 @@ from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrateg
 from tests.support import devices
 
 WARM_UP = 6  # steps, of which the first ones build buckets and choose kernels
-ONE = "one device"
-DDP = "ddp"
+ONE, DDP = "one device", "ddp"
+DATA_PARALLEL, BALANCED = "DataParallel", "balanced_dp"
+REFERENCES = {
+    DATA_PARALLEL: [ONE], "ddp_checkpoint": [DDP], "ddp_join": [DDP], "balanced_dp, 1 replica": [ONE],
+    BALANCED: [ONE, DATA_PARALLEL],
+}  # fmt: skip
 
 
 class _Block(nn.TransformerEncoderLayer):
@@ -201,28 +206,37 @@ class Window(pl.Callback):
 
 
 def make_strategies(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Return the contenders; Lightning's `ddp` runs on no other accelerators than CUDA."""
+    """Return the contenders; Lightning's `ddp` and torch's `DataParallel` run on no other accelerators than CUDA.
+
+    On the CPU, `DataParallel` calls the network once, which only shows that the contender runs.
+    """
     ranked = {"parallel_devices": [device]}
-    theirs = {DDP: partial(DDPStrategy, **ranked)} if device.type in ("cpu", "cuda") else {}
+    one = partial(SingleDeviceStrategy, device)
+    theirs = {DDP: partial(DDPStrategy, **ranked), DATA_PARALLEL: one} if device.type in ("cpu", "cuda") else {}
     return {
-        ONE: partial(SingleDeviceStrategy, device),
+        ONE: one,
         **theirs,
         "ddp_checkpoint": partial(DDPCheckpointStrategy, **ranked),
         "ddp_join": partial(DDPJoinStrategy, **ranked),
         "balanced_dp, 1 replica": partial(BalancedDataParallelStrategy, parallel_devices=[device]),
-        "balanced_dp, 2 replicas": partial(BalancedDataParallelStrategy, parallel_devices=[device] * 2),
+        BALANCED: partial(BalancedDataParallelStrategy, parallel_devices=replica_devices()),
     }
 
 
-REFERENCES = {"ddp_checkpoint": DDP, "ddp_join": DDP, "balanced_dp, 1 replica": ONE, "balanced_dp, 2 replicas": ONE}
+def replica_devices() -> list[torch.device]:
+    """Return all devices, or the only one twice."""
+    return devices.devices(max(2, devices.device_count()))
 
 
-def fit(case: Case, data: Endless, strategy: Callable[[], Any], device: torch.device, steps: int) -> Burst:
+def fit(name: str, case: Case, data: Endless, strategy: Callable[[], Any], device: torch.device, steps: int) -> Burst:
     """Train for some steps after a warm-up; memory is in bytes, without the parameters and the batches."""
     gc.collect()
     torch.manual_seed(0)
     with device:  # random numbers for 100 million parameters take seconds on a CPU
-        module = Classifier(case.build())
+        network = case.build()
+    if name == DATA_PARALLEL:
+        network = nn.DataParallel(network, device_ids=replica_devices())
+    module = Classifier(network)
     window = Window(device)
     trainer = pl.Trainer(
         strategy=strategy(), accelerator=device.type, devices=1, precision=case.precision, callbacks=[window],
@@ -243,9 +257,9 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace) -> Me
     """Run all contenders in rounds, after one warm-up of each that also finds the number of steps."""
     strategies, data = make_strategies(device), Endless(case, device)
     until = time.perf_counter() + options.seconds
-    seconds = {name: fit(case, data, strategy, device, 3).mean for name, strategy in strategies.items()}
+    seconds = {name: fit(name, case, data, strategy, device, 3).mean for name, strategy in strategies.items()}
     turns = {
-        name: partial(fit, case, data, strategy, device, max(5, round(options.burst / seconds[name])))
+        name: partial(fit, name, case, data, strategy, device, max(5, round(options.burst / seconds[name])))
         for name, strategy in strategies.items()
     }
 
@@ -268,24 +282,22 @@ def describe(name: str, measurement: Measurement) -> tuple[dict[str, Any], list[
     for contender in measurement.rounds[0]:
         bursts = [round_[contender] for round_ in measurement.rounds]
         alone = [round_[ONE] for round_ in measurement.rounds]
-        reference = REFERENCES.get(contender)
-        reference = reference if reference in measurement.rounds[0] else None
-        ratio = measurement.ratio(contender, reference) if reference else None
+        references = [one for one in REFERENCES.get(contender, ()) if one in measurement.rounds[0]]
+        ratios = {reference: measurement.ratio(contender, reference) for reference in references}
         peak = min(burst.extra["peak"] for burst in bursts)
         least = min(burst.extra["peak"] for burst in alone)
         unit = bursts[0].extra["gradients"]
         above = 1 + (peak - least) / unit
         numbers[contender] = {
             "seconds": estimate_to_json(measurement.time(contender)),
-            "ratio": estimate_to_json(ratio),
-            "ratio to": reference,
+            "ratios": {reference: estimate_to_json(ratio) for reference, ratio in ratios.items()},
             "peak in bytes": peak,
             "held in bytes": min(burst.extra["held"] for burst in bursts),
             "gradients in bytes": unit,
             "memory of gradients": above,
         }
         times = _cell(measurement.time(contender), 1000)
-        compared = f"{_cell(ratio)} of {reference}" if reference else ""
+        compared = "; ".join(f"{_cell(ratio)} of {reference}" for reference, ratio in ratios.items())
         memory = f"{peak / 2**30:.2f} | {above:.2f}" if peak else "|"
         rows.append(f"| {name} | {contender} | {times} | {compared} | {memory} |")
     return numbers, rows

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_re
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ddp_ext._compat.lightning import replace_attributes
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import DDPExtError, UnsupportedFeatureError
 
 
 class _GivenBatchSampler(BatchSampler):
@@ -44,7 +44,7 @@ def keep_batch_samplers(
                 prepared = type(connector)._prepare_dataloader(connector, shown, *args, **kwargs)
             except Exception as error:
                 # Lightning explains other arguments by a TypeError; other errors come from the class of the user.
-                if shown is loader or isinstance(error, TypeError | MisconfigurationException):
+                if shown is loader or isinstance(error, TypeError | MisconfigurationException | DDPExtError):
                     raise
                 raise UnsupportedFeatureError(
                     f"the batch sampler `{type(loader.batch_sampler).__name__}` cannot be made again with the sampler"
@@ -143,12 +143,12 @@ class _SampledBatches:
         given = self._loader.batch_sampler
         return self._loader.sampler if given is None else given._batch_sampler
 
-    def set(self, batches: list[Any]) -> None:
+    def set(self, drawn: list[Any]) -> None:
         """Let the loader draw these."""
         if self._loader.batch_sampler is not None:
-            self._loader.batch_sampler._batch_sampler = batches
+            self._loader.batch_sampler._batch_sampler = drawn
         else:
-            vars(self._loader)["sampler"] = [index for batch in batches for index in batch]  # torch refuses to set it
+            vars(self._loader)["sampler"] = drawn  # torch refuses to set it
 
 
 def batches_to_predict(loader: object) -> _SampledBatches | None:

@@ -150,8 +150,7 @@ def is_array(value: Any) -> bool:
 
 def is_index(value: Any) -> bool:
     """Return True for an index of pandas, which names columns or rows."""
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and isinstance(value, pandas.Index)
+    return isinstance(value, getattr(sys.modules.get("pandas"), "Index", ()))
 
 
 def is_graph_batch(value: Any) -> bool:

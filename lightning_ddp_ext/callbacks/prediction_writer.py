@@ -64,7 +64,7 @@ class PredictionWriter(BasePredictionWriter):
     def __init__(self, folder: str | Path, merge: bool = True) -> None:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
             raise TypeError(f"`folder` must be the path of a folder, got {folder!r}. Use one for each prediction.")
-        if os.path.isfile(folder):  # `Path.is_file` raises for a name that is too long
+        if os.path.isfile(folder):  # `Path.is_file` raises errors for names that are too long
             raise ValueError(f"`folder` must be the path of a folder, got the file {str(folder)!r}. Use another name.")
         check_flag("merge", merge)
         super().__init__("batch")

@@ -183,7 +183,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         assert self._times is not None
         if self._share is not None and self._reducer is not None:
             shared = self._share[1]
-            self._reducer.control.drawn = shared.drawn
+            self._reducer.control.drawn = shared.agreement
             if not self._is_counted:
                 self._times.add_batch(shared)
                 self._is_counted = True

@@ -122,7 +122,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._checkpointing = (
             None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
         )
-        postpone_synchronization(self, self.postponing)
+        postpone_synchronization(self, self.accumulating)
         self._samples = BatchSamples(batch_dim)
         self._participation: StepParticipation | None = None  # of ranks in the current batch; None if all have one
         self._modules: list[nn.Module] = []
@@ -130,6 +130,8 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._reducer: GradientReducer | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._is_postponed = False
+        self._accumulating: tuple[object, ...] = ()  # the modules that `no_backward_sync` names at the moment
+        self._window_modules: tuple[object, ...] = ()
         self._window = AccumulationWindow()
 
     # ------------------------------------------------------------ set-up
@@ -232,6 +234,14 @@ class DDPCheckpointStrategy(DDPStrategy):
         reducer.defer_hooks()
         if self._window.total and not reducer.has_gradients():
             self._window = AccumulationWindow()  # `zero_grad` has dropped its gradients
+        if not self._window.length:
+            self._window_modules = self._accumulating
+        elif self._accumulating not in ((), self._window_modules):
+            raise UnsupportedFeatureError(
+                "`fabric.no_backward_sync` names another module than in the last backward pass, whose gradients are not"
+                " synchronised yet, and the gradients of all modules are synchronised together. End the accumulation of"
+                " one module before that of the next begins, or name both modules each time."
+            )
         self._window.add(weight)
         synchronizing = nullcontext() if self._is_postponed else self._synchronizing(reducer)
         if weight:
@@ -255,13 +265,14 @@ class DDPCheckpointStrategy(DDPStrategy):
             yield
 
     @contextmanager
-    def postponing(self) -> Generator[None, None, None]:
-        """Postpone the synchronisation of gradients in a block."""
-        was_postponed, self._is_postponed = self._is_postponed, True
+    def accumulating(self, module: object, is_postponed: bool) -> Generator[None, None, None]:
+        """Postpone the synchronisation of gradients in a block of `no_backward_sync`, if that is enabled."""
+        outer = self._accumulating, self._is_postponed
+        self._accumulating, self._is_postponed = (*self._accumulating, module), self._is_postponed or is_postponed
         try:
             yield
         finally:
-            self._is_postponed = was_postponed
+            self._accumulating, self._is_postponed = outer
 
     @property
     def _number_of_active_ranks(self) -> int:

@@ -164,14 +164,14 @@ def deal_batches(
     if batches is None or (step == 1 and not done):
         return DealtLoader(_Rest(loader, len(done)) if done else loader, source, first, step, None)
     with drawing_alike(int(os.environ.get("PL_GLOBAL_SEED", 0)), [batches.get()]):
-        drawn = [as_indices(batch) for batch in batches.get()]
+        drawn = list(batches.get())
     if is_shared and not is_dealt:
         _compare(drawn, group)
         drawn = drawn[start::step]
-    compare_finished(rank, done, [*map(hash_of, drawn[: len(done)])])
-    rest = drawn[len(done) :]
-    batches.set(rest)
-    return DealtLoader(loader, source, first, step, rest)
+    indices = [*map(as_indices, drawn)]
+    compare_finished(rank, done, [*map(hash_of, indices[: len(done)])])
+    batches.set(drawn[len(done) :])
+    return DealtLoader(loader, source, first, step, indices[len(done) :])
 
 
 def as_indices(batch: Any) -> list[Any]:
@@ -200,7 +200,7 @@ def hash_of(indices: Sequence[Any]) -> int:
 
 
 def _compare(drawn: Sequence[Any], group: dist.ProcessGroup) -> None:
-    hashes = gather_integer(hash_of(drawn), group)
+    hashes = gather_integer(hash_of([*map(as_indices, drawn)]), group)
     different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
     if different:
         raise UnsupportedFeatureError(

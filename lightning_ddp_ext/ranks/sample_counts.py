@@ -74,8 +74,13 @@ class SharedBatch(NamedTuple):
 
     number: int  # in the run
     sizes: tuple[int, ...]  # number of samples of each rank
-    drawn: int  # hash of the indices and the sizes
+    drawn: int  # hash of the indices
     nominal: tuple[int, ...]  # the sizes if all samples had the same cost
+
+    @property
+    def agreement(self) -> int:
+        """A number that ranks compare: they have drawn the same indices, and divided them alike."""
+        return (self.drawn + hash(self.sizes)) % 2**32
 
 
 class FetchedBatch(NamedTuple):

@@ -117,6 +117,7 @@ class BucketScheduler:
         self._lost: list[bool] = []
         self._hooks = [self._add_hook(number, parameter) for number, parameter in enumerate(parameters)]
         self._hooks_seen = -1  # number of the last hook of this process that was looked for
+        self._has_deferred = False
 
     def unsynchronized(self) -> set[int]:
         """Return the `id` of each parameter with a gradient that is newer than its last synchronisation."""
@@ -131,12 +132,15 @@ class BucketScheduler:
         for parameter, own in zip(self._parameters, self._hooks, strict=True):
             hooks = post_accumulate_hooks(parameter)
             for number, hook in hooks.items() if len(hooks) > 1 else ():
-                if number != own.id and not isinstance(hook, _DeferredHook):
-                    hooks[number] = _DeferredHook(hook)
+                if number != own.id:
+                    hooks[number] = hook if isinstance(hook, _DeferredHook) else _DeferredHook(hook)
+                    self._has_deferred = True
         return True
 
     def run_hooks(self, used: Sequence[float], context: AbstractContextManager[None]) -> None:
         """Run the deferred hooks of used parameters, if any, in the context; on every rank, as they may step."""
+        if not self._has_deferred:
+            return
         due = [
             (parameter, hook.hook)
             for parameter, is_used in zip(reversed(self._parameters), reversed(used), strict=True)

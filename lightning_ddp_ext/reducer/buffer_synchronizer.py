@@ -79,9 +79,9 @@ class BufferTable:
         return list(zip(self.names, texts, strict=True))
 
     def _find_tree(self) -> list[object]:
-        # By identity: modules may define `==` in another way, as metrics do.
-        tree: list[object] = [id(child) for part in self._parts for child in part._modules.values()]
-        return tree + [name for part in self._parts for name in part._buffers]
+        # By identity: modules may define `==` in another way, as metrics do. In few passes, as this runs in every step.
+        children = itertools.chain.from_iterable([part._modules.values() for part in self._parts])
+        return [*map(id, children), *itertools.chain.from_iterable([part._buffers for part in self._parts])]
 
     def _walk(self) -> None:
         ignored = find_ignored(self._module)

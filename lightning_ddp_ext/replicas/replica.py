@@ -310,6 +310,7 @@ class Replicas(Sequence[Replica]):
         self._parts: list[object] = []
         self._sent_parameters = TensorVersions([])
         self._buffer_versions = TensorVersions([])
+        self._own: dict[Place, TensorVersions] = {}  # the master's buffers of which each replica keeps its own value
         self._pointers: list[int] = []
 
     def __len__(self) -> int:
@@ -363,9 +364,10 @@ class Replicas(Sequence[Replica]):
     def _send_buffers(self, only_changed: bool) -> None:
         number, buffers = len(self._places), self._all_buffers()
         stale = {position % number for position in self._buffer_versions.changed(buffers)}
-        masters = dict(zip(self._places, buffers, strict=False))
-        for place in [place for place, seen in self._own.items() if seen.changed([masters[place]])]:
-            del self._own[place]
+        if self._own:
+            masters = dict(zip(self._places, buffers, strict=False))  # the first ones
+            for place in [place for place, seen in self._own.items() if seen.changed([masters[place]])]:
+                del self._own[place]
         if self.is_learning:
             same = {*range(number)} - stale
             self.changing |= {self._places[n] for n in same if not _are_equal(buffers[number + n], buffers[n])}
@@ -436,7 +438,7 @@ class Replicas(Sequence[Replica]):
         self._buffer_names = self._replicas[0].buffer_names
         self._places = _places(self._buffer_names)
         self.changing: set[Place] = set()  # buffers that may change without a new version
-        self._own: dict[Place, TensorVersions] = {}  # the master's buffers of which each replica keeps its own value
+        self._own = {}
         self._buffer_versions = TensorVersions(self._all_buffers())
 
     @contextmanager

@@ -185,11 +185,12 @@ class ReplicatedModule:
         Lightning's own backward pass (precision, accumulation, overrides) ends here; `backward` resumes it in replicas.
         """
         detached = [loss.detach().to(self._devices[0]).requires_grad_(loss.requires_grad) for loss in losses]
-        for loss in [loss for loss in detached if loss.requires_grad][:1]:  # one backward pass goes through all
-            loss.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
         record.losses = list(zip(losses, detached, strict=True))
         # The loss of a chunk of zero weight may be a mean over nothing, and 0 * nan is nan.
-        terms = [loss * weight for loss, weight in zip(detached, record.active_weights, strict=True) if weight]
+        weighted = [(loss, weight) for loss, weight in zip(detached, record.active_weights, strict=True) if weight]
+        for loss in [loss for loss, _ in weighted if loss.requires_grad][:1]:  # a backward pass comes to each of them
+            loss.register_hook(_refuse_second_order)  # type: ignore[no-untyped-call]
+        terms = [loss * weight for loss, weight in weighted]
         return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
 
     def backward(self, record: BatchRecord) -> None:

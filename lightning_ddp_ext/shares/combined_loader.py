@@ -59,23 +59,18 @@ class SharedLoader:
         if not isinstance(loader, DataLoader):
             return
         _check(loader)
-        wrap: Any
-        collate: Any
-        if self._is_fetched_whole:
-            wrap, collate = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=False), None
-        elif isinstance(loader.dataset, IterableDataset):
-            self.is_stream = True
-            wrap = partial(StreamSampler, batches=batches)
-            collate = StreamCollate(loader.collate_fn, batches.rank, batches.cost)
-        else:
+        collate, is_iterable = loader.collate_fn, isinstance(loader.dataset, IterableDataset)
+        self.is_stream = is_iterable and not self._is_fetched_whole
+        draw = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=not self._is_fetched_whole)
+        if self.is_stream:
+            cut = StreamCollate(collate, batches.rank, batches.cost)
+            self.loader = with_sampler(loader, partial(StreamSampler, batches=batches), cut)
+        elif not self._is_fetched_whole:
             if batches.cost is not None:
-                rank_zero_info(
-                    f"`cost` needs every sample of `{type(loader.dataset).__name__}` before the first batch."
-                )
-            wrap = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=True)
-            collate = ShareCollate(loader.collate_fn)
-        is_whole_stream = self._is_fetched_whole and isinstance(loader.dataset, IterableDataset)
-        self.loader = loader if is_whole_stream else with_sampler(loader, wrap, collate or loader.collate_fn)
+                rank_zero_info(f"`cost` reads every sample of `{type(loader.dataset).__name__}` before training.")
+            self.loader = with_sampler(loader, draw, ShareCollate(collate))
+        elif not is_iterable:
+            self.loader = with_sampler(loader, draw, collate)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -92,7 +87,7 @@ class SharedLoader:
 
     def _note_of_stream(self, item: SharedStreamBatch) -> Any:
         sizes, nominal = tuple(item.sizes), tuple(item.nominal)
-        self._taken.append((SharedBatch(item.number, sizes, hash(sizes) % 2**32, nominal), sizes[self.batches.rank]))
+        self._taken.append((SharedBatch(item.number, sizes, sum(sizes), nominal), sizes[self.batches.rank]))
         return item.batch
 
     def take(self) -> list[tuple[SharedBatch, int | None]]:
@@ -324,8 +319,8 @@ def _combine_shares(taken: Sequence[SharedBatch]) -> SharedBatch:
     for other in taken[1:]:
         if other.sizes != first.sizes:
             raise BatchSplitError(
-                f"the loaders of a step give {total} and {sum(other.sizes)} samples, of which ranks have the shares"
-                f" {list(first.sizes)} and {list(other.sizes)}, and a rank has one weight in a step. Give all loaders the"
-                " same `batch_size` and `drop_last=True`, and leave `cost` out."
+                f"the loaders of a step give {total} and {sum(other.sizes)} samples, in the shares {list(first.sizes)}"
+                f" and {list(other.sizes)}, but a rank has one weight in a step. Give all loaders the same `batch_size`"
+                " and `drop_last=True`, and leave `cost` out."
             )
     return first._replace(drawn=sum(one.drawn for one in taken) % 2**32)

@@ -207,7 +207,7 @@ class SharedBatchSteps(LockstepSteps):
         if self.trainer.training:
             self._table.begin_batch(self.shared.number)
             self._times.add_batch(self.shared)
-            self.gradient.reducer.control.drawn = self.shared.drawn
+            self.gradient.reducer.control.drawn = self.shared.agreement
         elif self._peaks is not None:
             self._peaks.forget()
         super().begin_fetched(batch, fetched)

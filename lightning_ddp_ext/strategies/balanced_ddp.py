@@ -88,9 +88,14 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         super()._configure_launcher()
         self._rule.check_number(self.num_nodes * self.num_processes, "rank")
 
+    @property
+    def _shared_steps(self) -> SharedBatchSteps:
+        assert isinstance(self.rank_steps, SharedBatchSteps)
+        return self.rank_steps
+
     def take_timed_steps(self) -> list[TimedStep]:
         """Return and forget the optimizer steps whose times have arrived from all ranks, the same on every rank."""
-        return self.rank_steps.take_timed() if isinstance(self.rank_steps, SharedBatchSteps) else []
+        return [] if self.rank_steps is None else self._shared_steps.take_timed()
 
     @override
     def keep_loaders(self, trainer: Trainer) -> None:
@@ -127,8 +132,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     @override
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
-        assert isinstance(self.rank_steps, SharedBatchSteps)
-        return self.rank_steps.indices_of(dataloader_idx)
+        return self._shared_steps.indices_of(dataloader_idx)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -138,8 +142,8 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if isinstance(self.rank_steps, SharedBatchSteps) and self._gradient is not None:
-            checkpoint[_SHARES] = self.rank_steps.state_dict()
+        if self._gradient is not None:
+            checkpoint[_SHARES] = self._shared_steps.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

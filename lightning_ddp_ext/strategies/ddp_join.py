@@ -169,6 +169,11 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         return RankedLoader(dataloader, self._lockstep.group)
 
     @override
+    def teardown(self) -> None:
+        self.find_finished = None
+        super().teardown()
+
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         group = None if self._lockstep is None else self._lockstep.active_group
         if group is None:

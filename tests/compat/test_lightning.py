@@ -369,7 +369,7 @@ def test_batches_of_a_loader_of_predictions_are_replaced():
     module.predict_step = lambda batch, batch_idx: batch.tolist()
     for loader, drawn, rest, wanted in (
         (DataLoader(range(4), 2), [[0, 1], [2, 3]], [[2, 3]], [[2, 3]]),
-        (DataLoader(torch.arange(3), batch_size=None), [0, 1, 2], [[2], [0]], [2, 0]),
+        (DataLoader(torch.arange(3), batch_size=None), [0, 1, 2], [2, 0], [2, 0]),
     ):
         Replacing.rest = rest
         assert make_trainer(strategy=Replacing("cpu")).predict(module, loader) == wanted

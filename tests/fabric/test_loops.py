@@ -145,6 +145,24 @@ def two_models_have_one_order_of_messages(folder: str) -> Any:
     return digests
 
 
+def windows_may_be_dropped(folder: str) -> Any:
+    """Accumulate windows of 2 of 3 batches, of which only rank 0 has any; return the gradients that a hook sees."""
+    fabric, seen = launched(DDPJoinStrategy()), []
+    model = fabric.setup(nn.Linear(1, 1, bias=False))
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(float(parameter.grad)))
+    batches = [torch.full((size, 1), value) for size, value in ((4, 1.0), (2, 2.0), (1, 7.0))]
+    loader = fabric.setup_dataloaders(
+        DataLoader(batches if RANK == 0 else [], batch_size=None), use_distributed_sampler=False
+    )
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            if number % 2 == 0:
+                model.zero_grad()
+            with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+                fabric.backward(model(batch).mean() / 2)
+    return seen
+
+
 def errors_say_what_to_do(folder: str) -> Any:
     fabric = launched(DDPCheckpointStrategy())
     model = nn.Linear(5, 1)
@@ -170,6 +188,15 @@ def errors_say_what_to_do(folder: str) -> Any:
     with pytest.raises(ValueError, match="cannot be counted") as error:
         next(iter(loader))
     said["no samples"] = str(error.value)
+    fabric = launched(DDPCheckpointStrategy())
+    models = [fabric.setup(nn.Linear(1, 1)) for _ in range(2)]
+    fabric.strategy.batch_weight = 1.0
+    for _ in range(2):  # one window of two modules
+        with fabric.no_backward_sync(models[0]), fabric.no_backward_sync(models[1]):
+            fabric.backward(models[1](models[0](torch.ones(1, 1))).sum())
+    with pytest.raises(UnsupportedFeatureError) as error, fabric.no_backward_sync(models[1], enabled=False):
+        fabric.backward(models[1](torch.ones(1, 1)).sum())
+    said["two windows"] = str(error.value)
     fabric = launched(DDPJoinStrategy(uneven_inputs="error"))
     with pytest.raises(UnevenInputsError) as error:
         fabric.setup_dataloaders(DataLoader([0] * (1 + RANK)), use_distributed_sampler=False)
@@ -274,6 +301,7 @@ CASES = [
     shared_batches_until_a_checkpoint,
     shares_follow_the_speed,
     misused_sharing,
+    windows_may_be_dropped,
 ]
 
 
@@ -321,6 +349,11 @@ def test_ranks_with_two_models_stay_identical(found):
     assert len(set(one)) == 3
 
 
+def test_a_window_that_is_dropped_has_no_weight_and_hooks_see_the_gradient_of_all_ranks(found):
+    for gradients in values_of(found, windows_may_be_dropped):
+        assert gradients == pytest.approx([(4 * 1 + 2 * 2) / 6] * 2)
+
+
 def test_misuse_ends_in_an_error_with_a_remedy(found):
     for said in values_of(found, CASES[4]):
         assert "Call `model = fabric.setup(model)` first" in said["no module"]
@@ -332,6 +365,7 @@ def test_misuse_ends_in_an_error_with_a_remedy(found):
             in said["not synchronised"]
         )
         assert "Pass a callable `weight_by`" in said["no samples"]
+        assert "End the accumulation of one module before that of the next begins" in said["two windows"]
         assert "rank 0 runs out of data after batch 1, while rank 1 has 2 batches" in said["uneven"]
 
 

@@ -56,7 +56,7 @@ PARTS = {
     "parity": "The tests of strategies, replicas, reducer, callbacks and models, in float64 on the device.",
     "features": "Behaviour of real devices: NCCL, precision, memory, compiled modules, waits of the host.",
     "sanitizers": "One step of each strategy under CUDA's and torch's sanitizers.",
-    "speed": "Time of a training step and memory of gradients, against `ddp` and one device.",
+    "speed": "Time of a training step and memory of gradients, against `ddp`, one device and `DataParallel`.",
 }
 
 

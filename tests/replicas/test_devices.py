@@ -143,3 +143,26 @@ def test_the_host_waits_once_in_a_step_for_all_batch_normalisation_in_compiled_c
     fit(Regression(torch.compile(network, backend="eager")), virtual_devices[:2], 8, callbacks=[Counting()])
     assert waits[5:] == [1, 1, 1]
     torch._dynamo.reset()
+
+
+def test_the_current_device_is_the_one_of_the_chunk_in_the_transfer_hooks_and_the_step(virtual_devices):
+    found = []
+
+    class Watching(Regression):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            found.append(("transfer", device.index, torch.accelerator.current_device_index()))
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            found.append(("after", batch[0].device.index, torch.accelerator.current_device_index()))
+            return batch
+
+        def training_step(self, batch, batch_idx):
+            found.append(("step", batch[0].device.index, torch.accelerator.current_device_index()))
+            return super().training_step(batch, batch_idx)
+
+    fit(Watching(), virtual_devices[:3], batches=2)
+    assert {(hook, device) for hook, device, _ in found} == {
+        (hook, index) for hook in ("transfer", "after", "step") for index in range(3)
+    }
+    assert all(device == current for _, device, current in found)

@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
         lambda: DataLoader(torch.utils.data.Subset(Sequences(), range(9 - RANK)), 4, collate_fn=concatenate),
         "UnsupportedFeatureError: `cost` needs a dataset with the same `len` on every rank, and `Subset` has 9, 8 on",
     ),
-    "several loaders": ("length", both, "BatchSplitError: the loaders of a step give 4 and 4 samples, which ranks"),
+    "several loaders": ("length", both, "BatchSplitError: the loaders of a step give 4 and 4 samples, in the shares"),
     "negative": (
         negative,
         lambda: DataLoader(Sequences(), 4, collate_fn=concatenate),

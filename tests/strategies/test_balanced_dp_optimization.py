@@ -98,14 +98,15 @@ def test_an_optimizer_may_move_the_parameters_between_two_closures():
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_a_graph_of_the_gradients_is_refused_at_the_first_backward_pass():
+@pytest.mark.parametrize("weight_by", ["samples", lambda chunk: len(chunk[0]) > 2], ids=["samples", "not the first"])
+def test_a_graph_of_the_gradients_is_refused_at_the_first_backward_pass(weight_by):
     class SecondOrder(Classifier):
         def backward(self, loss, *args, **kwargs):
             loss.backward(create_graph=True)
 
     message = r"backward\(create_graph=True\).*AdaHessian, with `strategy=\"auto"
     with pytest.raises(UnsupportedFeatureError, match=message):
-        train(seeded(SecondOrder), balanced([2, 6]), 2, max_epochs=1)
+        train(seeded(SecondOrder), balanced([2, 6], weight_by=weight_by), 2, max_epochs=1)
 
 
 def slow_down(module):

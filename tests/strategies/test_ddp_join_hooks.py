@@ -20,6 +20,7 @@ WITH_BATCH = {  # position of the batch among the arguments
     "on_train_batch_start": 0, "training_step": 0, "on_train_batch_end": 1,
     "on_validation_batch_start": 0, "validation_step": 0, "on_validation_batch_end": 1,
     "on_test_batch_start": 0, "test_step": 0, "on_test_batch_end": 1,
+    "on_predict_batch_start": 0, "predict_step": 0, "on_predict_batch_end": 1,
 }  # fmt: skip
 EPOCH = ["on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_start", "on_validation_epoch_end"]
 WITH_GRADIENT = ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"]
@@ -43,7 +44,7 @@ class Plain(LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layer(batch).mean()
 
-    test_step = validation_step
+    test_step = predict_step = validation_step
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -79,6 +80,7 @@ def fit_and_test(folder: str) -> list[tuple[str, bool, int | None, Any]]:
     loader = DataLoader(batches, batch_size=None)
     made.fit(module, loader, loader)
     made.test(module, loader, verbose=False)
+    made.predict(module, loader)
     return module.calls
 
 
@@ -96,7 +98,7 @@ def test_hooks_run_on_shadow_steps_as_the_page_says(calls):
     active, joined = (Counter(name for name, *_ in of_rank) for of_rank in calls)
     assert PROMISED.keys() | set(EPOCH) == active.keys()
     for hook, runs in PROMISED.items():
-        assert active[hook] in (3, 9), hook  # batch transfers: training, validation and test
+        assert active[hook] in (3, 12), hook  # batch transfers: training, validation, test and prediction
         assert joined[hook] == (active[hook] if runs else 1), hook
 
 
@@ -117,7 +119,8 @@ def test_hooks_of_training_get_the_last_batch_a_loss_of_zero_and_the_gradient_of
 
 def test_shadow_steps_are_visible_but_before_the_transfer_and_in_epochs(calls):
     shadow = Counter(name for name, is_shadow, *_ in calls[1] if is_shadow)
-    assert not set(shadow) & {"on_before_batch_transfer", *EPOCH}
-    assert shadow["transfer_batch_to_device"] == shadow["on_after_batch_transfer"] == 6
+    assert not set(shadow) & set(EPOCH)
+    assert shadow["on_before_batch_transfer"] == 1  # in the second shadow step of the predictions
+    assert shadow["transfer_batch_to_device"] == shadow["on_after_batch_transfer"] == 8
     assert [shadow[name] for name in ("on_train_batch_start", "optimizer_step", "on_train_batch_end")] == [2] * 3
     assert not any(is_shadow for _, is_shadow, *_ in calls[0])

@@ -394,6 +394,16 @@ def streams_of_ranks_continue(folder: str) -> Any:
     return seen, indices_of(torch.load(path / "predictions.pt", weights_only=False)["predictions"])
 
 
+def one_trainer_writes_twice(folder: str) -> Any:
+    path = Path(folder, "twice")
+    made = trainer(PredictionWriter(path), use_distributed_sampler=True)
+    for seen in ([0, 1, 2, 3, 4, 5, 6], []):
+        module = Predicting()
+        made.predict(module, load(), return_predictions=False)
+        assert sorted(chain(*gather(module.seen))) == seen
+    return indices_of(torch.load(path / "predictions.pt", weights_only=False)["predictions"])
+
+
 def two_loaders_are_kept_apart(folder: str) -> Any:
     path = Path(folder, "two")
     interrupt(path, make=MAKERS["two loaders"], at=1)
@@ -430,7 +440,10 @@ def files(tmp_path_factory):
         for case in (written, written_after_an_interruption)
         for kind in STRATEGIES
     }
-    others = [streams_of_ranks_continue, two_loaders_are_kept_apart, other_folders_are_refused, interrupted_for_others]
+    others = [
+        streams_of_ranks_continue, one_trainer_writes_twice, two_loaders_are_kept_apart, other_folders_are_refused,
+        interrupted_for_others,
+    ]  # fmt: skip
     found = run_on_ranks(RANKS, {**cases, **{case.__name__: case for case in others}}, folder)
     values_of(found, interrupted_for_others)
     fewer = [run_on_ranks(ranks, [continued_on_another_number_of_ranks], folder) for ranks in (2, 1)]
@@ -476,6 +489,10 @@ def test_streams_of_ranks_continue_where_they_were(files):
     seen, predicted = zip(*values_of(files[0], streams_of_ranks_continue), strict=True)
     assert seen == ([2, 3, 4], [], [])
     assert predicted == (list(range(7)),) * RANKS
+
+
+def test_a_trainer_predicts_twice_into_one_folder(files):
+    assert values_of(files[0], one_trainer_writes_twice) == [list(range(7))] * RANKS
 
 
 def test_loaders_of_a_run_are_kept_apart(found, files):

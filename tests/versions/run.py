@@ -65,7 +65,10 @@ _PREPARED_AT_ONCE = 2  # environments: one is downloaded while another is unpack
 _LIMIT = 900  # seconds for the tests of one import name
 _SHOWN = 6000  # characters of the output of tests that failed
 TESTS = [
-    "tests/compat",
+    "tests/compat/test_lightning.py",
+    "tests/compat/test_torch.py",
+    "tests/compat/test_torchmetrics.py",
+    "tests/compat/test_private_names.py::test_classes_do_not_use_private_names_of_their_bases",
     "tests/join/test_active_ranks_integration.py",
     "tests/strategies/test_checkpoint_loading.py",
     "tests/strategies/test_balanced_dp_gradients.py",
