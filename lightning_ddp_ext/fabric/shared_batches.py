@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext.batches.balance_controller import BalanceController
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integer
@@ -23,7 +22,7 @@ from lightning_ddp_ext.resume.rng_state import find_loader_rngs
 from lightning_ddp_ext.shares.batch_sampler import GlobalBatches
 from lightning_ddp_ext.shares.combined_loader import SharedLoader, share_step
 from lightning_ddp_ext.shares.steps import ComputeTimes, decide, make_controller
-from lightning_ddp_ext.shares.table import ShareTable
+from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
 
 _SHARES, _TABLE, _SEEDS = "shares", "table", "seeds"
 
@@ -155,8 +154,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     @property
     def has_batch_norm(self) -> bool:
         """Whether a module refuses single samples in training."""
-        norms = [part for module in self._modules for part in module.modules() if isinstance(part, BatchNorm)]
-        return any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+        return any(map(refuses_single_samples, self._modules))
 
     @override
     @contextmanager

@@ -194,17 +194,22 @@ def compare_finished(rank: int, done: Sequence[int], drawn: Sequence[int]) -> No
         )
 
 
-def hash_of(indices: Sequence[Any]) -> int:
-    """Return a hash of indices."""
-    return zlib.crc32(repr(indices).encode())
+def hash_of(indices: Any) -> int:
+    """Return a hash of indices, the same for an array or tensor and for its list."""
+    return zlib.crc32(repr(indices.tolist() if hasattr(indices, "tolist") else indices).encode())
+
+
+def find_different_rank(indices: Any, group: dist.ProcessGroup) -> int | None:
+    """Return the first rank that has drawn other indices than rank 0."""
+    hashes = gather_integer(hash_of(indices), group)
+    return next((rank for rank, other in enumerate(hashes) if other != hashes[0]), None)
 
 
 def _compare(drawn: Sequence[Any], group: dist.ProcessGroup) -> None:
-    hashes = gather_integer(hash_of([*map(as_indices, drawn)]), group)
-    different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
-    if different:
+    different = find_different_rank([*map(as_indices, drawn)], group)
+    if different is not None:
         raise UnsupportedFeatureError(
-            f"rank {different[0]} draws other samples to predict than rank 0, so that some would be missing. Use a"
+            f"rank {different} draws other samples to predict than rank 0, so that some would be missing. Use a"
             " sampler that draws the same on all ranks, or `use_distributed_sampler=False` for ranks with data of their"
             " own."
         )

@@ -53,18 +53,20 @@ class StreamCopies:
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
-                return value  # Lightning moves it when the step begins
-            return (value if value.is_pinned() else value.pin_memory()).to(self._device, non_blocking=True)
+            # Lightning moves others when the step begins.
+            return pin(value).to(self._device, non_blocking=True) if _can_be_pinned(value) else value
         return value if isinstance(value, PackedSequence) else map_items(value, self._copy)
 
 
 def pin(value: Any) -> Any:
     """Copy the tensors of a batch to pinned memory, from which copies to a device do not stop the host."""
     if isinstance(value, Tensor):
-        is_plain = type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided
-        return value.pin_memory() if is_plain and not value.is_pinned() else value
+        return value.pin_memory() if _can_be_pinned(value) and not value.is_pinned() else value
     return value if isinstance(value, PackedSequence) else map_items(value, pin)
+
+
+def _can_be_pinned(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 def copies_to(device: torch.device, module: LightningModule) -> StreamCopies | None:

@@ -1,7 +1,6 @@
 """Batch samplers that draw the same global batches on all ranks, and yield the share of this rank."""
 
 import random
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch.utils.data import (
 
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.predictions import as_indices
+from lightning_ddp_ext.join.predictions import as_indices, find_different_rank, hash_of
 from lightning_ddp_ext.ranks.sample_counts import SharedBatch
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.costs import measure_costs
@@ -153,7 +152,7 @@ class SharedSampler:
             if self._is_cut:
                 indices = _as_sequence(indices)
                 costs = None if self._costs is None else self._costs_of(indices)
-                indices = indices[self._batches.share(len(indices), _hash(indices), costs)]
+                indices = indices[self._batches.share(len(indices), hash_of(indices), costs)]
                 self._batches.keep_indices(indices)
             yield indices
             if draws_once:
@@ -176,24 +175,19 @@ class SharedSampler:
         """Give the generators of the samplers the state that they have on rank 0."""
         generators = find_loader_rngs([self.sampler], excluded=[self._dataset])
         states = capture_states(generators)
-        rows = gather_integers([_hash(states), len(generators)], self._batches.group)
+        rows = gather_integers([hash_of(states), len(generators)], self._batches.group)
         if any(row != rows[0] for row in rows) and all(row[1] for row in rows):
             restore_states(generators, broadcast_object(states, self._batches.group, 0))
 
     def _compare(self, first: Any) -> None:
         """Raise an error on all ranks if they have drawn different first batches."""
-        hashes = [row[0] for row in gather_integers([_hash(first)], self._batches.group)]
-        different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
-        if different:
+        different = find_different_rank(first, self._batches.group)
+        if different is not None:
             raise UnsupportedFeatureError(
-                f"rank {different[0]}: the indices of the first batch, from `{type(self.sampler).__name__}`, are not"
+                f"rank {different}: the indices of the first batch, from `{type(self.sampler).__name__}`, are not"
                 " those of rank 0. Under `balanced_ddp` every rank has to draw the whole batch: use a sampler that does"
                 " not depend on the rank, or `ddp_join` for ranks with samples of their own."
             )
-
-
-def _hash(value: Any) -> int:
-    return zlib.crc32(repr(value.tolist() if hasattr(value, "tolist") else value).encode())
 
 
 def _as_sequence(indices: Any) -> Any:

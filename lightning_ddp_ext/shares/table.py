@@ -4,12 +4,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext.batches.balance_controller import divide_by_shares
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, chunks_by_cost, merge_single_samples
 from lightning_ddp_ext.errors import BatchSplitError
 
 _CHANGES = "changes"
 _MANY = 10**9  # samples, of which a rank gets one if the options give it a share at all
+
+
+def refuses_single_samples(module: nn.Module) -> bool:
+    """Return True if a module has batch normalisation, which needs two samples on a rank in training."""
+    norms = [part for part in module.modules() if isinstance(part, BatchNorm)]
+    return any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
 
 
 @dataclass(frozen=True, slots=True)

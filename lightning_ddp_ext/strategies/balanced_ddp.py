@@ -6,18 +6,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import nn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import keep_loaders
-from lightning_ddp_ext._compat.torch import BatchNorm
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.join.predictions import PredictionsOn
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.steps import SharedBatchSteps, TimedStep, make_controller
-from lightning_ddp_ext.shares.table import ShareTable
+from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -105,15 +103,13 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
         # In evaluation, samplers that shuffle are seeded as the run of rank 0.
         seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
-        norms = [part for part in self.module.modules() if isinstance(part, BatchNorm)]
-        refuses_single = any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
         return SharedBatchSteps(
             self.module.trainer,
             self._samples,
             gradient,
             self._connection.timeout,
             self._watch,
-            ShareTable(self._rule, self.world_size, refuses_single, self._cost),
+            ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost),
             None if gradient is None else make_controller(self._rule, self.world_size),
             seed,
             self.batch_dim,

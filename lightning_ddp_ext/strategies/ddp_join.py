@@ -137,10 +137,9 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
 
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
-        assert self._lockstep is not None
         if not is_training or self._run is None:
-            return self._lockstep.combine_loaders(given, None)
-        return self._lockstep.combine_loaders(given, self._run.rng, self.make_prefetcher())
+            return self._steps.combine_loaders(given, None)
+        return self._steps.combine_loaders(given, self._run.rng, self.make_prefetcher())
 
     @override
     def compared_arguments(self) -> dict[str, object]:
