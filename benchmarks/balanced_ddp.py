@@ -3,7 +3,8 @@
 - Unequal ranks: the first one sleeps three times as long per sample as the second. Fixed splits are searched for the
   best one. After a swap of the speeds, the steps are counted until the shares are within 5 % of the new best ones.
 - Equal ranks compute. `ddp` and `ddp_join` get half of the batch on each rank, `balanced_dp` has two replicas.
-- Sequences of 8 to 512 tokens, most of them short: ranks sleep for the tokens of their share, which is not padded.
+- Sequences of 8 to 512 tokens, most of them short: ranks sleep for the tokens of their share, without and
+  with padding.
 
 Contenders run in turn, round after round; a ratio is the median of the ratios within rounds, with its 95 % interval. A
 step includes its fetch. Run it with `python benchmarks/balanced_ddp.py --rounds 9`; it takes a quarter of an hour, and
@@ -23,6 +24,7 @@ from measuring.models import TINY
 from measuring.sharing import (
     BATCH,
     LAST,
+    PADDED_LENGTHS,
     RANDOM_LENGTHS,
     RANKS,
     SLEEPING,
@@ -91,8 +93,9 @@ def main() -> None:
             equal["auto beside it"] += run(measure, {"auto": {}}, case, 1, steps)["auto"]
             equal["balanced_dp"] += run(measure, {"dp": "balanced_dp"}, case, 1, steps, ranks=1)["dp"]
         table.add(f"equal ranks, {case}: auto / balanced_dp", equal, "auto beside it", "balanced_dp")
-    for work in (RANDOM_LENGTHS, SORTED_LENGTHS):
-        by_cost = values[work] = run(measure, {"cost": {**EVEN, "cost": length_of}, "even": EVEN}, work, rounds, steps)
+    for work in (RANDOM_LENGTHS, SORTED_LENGTHS, PADDED_LENGTHS):
+        cost = "padded_length" if work == PADDED_LENGTHS else length_of
+        by_cost = values[work] = run(measure, {"cost": {**EVEN, "cost": cost}, "even": EVEN}, work, rounds, steps)
         table.add(f"{work}: cost / equal counts", by_cost, "cost", "even", "0.80")
 
     swaps = values["steps after a swap"] = [run(follow, steps) for _ in range(rounds)]

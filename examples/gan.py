@@ -100,8 +100,9 @@ def main() -> None:
     """Train on two ranks; Lightning runs this file again for the second rank."""
     torch.set_num_threads(1)
     together, trainer = train("ddp_checkpoint", devices=2)
-    by_rank = [torch.empty_like(flat(together)) for _ in range(2)]
-    dist.all_gather(by_rank, flat(together))
+    own = flat(together)
+    by_rank = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(by_rank, own)
     dist.barrier()  # torch 2.6 may hang where a group is destroyed right after a collective on tensors
     dist.destroy_process_group()
     if not trainer.is_global_zero:

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -27,13 +29,14 @@ from lightning_ddp_ext import (
     ExplicitDDPStrategy,
     ManualEnvironment,
     TokenCount,
-    config,
 )
 from lightning_ddp_ext._import_names import find_lightning
 from lightning_ddp_ext.callbacks import ReplicaConsistency
 from lightning_ddp_ext.clusters.process_group_options import Connection
+from lightning_ddp_ext.conf import schemas
 from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
 from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, parse_init_method
+from tests.strategies.toolkit import digest_of, run_on_ranks, values_of
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
 ROOT_CONF = Path(__file__).parent.parent / "conf"
@@ -43,7 +46,7 @@ ROOT_CONF = Path(__file__).parent.parent / "conf"
 def composed():
     def compose_as_the_command(*overrides):
         node = compose("train", overrides=list(overrides))
-        config.use_lightning(find_lightning(), node)
+        schemas.use_lightning(find_lightning(), node)
         return node
 
     with initialize_config_module("lightning_ddp_ext.conf", version_base="1.3"):
@@ -148,7 +151,7 @@ def test_all_tasks_and_restarts_of_a_slurm_job_have_one_folder(monkeypatch):
 
 
 def test_schemas_follow_the_signatures_of_constructors():
-    schemas = config.make_schemas()
+    made = schemas.make_schemas()
     checked = {
         "strategy/balanced_dp": (BalancedDataParallelStrategy,),
         "strategy/ddp_checkpoint": (ExplicitDDPStrategy,),
@@ -161,17 +164,17 @@ def test_schemas_follow_the_signatures_of_constructors():
     for name, targets in checked.items():
         parameters = {key: one for target in targets for key, one in inspect.signature(target).parameters.items()}
         plain = {key for key, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-        fields = {field.name for field in dataclasses.fields(schemas[name])} - {"_target_"}
+        fields = {field.name for field in dataclasses.fields(made[name])} - {"_target_"}
         assert len(fields) > 2, name
         assert fields <= plain, name
         refused = {"prefetch"} if name == "strategy/balanced_ddp" else set()
-        assert plain - fields <= {*config.OBJECTS, *config.GROUPS} | refused, name
+        assert plain - fields <= {*schemas.OBJECTS, *schemas.GROUPS} | refused, name
         assert not fields & refused, name
 
 
 def test_schemas_are_those_of_the_imported_constructors(monkeypatch):
     def make_fields():
-        made = {name: OmegaConf.structured(schema) for name, schema in config.make_schemas().items()}
+        made = {name: OmegaConf.structured(schema) for name, schema in schemas.make_schemas().items()}
         fields = {name: [(one.name, one.type, one.metadata) for one in dataclasses.fields(OmegaConf.get_type(node))]
                   for name, node in made.items()}  # fmt: skip
         return made, fields
@@ -184,7 +187,7 @@ def test_schemas_are_those_of_the_imported_constructors(monkeypatch):
     assert sum(map(len, fields.values())) > 150
     choices = {name: dict(metadata) for name, _, metadata in fields["strategy/ddp_join"]}
     assert choices["uneven_inputs"] == {"choices": ("join", "stop", "error")}
-    monkeypatch.setattr(config, "read_parameters", imported)
+    monkeypatch.setattr(schemas, "read_parameters", imported)
     assert (read, fields) == make_fields()
 
 
@@ -203,7 +206,7 @@ class Constructed:
 
 
 def test_a_schema_has_types_and_defaults_of_the_arguments():
-    schema = config.make_schema(f"{__name__}.Constructed", without=["kind"], extra=False)
+    schema = schemas.make_schema(f"{__name__}.Constructed", without=["kind"], extra=False)
     fields = {field.name: field.type for field in dataclasses.fields(schema)}
     assert fields == {
         "_target_": str, "needed": int, "share": float | None, "names": list[str], "path": str | None,
@@ -280,20 +283,59 @@ def test_a_foreign_application_that_has_nothing_else_composes_before_the_package
     assert done.stdout.strip() == "['strategy'] None 1800"
 
 
+CLI_OPTIONS = [
+    "logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "enable_model_summary=false",
+    "accelerator=cpu", "devices=2",
+]  # fmt: skip
+
+
+def fit_by_cli(*options: str) -> Trainer:
+    """Fit the model of the demo with LightningCLI and options of the Trainer, or a path to a file with others."""
+    given = [f"--trainer.{option}" for option in (*CLI_OPTIONS, *options) if "=" in option]
+    files = [f"--config={option}" for option in options if "=" not in option]
+    with patch.object(sys, "argv", ["train.py", "fit", *files, *given]):
+        return LightningCLI(DigitsCNN, DigitsData, save_config_callback=None).trainer
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:No seed found")
-def test_lightning_cli_takes_the_name_and_the_class(monkeypatch):
-    options = [
-        "logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "enable_model_summary=false",
-        "max_steps=3", "limit_val_batches=1", "accelerator=cpu", "devices=2",
-    ]  # fmt: skip
+def test_lightning_cli_takes_the_name_and_the_class():
     for given, chunks in (
         (["strategy=balanced_dp"], [16, 16]),
         (["strategy=lightning_ddp_ext.BalancedDataParallelStrategy", "strategy.split=[1, 3]"], [8, 24]),
     ):
-        arguments = [f"--trainer.{option}" for option in (*options, *given)]
-        monkeypatch.setattr("sys.argv", ["train.py", "fit", *arguments])
-        trainer = LightningCLI(DigitsCNN, DigitsData, save_config_callback=None).trainer
+        trainer = fit_by_cli("max_steps=3", "limit_val_batches=1", *given)
         assert isinstance(trainer.strategy, BalancedDataParallelStrategy)
         assert trainer.global_step == 3
         assert trainer.strategy.split_sizes(32) == chunks
+
+
+CLI_FILE = """
+trainer:
+  strategy:
+    class_path: lightning_ddp_ext.BalancedDDPStrategy
+    init_args:
+      split: [1, 3]
+"""
+
+
+def fit_an_epoch_by_cli(given: str, folder: str) -> tuple[Any, ...]:
+    trainer = fit_by_cli("max_epochs=1", given.format(folder=folder))
+    strategy, accuracy = trainer.strategy, float(trainer.callback_metrics["val_accuracy"])
+    digest = digest_of(trainer.lightning_module)
+    return type(strategy), getattr(strategy, "split", None), trainer.global_step, accuracy, digest
+
+
+def test_lightning_cli_trains_an_epoch_on_ranks(tmp_path):
+    (tmp_path / "train.yaml").write_text(CLI_FILE)
+    expected = {  # batches of 32 of 1257 samples, and on each rank of 629 or 628
+        "strategy=balanced_ddp": (BalancedDDPStrategy, None, 40),
+        "{folder}/train.yaml": (BalancedDDPStrategy, [1, 3], 40),
+        "strategy=ddp_join": (DDPJoinStrategy, None, 20),
+    }
+    found = run_on_ranks(2, {given: partial(fit_an_epoch_by_cli, given) for given in expected}, tmp_path)
+    for given, wanted in expected.items():
+        first, second = values_of(found, given)
+        assert first == second
+        assert first[:3] == wanted
+        assert first[3] > 0.5  # of ten classes

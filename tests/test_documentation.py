@@ -48,15 +48,13 @@ def test_pages_state_the_range_of_versions_that_is_required():
         assert f"torch {first} to {last}" in " ".join((ROOT / page).read_text().split()), page
 
 
-def test_every_supported_version_of_torch_has_a_row_and_the_page_lists_those_that_have_passed():
+def test_every_supported_version_of_torch_has_a_row_that_has_passed():
     assert list(ROWS) == supported_versions()
     first, bounds = next(iter(ROWS.values())), lower_bounds()
     assert first.torch.startswith(f"{bounds['torch']}.")
     assert first.torchmetrics.startswith(f"{bounds['torchmetrics']}.")
     page = (ROOT / "docs" / "installation.md").read_text()
-    passed = re.findall(r"^\| 3\..*$", page, re.MULTILINE)
-    assert passed
-    assert passed == [describe(row) for row in ROWS.values() if describe(row) in passed]
+    assert re.findall(r"^\| 3\..*$", page, re.MULTILINE) == [describe(row) for row in ROWS.values()]
 
 
 def test_the_conda_recipe_has_the_version_and_the_bounds_of_the_package():

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 import lightning_ddp_ext
 from lightning_ddp_ext import _import_names
-from lightning_ddp_ext.config import choose_lightning, use_lightning
+from lightning_ddp_ext.conf.schemas import choose_lightning, use_lightning
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.cpu_only("is about names")]
 
@@ -278,6 +278,7 @@ STATEMENTS = [
 ]
 
 
+@pytest.mark.slow
 def test_an_import_without_its_lightning_says_what_to_install():
     def messages(*missing):
         program = WITHOUT.format(missing=set(missing)) + IMPORTS.format(statements=STATEMENTS)

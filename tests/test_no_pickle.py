@@ -22,7 +22,7 @@ SAFE_OPTIONS = {
 }  # fmt: skip
 
 EXCEPTIONS = {
-    "config.py: eval": "annotations and defaults in the sources of this package and of Lightning, as their import does",
+    "conf/schemas.py: eval": "annotations and defaults in sources of this package and of Lightning, as an import does",
     "_compat/torch_collectives.py: _tensor_to_object": "object collectives that users call in the uneven phase",
 }
 

@@ -31,6 +31,7 @@ LAST = 30  # steps that are measured, the last ones of a run
 TOLERANCE = 1.05
 SLEEPING, SWAPPING = "sleeping", "swapping"
 RANDOM_LENGTHS, SORTED_LENGTHS = "lengths in random order", "lengths in ascending order"
+PADDED_LENGTHS = "padded lengths in random order"
 
 Contender = str | Mapping[str, Any]
 """Name of a strategy, or the arguments of `balanced_ddp`."""
@@ -43,7 +44,7 @@ class Samples(Dataset[Any]):
         numbers = random.Random(0)
         self.shape = CASES[work].shape if work in CASES else (16,)
         self.lengths = [0] * number
-        if work in (RANDOM_LENGTHS, SORTED_LENGTHS):
+        if "lengths" in work:
             lowest, highest = map(math.log, LENGTHS)
             self.lengths = [round(math.exp(numbers.uniform(lowest, highest))) for _ in range(number)]
         if work == SORTED_LENGTHS:
@@ -83,6 +84,8 @@ class Network(pl.LightningModule):
         """Return how long this rank sleeps."""
         if self.work in (RANDOM_LENGTHS, SORTED_LENGTHS):
             return int(lengths.sum()) * PER_TOKEN
+        if self.work == PADDED_LENGTHS:
+            return len(lengths) * int(lengths.max()) * PER_TOKEN
         is_swapped = self.work == SWAPPING and batch_idx >= self.swap_at
         return len(lengths) * SPEEDS[RANKS - 1 - self.global_rank if is_swapped else self.global_rank]
 

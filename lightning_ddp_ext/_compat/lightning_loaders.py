@@ -164,14 +164,14 @@ def replace_prediction(
     trainer: Trainer,
     replace: Callable[[Any], CombinedLoader],
     find_indices: Callable[[int], Sequence[Any] | None],
-    end: Callable[[], None],
+    end_batch: Callable[[], None],
     is_prediction: Callable[[Any], bool],
     merge: Callable[[list[list[Any]]], list[list[Any]] | None],
 ) -> None:
     """Replace the loaders of predictions, and the predictions that the Trainer returns: of each loader, each batch.
 
     `find_indices` returns the indices of the batches of a loader, by its number, or None if Lightning has to find them.
-    `end` is called after the last batch, before the hooks that follow. Only outputs that are predictions are kept.
+    `end_batch` runs after the last hook of a batch. Only outputs that are predictions are kept.
     """
     loop = trainer.predict_loop
     source: Any = loop._data_source
@@ -183,8 +183,11 @@ def replace_prediction(
         found = find_indices([id(one) for one in combined.flattened].index(id(loader)))
         return type(loop)._get_batch_indices(loop, loader) if found is None else found
 
+    def predict_step(*args: Any) -> None:
+        type(loop)._predict_step(loop, *args)
+        end_batch()
+
     def on_run_end() -> Any:
-        end()
         loop._predictions = [[one for one in part if is_prediction(one)] for part in loop._predictions]
         results = type(loop).on_run_end(loop)
         if not loop.return_predictions:
@@ -193,7 +196,9 @@ def replace_prediction(
         return merged[0] if merged and loop.num_dataloaders == 1 else merged
 
     replace_attributes(cleanup, source, dataloader=lambda: replace(type(source).dataloader(source)))
-    replace_attributes(cleanup, loop, on_run_end=on_run_end, _get_batch_indices=get_batch_indices)
+    replace_attributes(
+        cleanup, loop, _predict_step=predict_step, on_run_end=on_run_end, _get_batch_indices=get_batch_indices
+    )
 
 
 def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:

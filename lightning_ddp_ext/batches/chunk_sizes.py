@@ -1,16 +1,18 @@
-"""Rules that divide a batch into chunks, the options that choose one, and counters of samples. Pure arithmetic."""
+"""Rules that divide a batch into chunks, and the options that choose one. Pure arithmetic."""
 
 import functools
 import math
-from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate
+from itertools import pairwise
 from typing import Literal
 
 from lightning_ddp_ext._validation import check_integer
 
 Balance = Literal["even", "auto"]
+
+_HALVINGS = 50  # of an interval of limits, which then has the precision of a float
 
 
 class ChunkRule:
@@ -92,30 +94,60 @@ def first_limited_chunks(batch_size: int, num_chunks: int, first: int) -> list[i
     return [first_chunk, *even_chunks(batch_size - first_chunk, num_chunks - 1)]
 
 
-def chunks_by_cost(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
-    """Divide samples in their order so that chunks cost in proportion to `sizes`; chunks with a size get a sample.
+def deal_by_cost(sizes: Sequence[int], costs: Sequence[float]) -> list[list[int]]:
+    """Return the positions of the samples of chunks whose costs are in proportion to `sizes`.
 
-    `sizes` are chunks of samples of equal cost, as another rule divides them.
+    Each sample, the costliest first, is dealt to the chunk that then has the least cost in proportion to its size (R.
+    L. Graham, "Bounds on multiprocessing timing anomalies", 1969). Samples of equal costs give chunks of these sizes.
     """
-    ends = [0.0, *accumulate(costs)]
-    if not ends[-1]:
-        return list(sizes)
-    chunks: list[int] = []
-    start = planned = 0
+    chunks: list[list[int]] = [[] for _ in sizes]
+    totals = [0.0] * len(sizes)
+    takers = [index for index, size in enumerate(sizes) if size]
+
+    def proportion(index: int) -> tuple[float, float]:
+        return (totals[index] + cost) / sizes[index], (len(chunks[index]) + 1) / sizes[index]
+
+    for position in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        cost = costs[position]
+        chosen = min(takers, key=proportion)
+        chunks[chosen].append(position)
+        totals[chosen] += cost
+    return [sorted(chunk) for chunk in chunks]
+
+
+def deal_by_padded_length(sizes: Sequence[int], lengths: Sequence[float]) -> list[list[int]]:
+    """Return the positions of the samples of chunks that are in proportion to `sizes` when padded to their longest one.
+
+    Samples of similar length come together. The largest chunk is as small as it can be if chunks with a size, which
+    have a sample, have the same size; otherwise nearly so.
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    ascending = [lengths[position] for position in order] if any(lengths) else [1.0] * len(order)
+    low, high = 0.0, sum(ascending[-1:]) * len(order)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _padded_ends(sizes, ascending, middle) is None else (low, middle)
+    ends = _padded_ends(sizes, ascending, high) or []
+    return [sorted(order[start:end]) for start, end in pairwise([0, *ends])]
+
+
+def _padded_ends(sizes: Sequence[int], ascending: Sequence[float], limit: float) -> list[int] | None:
+    """Return the ends of chunks as long as a limit for each unit of `sizes` allows; None if it is too low."""
+    ends = [0]
     for index, size in enumerate(sizes):
-        planned += size
-        later = sum(1 for following in sizes[index + 1 :] if following)
-        end = start
-        if size and not later:
-            end = len(costs)
-        elif size:
-            target = ends[-1] * planned / len(costs)
-            end = bisect_left(ends, target, start + 1, len(costs) - later)
-            if end > start + 1 and target - ends[end - 1] < ends[end] - target:
-                end -= 1
-        chunks.append(end - start)
-        start = end
-    return chunks
+        start = end = ends[-1]
+        if size:
+            last = len(ascending) - sum(map(bool, sizes[index + 1 :]))
+            area = functools.partial(_padded_area, ascending, start)
+            end = bisect_right(range(last + 1), limit * size, start + 1, last + 1, key=area) - 1
+            if end == start:
+                return None
+        ends.append(end)
+    return ends[1:] if ends[-1] == len(ascending) else None
+
+
+def _padded_area(ascending: Sequence[float], start: int, end: int) -> float:
+    return (end - start) * ascending[end - 1]
 
 
 def merge_single_samples(chunks: Sequence[int]) -> list[int]:
@@ -141,20 +173,3 @@ def limited_chunks(sizes: Sequence[int], limits: Sequence[int | None]) -> list[i
         ] or [index for index in range(len(kept)) if kept[index] < sizes[index]]
         kept[min(room, key=lambda index: kept[index] / sizes[index])] += 1
     return kept
-
-
-class SampleCounters:
-    """Recognises numbers that each part of a batch has raised by its number of samples.
-
-    With parts of one sample, a counter of samples looks like a counter of steps: earlier steps decide.
-    """
-
-    def __init__(self) -> None:
-        self._known: set[Hashable] = set()
-
-    def recognise(self, key: Hashable, raised: Sequence[float], sizes: Sequence[float]) -> bool:
-        """Return True if the number called `key` counts samples, given by how much each part has raised it."""
-        if list(raised) != list(sizes) or (set(sizes) == {1} and key not in self._known):
-            return False
-        self._known.add(key)
-        return True

@@ -1,37 +1,14 @@
-"""Weights of the parts of a batch, for combining their losses, gradients and logged values."""
+"""Weights of the parts of a batch, for combining their losses, gradients and logged values, and counters of samples."""
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, get_args
 
 from lightning_ddp_ext.batches.label_weights import TokenCount
 
-WeightBy = Literal["samples", "tokens", "equal", "sum"] | Callable[[Any], float]
-
-_NAMES = ("samples", "tokens", "equal", "sum")
-
-
-class AccumulationWindow:
-    """The micro-batches whose gradients are added up before ranks synchronise them.
-
-    The loss of a micro-batch is multiplied by its weight relative to the first weight above 0. The accumulated gradient
-    times the first weight is then the weighted sum. The factor is 1 as long as weights are equal.
-    """
-
-    def __init__(self) -> None:
-        self.first = self.total = 0.0
-        self.length = 0
-
-    def add(self, weight: float) -> None:
-        """Add a micro-batch."""
-        self.first = self.first or weight
-        self.total += weight
-        self.length += 1
-
-    def factor(self, weight: float) -> float:
-        """Return the factor of the loss of a micro-batch that was added with this weight."""
-        return weight / self.first if self.first else 0.0
+_Name = Literal["samples", "tokens", "equal", "sum"]
+WeightBy = _Name | Callable[[Any], float]
 
 
 class WeightRule:
@@ -41,9 +18,10 @@ class WeightRule:
     """
 
     def __init__(self, weight_by: WeightBy, inform: Callable[[str], None]) -> None:
-        if not callable(weight_by) and weight_by not in _NAMES:
+        names = get_args(_Name)
+        if not callable(weight_by) and weight_by not in names:
             raise ValueError(
-                f"`weight_by` must be one of {', '.join(map(repr, _NAMES))} or a callable `batch -> float`, got"
+                f"`weight_by` must be one of {', '.join(map(repr, names))} or a callable `batch -> float`, got"
                 f' {weight_by!r}. Use "samples" for a loss that is a mean over samples.'
             )
         self.is_sum = weight_by == "sum"  # losses are sums: gradients are added up, not averaged
@@ -81,3 +59,20 @@ class WeightRule:
         if not self._has_warned:
             warnings.warn(message, category=UserWarning, stacklevel=3)
         self._has_warned = True
+
+
+class SampleCounters:
+    """Recognises numbers that each part of a batch has raised by its number of samples.
+
+    With parts of one sample, a counter of samples looks like a counter of steps: earlier steps decide.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+
+    def recognise(self, key: Hashable, raised: Sequence[float], sizes: Sequence[float]) -> bool:
+        """Return True if the number called `key` counts samples, given by how much each part has raised it."""
+        if list(raised) != list(sizes) or (set(sizes) == {1} and key not in self._known):
+            return False
+        self._known.add(key)
+        return True

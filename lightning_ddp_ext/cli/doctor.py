@@ -42,7 +42,7 @@ from lightning_ddp_ext.cli.validate import (
 from lightning_ddp_ext.clusters.launchers import is_started_alone, launched_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.clusters.slurm import summarize
-from lightning_ddp_ext.config import use_lightning
+from lightning_ddp_ext.conf.schemas import use_lightning
 from lightning_ddp_ext.consistency.setups import compare_setups
 from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
 from lightning_ddp_ext.distributed.interfaces import interface_addresses

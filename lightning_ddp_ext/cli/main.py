@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_ddp_ext._import_names import PACKAGES, find_lightning
 from lightning_ddp_ext.cli.errors import LaunchError, describe
 from lightning_ddp_ext.cli.settings import check_settings
-from lightning_ddp_ext.clusters.launchers import find_launcher, in_sweep
+from lightning_ddp_ext.clusters.launchers import SRUN, find_launcher, in_sweep
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _DOCTOR = "doctor"
@@ -47,7 +47,7 @@ def main() -> None:
     if Path("conf").is_dir() and not any(argument.startswith(("--config-dir", "-cd")) for argument in sys.argv):
         # In front, because strategies append overrides to the arguments of the processes that they start.
         sys.argv.insert(1, "--config-dir=conf")
-    rank = os.environ.get("SLURM_PROCID", "0")
+    rank = os.environ.get(SRUN.rank, "0")
     if rank != "0":  # only rank 0 of a SLURM step writes `.hydra`, and each rank a separate log
         sys.argv += ["hydra.output_subdir=null", f"hydra.job.name=train_rank_{rank}"]
     wants_traceback = os.environ.get(_FULL_ERROR)
@@ -90,7 +90,7 @@ def _module_for(lightning: str, name: str) -> Any:
 def _train(config: DictConfig) -> None:
     """Train with the Lightning of the model, or start a job of a sweep."""
     # Here, because its schemas need the sources of an installed Lightning, which `main` checks.
-    from lightning_ddp_ext.config import choose_lightning, use_lightning
+    from lightning_ddp_ext.conf.schemas import choose_lightning, use_lightning
 
     try:
         OmegaConf.resolve(config)

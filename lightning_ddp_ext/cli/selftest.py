@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext.clusters.launchers import PREFIXES
 from lightning_ddp_ext.clusters.process_group_options import Connection, device_type_of
 from lightning_ddp_ext.consistency.replica_differences import find_difference
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects, own_group
@@ -45,7 +46,6 @@ _FEATURES = 6
 _STALL = 10.0  # seconds
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
 _LAST_LINES = 12  # of a process that failed
-_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")  # their variables begin with these
 Batch = tuple[Tensor, Tensor]
 
 
@@ -271,7 +271,7 @@ def _free_port() -> int:
 
 def _run_process(own: TrialRank, trial: Trial, variables: dict[str, str]) -> tuple[str, str]:
     """Run a trial in a child process; return its problem, or "", and its output."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
         found = Path(folder) / "found"
         program = f"from {__name__} import run_trial; run_trial()"

@@ -20,6 +20,9 @@ SRUN = Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 TORCHRUN = Launcher("RANK", "WORLD_SIZE")
 _MPIRUN = (Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), Launcher("PMI_RANK", "PMI_SIZE"))
 
+# The variables of launchers begin with these, besides those that any program may set.
+PREFIXES = ("SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
+
 # torchrun sets it for every process.
 TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
 # Set by people and launchers that start the processes of each node by other means.
@@ -30,8 +33,7 @@ TERMINAL = "SLURM_PTY_PORT"
 
 def launched_rank() -> int:
     """Return the rank that a launcher has given this process, 0 without a launcher."""
-    # A process of torchrun may be in a task of srun, and has torchrun's rank.
-    names = [launcher.rank for launcher in (TORCHRUN, SRUN, *_MPIRUN)]
+    names = [launcher.rank for launcher in _launchers()]
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 0)
 
 
@@ -50,9 +52,13 @@ def is_started_alone() -> bool:
     return bool(_started_processes()) and find_launcher() is None
 
 
+def _launchers() -> list[Launcher]:
+    """Return the launchers that may have started this process; torchrun, which may run in a task of srun, is first."""
+    return [one for one in (TORCHRUN, SRUN, *_MPIRUN) if one is not SRUN or TERMINAL not in os.environ]
+
+
 def _started_processes() -> dict[str, str]:
-    launchers = (TORCHRUN, *_MPIRUN) if TERMINAL in os.environ else (SRUN, TORCHRUN, *_MPIRUN)
-    return {launcher.size: os.environ[launcher.size] for launcher in launchers if launcher.size in os.environ}
+    return {launcher.size: os.environ[launcher.size] for launcher in _launchers() if launcher.size in os.environ}
 
 
 def check_mpirun(is_launched: bool) -> None:

@@ -1,3 +1,3 @@
 """The packaged configuration. Importing it registers the schemas its files refer to, also for other applications."""
 
-import lightning_ddp_ext.config  # noqa: F401
+import lightning_ddp_ext.conf.schemas  # noqa: F401

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lightning_ddp_ext._validation import check_integer, check_number
 
 _DEFAULT = "Leave it out for the default."
+_LARGEST, _LARGEST_OF = 2**16, {"seed": 2**32 - 1, "max_bytes": 2**31 - 1, "files": 2**31 - 1}
 
 
 def check_options(**options: object) -> None:
@@ -18,7 +19,8 @@ def check_options(**options: object) -> None:
         if name == "learning_rate":
             check_number(name, value, remedy=_DEFAULT)
         else:
-            check_integer(name, value, least=0 if name == "seed" else 1, remedy=_DEFAULT)
+            least, most = 0 if name == "seed" else 1, _LARGEST_OF.get(name, _LARGEST)
+            check_integer(name, value, least=least, most=most, remedy=_DEFAULT)
 
 
 def cosine_adamw(module: LightningModule, learning_rate: float) -> OptimizerLRScheduler:

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,7 +26,7 @@ from lightning_ddp_ext.errors import OtherRankError
 
 def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Make a group of all ranks that can send CPU tensors."""
-    _keep_from_collection_in_forks()
+    _prepare_forks()
     backends = dist.get_backend_config()
     backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
     with tracked_connections():
@@ -34,11 +35,20 @@ def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 @functools.cache
-def _keep_from_collection_in_forks() -> None:
-    """Keep forks of this process from collecting its garbage, where an error may have left a group in a cycle."""
-    # The destructor of gloo's groups would wait for threads, which a fork does not copy.
-    if hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(after_in_child=gc.freeze)
+def _prepare_forks() -> None:
+    """Keep forks of this process, such as the workers of loaders, from waiting for threads, which a fork lacks."""
+    if not hasattr(os, "register_at_fork"):  # Windows
+        return
+    # An error may have left a group in a cycle, and the destructor of gloo's groups waits for threads.
+    os.register_at_fork(after_in_child=gc.freeze)
+    # There, a fork may wait for ever if a thread of gloo releases a tensor meanwhile (CPython issue 112275).
+    if sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 10):
+        os.register_at_fork(before=_let_gloo_release_tensors)
+
+
+def _let_gloo_release_tensors() -> None:
+    """Release Python's lock for as long as threads of gloo usually need it after a collective."""
+    time.sleep(0.02)
 
 
 def destroy_group(group: dist.ProcessGroup | None = None) -> None:
@@ -46,7 +56,7 @@ def destroy_group(group: dist.ProcessGroup | None = None) -> None:
     if torch.__version__ < "2.8":
         # There, a group joins its threads without releasing Python's lock, which a thread of gloo waits for if it has
         # just released the tensor of a collective.
-        time.sleep(0.02)
+        _let_gloo_release_tensors()
     dist.destroy_process_group(group)
 
 

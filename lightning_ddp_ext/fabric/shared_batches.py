@@ -1,28 +1,27 @@
 """`balanced_ddp` for Fabric: ranks share the batches of their loaders."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_ddp_ext.batches.balance_controller import BalanceController
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integer
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import RNG, USED, FabricLoader
 from lightning_ddp_ext.fabric.strategies import DDPJoinStrategy
 from lightning_ddp_ext.join.lockstep_loader import StepMaker
-from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, SharedBatch
+from lightning_ddp_ext.ranks.sample_counts import FetchedBatch
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import find_loader_rngs
 from lightning_ddp_ext.shares.batch_sampler import GlobalBatches
 from lightning_ddp_ext.shares.combined_loader import SharedLoader, share_step
-from lightning_ddp_ext.shares.steps import ComputeTimes, decide, make_controller
-from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
+from lightning_ddp_ext.shares.table import ShareBalancer, ShareTable, refuses_single_samples
 
 _SHARES, _TABLE, _SEEDS = "shares", "table", "seeds"
 
@@ -40,10 +39,10 @@ class SharedFabricLoader(FabricLoader):
         self._lead = max(gather_integer(ahead, self._group))  # batches that any rank draws before their use
         self._shared = SharedLoader(loader, GlobalBatches(table, self._group, True), strategy.batch_dim)
         self._stand_in: list[Any] = []
+        strategy.balancer.undrawn[table] = self._undrawn
 
-    @property
-    def undrawn(self) -> int:
-        """Number of the first batch that no rank has drawn yet."""
+    def _undrawn(self) -> int:
+        """Return the number of the first batch that no rank has drawn yet."""
         drawn = self._shared.batches.drawn if self._shared.is_stream else 0
         return max(drawn, self.table.begun + self._lead)
 
@@ -51,15 +50,22 @@ class SharedFabricLoader(FabricLoader):
     def _make_steps(self, own_skip: int, length: int | None, skip: int) -> Iterator[tuple[Any, FetchedBatch]]:
         batches = self._shared.batches
         batches.begin(self.table.begin_epoch(skip), *self._seeds, self._epoch)
-        self.table.avoids_single_samples = self._strategy.has_batch_norm
+        self.table.avoids_single_samples = any(map(refuses_single_samples, self._strategy.modules))
         maker = StepMaker(self._group, self._stand_in)
         fetched = self._rng.iterate(self._shared, [self._loader], skip, looks_ahead=length is None)
-        for number, batch in enumerate(fetched):
-            taken = self._shared.take()
-            if number >= skip:
-                step = share_step(maker, batches.rank, batch, taken)
-                self._strategy.begin_share(self.table, taken[0][0])
-                yield step
+        balancer = self._strategy.balancer
+        outer = balancer.current
+        try:
+            for number, batch in enumerate(fetched):
+                taken = self._shared.take()
+                if number >= skip:
+                    step = share_step(maker, batches.rank, batch, taken)
+                    balancer.begin_batch(self.table, taken[0][0])
+                    if taken[0][0].sizes[batches.rank]:
+                        balancer.start()  # an evaluation, which has no backward pass, never stops it
+                    yield step
+        finally:
+            balancer.current = outer
 
     @override
     def state(self) -> dict[str, Any]:
@@ -104,6 +110,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     strategy_name = "balanced_ddp"
     shares_batches = True
+    balancer: ShareBalancer  # from the set-up of the environment on
 
     def __init__(
         self,
@@ -120,17 +127,12 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         self.gpu0_batch_size = gpu0_batch_size
         self.split = None if split is None else list(split)
         self.balance = balance
-        self._controller: BalanceController | None = None
-        self._times: ComputeTimes | None = None
-        self._share: tuple[ShareTable, SharedBatch] | None = None  # the current batch
-        self._is_counted = False  # the times of the current batch
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._chunk_rule.check_number(self.world_size, "rank")
-        self._controller = make_controller(self._chunk_rule, self.world_size)
-        self._times = ComputeTimes(self.world_size, self.root_device)
+        self.balancer = ShareBalancer(self._chunk_rule, self.world_size, self.root_device, rank_zero_info)
 
     @override
     def compared_arguments(self) -> dict[str, object]:
@@ -151,67 +153,24 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     def number_of_steps(self, length: int | None) -> int | None:
         return length
 
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether a module refuses single samples in training."""
-        return any(map(refuses_single_samples, self._modules))
-
-    @override
-    @contextmanager
-    def iterating(self) -> Generator[None, None, None]:
-        outer = self._share
-        try:
-            with super().iterating():
-                yield
-        finally:
-            self._share = outer
-
-    def begin_share(self, table: ShareTable, shared: SharedBatch) -> None:
-        """Begin with a batch of all ranks."""
-        assert self._times is not None
-        table.begin_batch(shared.number)
-        self._share, self._is_counted = (table, shared), False
-        if shared.sizes[self.global_rank]:
-            self._times.start()  # an evaluation, which has no backward pass, never stops it
-        else:
-            self._times.forget()
-
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        assert self._times is not None
-        if self._share is not None and self._reducer is not None:
-            shared = self._share[1]
-            self._reducer.control.drawn = shared.agreement
-            if not self._is_counted:
-                self._times.add_batch(shared)
-                self._is_counted = True
+        if self._reducer is not None:
+            self.balancer.count_batch(self._reducer.control)
         super().backward(tensor, module, *args, **kwargs)
-        self._times.stop()
+        self.balancer.stop()
 
-    @contextmanager
     @override
-    def _synchronizing(self, reducer: GradientReducer) -> Generator[None, None, None]:
-        assert self._times is not None
-        with super()._synchronizing(reducer):
-            yield
-            self._times.stop()
-            self._times.end_step()
-            self._times.write(reducer.control)
-        for step in self._times.read(reducer.control):
-            if (
-                self._controller is not None
-                and self._share is not None
-                and decide(self._controller, self._share[0], step)
-            ):
-                for loader in self._loaders:
-                    assert isinstance(loader, SharedFabricLoader)
-                    loader.table.change(loader.undrawn, self._controller.shares, self._controller.limits)
+    def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
+        synchronizing = super()._synchronizing(reducer)
+        if self._window.is_postponed:
+            return synchronizing
+        return self.balancer.exchange(synchronizing, reducer.control, ends_step=True)
 
     @override
     def own_state(self) -> dict[str, Any]:
-        return {_SHARES: None if self._controller is None else self._controller.state_dict()}
+        return {_SHARES: self.balancer.state_dict()}
 
     @override
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        if self._controller is not None and state[_SHARES] is not None:
-            self._controller.load_state_dict(state[_SHARES])
+        self.balancer.load_state_dict(state[_SHARES])

@@ -1,7 +1,7 @@
 """`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, get_args
 
@@ -12,13 +12,12 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_fabric import postpone_synchronization
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
-from lightning_ddp_ext.batches.weights import AccumulationWindow, WeightBy, WeightRule
+from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
@@ -33,7 +32,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
 )
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, FetchedBatch, StepParticipation
-from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies.base import describe_versions_of_run
 
@@ -125,11 +124,10 @@ class DDPCheckpointStrategy(DDPStrategy):
         postpone_synchronization(self, self.accumulating)
         self._samples = BatchSamples(batch_dim)
         self._participation: StepParticipation | None = None  # of ranks in the current batch; None if all have one
-        self._modules: list[nn.Module] = []
+        self.modules: list[nn.Module] = []
         self._loaders: list[FabricLoader] = []
         self._reducer: GradientReducer | None = None
         self._resumed: Mapping[str, Any] | None = None
-        self._is_postponed = False
         self._accumulating: tuple[object, ...] = ()  # the modules that `no_backward_sync` names at the moment
         self._window_modules: tuple[object, ...] = ()
         self._window = AccumulationWindow()
@@ -161,7 +159,7 @@ class DDPCheckpointStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         if self._checkpointing is not None:
             self._checkpointing.apply(module)
-        self._modules.append(module)
+        self.modules.append(module)
         self._make_reducer()
         return module
 
@@ -169,7 +167,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         """Make the reducer of all modules, whose messages have one order on all ranks."""
         if self._reducer is not None:
             self._reducer.close()
-        together = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+        together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
         self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
 
     @override
@@ -230,11 +228,15 @@ class DDPCheckpointStrategy(DDPStrategy):
         reducer = self._reducer
         if reducer is None:
             raise RuntimeError("`fabric.backward` needs a module. Call `model = fabric.setup(model)` first.")
-        weight = self._weight()
-        reducer.defer_hooks()
-        if self._window.total and not reducer.has_gradients():
-            self._window = AccumulationWindow()  # `zero_grad` has dropped its gradients
-        if not self._window.length:
+        window, weight = self._window, self.batch_weight
+        if weight is None:
+            raise RuntimeError(
+                "`fabric.backward` needs the weight of the batch. Pass the loader to `fabric.setup_dataloaders`, or set"
+                " `fabric.strategy.batch_weight` before, such as `len(batch)`."
+            )
+        if window.total and not reducer.has_gradients():
+            window.begin()
+        if not window.length:
             self._window_modules = self._accumulating
         elif self._accumulating not in ((), self._window_modules):
             raise UnsupportedFeatureError(
@@ -242,63 +244,47 @@ class DDPCheckpointStrategy(DDPStrategy):
                 " synchronised yet, and the gradients of all modules are synchronised together. End the accumulation of"
                 " one module before that of the next begins, or name both modules each time."
             )
-        self._window.add(weight)
-        synchronizing = nullcontext() if self._is_postponed else self._synchronizing(reducer)
-        if weight:
-            factor = self._window.factor(weight) * (self._number_of_active_ranks if self._rule.is_sum else 1)
-            with synchronizing:
-                super().backward(tensor if factor == 1 else tensor * factor, module, *args, **kwargs)
-            return
-        # The loss may be nan. The backward pass runs nevertheless, since it may communicate.
-        with reducer.discard_gradients():
-            super().backward(tensor, module, *args, **kwargs)
-        with synchronizing:
-            pass  # the gradients of the window's other micro-batches may have to be sent
+        window.add(weight)
+        factor = window.weigh(weight)
+        if self._rule.is_sum:
+            factor *= self.world_size if self._participation is None else len(self._participation.active)
+        with self._synchronizing(reducer):
+            super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
 
-    @contextmanager
-    def _synchronizing(self, reducer: GradientReducer) -> Generator[None, None, None]:
-        """Synchronise the gradients of the window, which ends here."""
-        window, self._window = self._window, AccumulationWindow()
-        reducer.control.scale = window.first * window.length  # the user has divided each loss by the length
-        reducer.control.position += 1
-        with reducer.synchronize(window.total):
-            yield
+    def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
+        """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
+        window = self._window
+        scale = window.first * window.length  # the user has divided each loss by the length
+        return window.synchronize(reducer, window.total, scale, None, reducer.control.position + 1)
 
     @contextmanager
     def accumulating(self, module: object, is_postponed: bool) -> Generator[None, None, None]:
         """Postpone the synchronisation of gradients in a block of `no_backward_sync`, if that is enabled."""
-        outer = self._accumulating, self._is_postponed
-        self._accumulating, self._is_postponed = (*self._accumulating, module), self._is_postponed or is_postponed
+        outer, self._accumulating = self._accumulating, (*self._accumulating, module)
         try:
-            yield
+            with self._window.postpone(is_postponed):
+                yield
         finally:
-            self._accumulating, self._is_postponed = outer
-
-    @property
-    def _number_of_active_ranks(self) -> int:
-        return self.world_size if self._participation is None else len(self._participation.active)
-
-    def _weight(self) -> float:
-        if self.batch_weight is None:
-            raise RuntimeError(
-                "`fabric.backward` needs the weight of the batch. Pass the loader to `fabric.setup_dataloaders`, or set"
-                " `fabric.strategy.batch_weight` before, such as `len(batch)`."
-            )
-        return self.batch_weight
+            self._accumulating = outer
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        self._check_gradients(optimizer, has_closure=kwargs.get("closure") is not None)
-        return super().optimizer_step(optimizer, **kwargs)
-
-    def _check_gradients(self, optimizer: Optimizer, has_closure: bool) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._reducer is not None and not has_closure and self._reducer.unsynchronized(parameters):
-            raise UnsynchronizedGradientsError(
-                f"rank {self.global_rank}: `{type(optimizer).__name__}` is about to step with gradients that have not"
-                " been synchronised with the other ranks. Leave the last `fabric.backward` before a step out of"
-                " `fabric.no_backward_sync`."
-            )
+        if self._reducer is not None and kwargs.get("closure") is None:
+            about = f"rank {self.global_rank}: `{type(optimizer).__name__}` is about to step with"
+            if self._reducer.has_unsynchronized(parameters):
+                raise UnsynchronizedGradientsError(
+                    f"{about} gradients that have not been synchronised with the other ranks. Leave the last"
+                    " `fabric.backward` before a step out of `fabric.no_backward_sync`."
+                )
+            for parameter in self._reducer.unmanaged_parameters(parameters):
+                if parameter.grad is not None:
+                    raise UnsynchronizedGradientsError(
+                        f"{about} the gradient of a parameter of shape {list(parameter.shape)}, which was not part of a"
+                        " module in `fabric.setup`, so that no other rank knows of it. Create it as an `nn.Parameter`"
+                        " of such a module."
+                    )
+        return super().optimizer_step(optimizer, **kwargs)
 
     # ------------------------------------------------------------ checkpoints
 

@@ -4,7 +4,7 @@ import copy
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,32 +42,33 @@ class HasNextBatch:
         self.local = False  # the flag of this rank
         self._group = group
         self._is_sent_with_gradients = is_sent_with_gradients
-        self._message: tuple[torch.Tensor, Any] | None = None
-        self._flags: list[bool] | None = None
+        self._answer: Callable[[], list[bool]] | None = None  # waits for the flags of all ranks; None if not asked yet
 
     def send(self, has_batch: bool) -> None:
         """Set the flag of this rank for the next step."""
         self.local = has_batch
-        self._flags = self._message = None
-        if not self._is_sent_with_gradients:
-            self._message = self._start_message()
+        self._answer = None if self._is_sent_with_gradients else self._ask()
 
     def receive(self, flags: Iterable[float]) -> None:
         """Take the flags of all ranks, which were sent with the gradients."""
-        self._flags = list(map(bool, flags))
+        received = list(map(bool, flags))
+        self._answer = lambda: received
 
     def wait(self) -> list[bool]:
         """Return the flags of all ranks."""
-        if self._flags is None:
-            flags, work = self._message or self._start_message()
-            work.wait()
-            self._flags = flags.bool().tolist()
-        return self._flags
+        return (self._answer or self._ask())()
 
-    def _start_message(self) -> tuple[torch.Tensor, Any]:
+    def _ask(self) -> Callable[[], list[bool]]:
+        """Send the flag of this rank; return a function that waits for all flags."""
         flags = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
         flags[dist.get_rank(self._group)] = self.local
-        return flags, dist.all_reduce(flags, group=self._group, async_op=True)
+        work = dist.all_reduce(flags, group=self._group, async_op=True)
+
+        def wait() -> list[bool]:
+            work.wait()
+            return list(flags.bool().tolist())
+
+        return wait
 
 
 class StepMaker:

@@ -64,13 +64,15 @@ def drawing_alike(seed: int, samplers: Sequence[Any] = ()) -> Iterator[None]:
     """Draw the same random numbers on all ranks in a block, also from the generators of samplers."""
     generators = find_loader_rngs(samplers)
     states = capture_states(generators)
-    with isolate_rng():
-        random.seed(seed)
-        numpy.random.seed(seed)
-        torch.manual_seed(seed)
-        seed_all(generators, seed)
-        yield
-    restore_states(generators, states)
+    try:
+        with isolate_rng():
+            random.seed(seed)
+            numpy.random.seed(seed)
+            torch.manual_seed(seed)
+            seed_all(generators, seed)
+            yield
+    finally:
+        restore_states(generators, states)
 
 
 class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):

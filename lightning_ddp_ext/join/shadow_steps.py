@@ -51,6 +51,7 @@ class LockstepSteps(RankSteps):
 
     def __init__(
         self,
+        cleanup: ExitStack,
         trainer: Trainer,
         samples: BatchSamples,
         gradient: RankGradient | None,
@@ -80,22 +81,21 @@ class LockstepSteps(RankSteps):
         self._batch_stack = ExitStack()
         self._loaders: WeakSet[SteppedCombinedLoader] = WeakSet()
         watch_logging(
-            self.cleanup, trainer, self.logged.update, samples.rounded, self.end_batch, self._end_epoch,
+            cleanup, trainer, self.logged.update, samples.rounded, self.end_batch, self._end_epoch,
             self.logged.check_epoch,
         )  # fmt: skip
-        watch_synchronization(self.cleanup, synchronize_states)
+        watch_synchronization(cleanup, synchronize_states)
         # Lightning would refuse a rank without any samples.
         self._allowed_no_batch = self.module.allow_zero_length_dataloader_with_multiple_devices
         self.module.allow_zero_length_dataloader_with_multiple_devices = True
+        cleanup.callback(self._close)
 
-    @override
-    def close(self) -> None:
+    def _close(self) -> None:
         self.module.allow_zero_length_dataloader_with_multiple_devices = self._allowed_no_batch
         if self._watch.has_exited:
             self._messages.close()
         self._batch_stack.close()
         self._collectives.close()
-        super().close()
         for loader in self._loaders:
             loader.close()
         del self.logged  # it refers to this object, and a cycle would keep the process groups and their threads
@@ -136,7 +136,6 @@ class LockstepSteps(RankSteps):
     @override
     def begin_fetched(self, batch: Any, fetched: FetchedBatch) -> None:
         if self.predictions is not None:
-            self._batch_stack.close()  # Lightning announces the end of a batch of the other loops only
             self.predictions.begin(fetched)
         super().begin_fetched(batch, fetched)
         if batch is None:
@@ -163,8 +162,6 @@ class LockstepSteps(RankSteps):
             ]
             for metric in self._metrics:
                 forget_computed(metric)
-            if self._mirror is not None and self.trainer.training:
-                self._mirror.begin_phase()
         if not self.trainer.training:
             # In evaluation hooks run among active ranks too: they belong to a batch, not to a step of all ranks.
             self._batch_stack.enter_context(
@@ -219,11 +216,11 @@ class LockstepSteps(RankSteps):
         control, is_automatic = self.gradient.reducer.control, self.module.automatic_optimization
         control.has_next_batch = self._has_next_batch.local
         control.logged_keys = self.logged.keys_hash if is_automatic else 0
-        if not is_automatic and not self.gradient.is_blocked and not self.participation.is_shadow:
+        if not is_automatic and not self.gradient.window.is_postponed and not self.participation.is_shadow:
             self._announce(has_ended=False)  # joined ranks cannot know of this backward pass
         with self.gradient.synchronize():
             yield
-        if not self.gradient.is_blocked:
+        if not self.gradient.window.is_postponed:
             assert control.exchanged is not None
             self._has_next_batch.receive(control.exchanged.has_next_batch)
             if is_automatic:
@@ -235,18 +232,18 @@ class LockstepSteps(RankSteps):
     def end_batch(self) -> None:
         if not self.trainer.training:
             self._batch_stack.close()
-            if self.participation.is_shadow:
-                self._await_announcement()
-            else:
-                self._announce(has_ended=True)
-            self.logged.synchronize(self._batch_samples)
+            if self.predictions is None:  # these log nothing
+                self._exchange_evaluated()
         super().end_batch()
         self.logged.begin()
 
-    def end_predictions(self) -> None:
-        """End the last batch of the loop of predictions."""
-        self._batch_stack.close()
-        self.participation = self.all_ranks
+    def _exchange_evaluated(self) -> None:
+        """Synchronise logged values at the end of a batch of evaluation."""
+        if self.participation.is_shadow:
+            self._await_announcement()
+        else:
+            self._announce(has_ended=True)
+        self.logged.synchronize(self._batch_samples)
 
     def _exchange_keys_and_flags(self) -> None:
         """Synchronise logged values after a step whose gradients are not synchronised; flags are sent along."""

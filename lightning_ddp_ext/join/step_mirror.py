@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Hashable, Iterator
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
 from lightning_ddp_ext._compat.torch import are_identical, version_of, versions_of
-from lightning_ddp_ext.batches.chunk_sizes import SampleCounters
+from lightning_ddp_ext.batches.weights import SampleCounters
 from lightning_ddp_ext.consistency.fingerprints import checksums
 from lightning_ddp_ext.consistency.setups import find_ignored
 from lightning_ddp_ext.distributed.flat_tensors import overwrite
@@ -28,9 +28,10 @@ from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
 _CODE = (type, FunctionType, BuiltinFunctionType, partial)  # the same on every rank
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
-_CONTAINERS = (list, tuple, dict, set)
+_SILENT = (list, tuple, dict, set, LRScheduler)
 _LARGE = 2**20  # bytes of a parameter from which checksums replace a copy
 _LARGEST_DICTIONARY = 64  # entries
+_PARAMETER = "a parameter"
 
 Place = tuple[Any, ...]  # "module" and its name, or "optimizer" and its number; then names of attributes and keys
 
@@ -50,55 +51,52 @@ class StepMirror:
         self._sample_counters = SampleCounters()
         self._has_warned = False
 
-    def begin_phase(self) -> None:
-        """Prepare for steps with the same active ranks. Call on every rank."""
+    def _read_module(self) -> None:
+        """Read the modules and parameters, of which a step may make others."""
         metrics = [part for part in self._module.modules() if isinstance(part, Metric | MetricCollection)]
         in_metrics = {id(part) for metric in metrics for part in metric.modules()}
-        self._parts = {name: part for name, part in self._module.named_modules() if id(part) not in in_metrics}
+        self._parts: dict[str, nn.Module] = {
+            name: part for name, part in self._module.named_modules() if id(part) not in in_metrics
+        }
         self._ignored = find_ignored(self._module)
         self._parameters = {name: one for name, one in self._module.named_parameters() if name not in self._ignored}
-        self._attributes: list[tuple[Place, dict[Any, Any]]] = [
-            *((("module", name), vars(part)) for name, part in self._parts.items()),
-            *((("optimizer", number), vars(optimizer)) for number, optimizer in enumerate(self._trainer.optimizers)),
-        ]
-        self._dictionaries: list[tuple[Place, dict[Any, Any]]] = [
-            ((*place, name), value)
-            for place, attributes in self._attributes
-            for name, value in attributes.items()
-            if isinstance(value, dict) and name not in _inherited()
-        ]
 
     @torch.no_grad()
     def remember(self) -> None:
         """Remember the state before a step, on a rank that runs it."""
+        self._read_module()
         self._structure = self._find_structure()
         # A change through `.data` has no version, so values are compared.
         self._values = {
             name: (one.requires_grad, _form(one), _content(one).clone()) for name, one in self._parameters.items()
         }
         self._forms = {name: _form(buffer) for name, buffer in self._buffers().items()}
-        dictionaries = [pair for pair in self._dictionaries if len(pair[1]) <= _LARGEST_DICTIONARY]
-        self._entries = [(place, entries, entries.copy()) for place, entries in (*self._attributes, *dictionaries)]
+        self._entries = {place: dict(entries) for place, entries in self._find_entries().items()}
         self._tensors = {name: version_of(one) for name, one in vars(self._module).items() if isinstance(one, Tensor)}
         self._optimizers = [(_settings(one), _state(one)) for one in self._trainer.optimizers]
-        self._schedules = [vars(scheduler).copy() for scheduler in self._schedulers()]
+        self._schedules = {key: vars(scheduler).copy() for key, scheduler in self._schedulers().items()}
 
     @torch.no_grad()
     def changes(self, samples: float) -> Tensor | None:
         """Return the changes since `remember` as bytes, except counters of samples; None if there are none."""
-        found = {
+        has_other_parts = not are_identical(self._structure, self._find_structure())
+        if has_other_parts:
+            self._read_module()
+        is_manual = not self._module.automatic_optimization
+        found: dict[str, Any] = {
+            "structure": self._describe(with_modules=has_other_parts) if has_other_parts or is_manual else None,
             "buffers": self._changed_buffers(),
             "attributes": self._changed_attributes(int(samples)),
             "parameters": self._changed_parameters(),
             "optimizers": self._changed_optimizers(),
             "schedulers": {
-                number: _without_code(scheduler.state_dict())
-                for number, scheduler in enumerate(self._schedulers())
-                if any(_differences(self._schedules[number], vars(scheduler)))
+                key: _without_code(scheduler.state_dict())
+                for key, scheduler in self._schedulers().items()
+                if any(_differences(self._schedules.get(key, {}), vars(scheduler)))
             },
         }
         state = {name: value for name, value in found.items() if value}
-        if not self._module.automatic_optimization:
+        if is_manual:
             state.update(self._state_after_manual_step())
         if not state:
             return None
@@ -114,26 +112,64 @@ class StepMirror:
     @torch.no_grad()
     def take(self, changes: Tensor) -> None:
         """Set the state that has changed on the rank that has run the step."""
+        self._read_module()
         state, _ = unpack(changes)
         for name, (requires_grad, value) in state.get("parameters", {}).items():
             self._set_parameter(name, value, requires_grad)
+        self._check_structure(state.get("structure", {}))
         for name, value in state.get("buffers", {}).items():
             self._set_buffer(name, value)
         for place, before, after in state.get("attributes", ()):
             self._set_attribute(place, before, after)
         for number, (groups, values) in state.get("optimizers", {}).items():
             self._set_optimizer(self._trainer.optimizers[number], groups, values)
-        for number, values in state.get("schedulers", {}).items():
-            self._schedulers()[number].load_state_dict(values)
+        schedulers = self._schedulers()
+        for key, values in state.get("schedulers", {}).items():
+            if key not in schedulers:
+                raise self._missing(f"the scheduler `self.{key}`")
+            schedulers[key].load_state_dict(values)
         if "progress" in state:
             self._trainer.precision_plugin.load_state_dict(state["precision"])
             manual_step_progress(self._trainer).load_state_dict(state["progress"])
-            for parameter, gradient in zip(self._parameters.values(), state["gradients"] or (), strict=False):
+            for name, gradient in state["gradients"].items():
+                parameter = self._parameters[name]
                 parameter.grad = None if gradient is None else _gradient(parameter, *gradient)
 
     def _find_structure(self) -> list[Any]:
         """Return the modules and parameters, which rarely become other objects."""
         return [one for part in self._parts.values() for one in (*part._modules.values(), *part._parameters.values())]
+
+    def _describe(self, with_modules: bool) -> dict[str, str]:
+        """Return a description of each parameter, and of each module, by name."""
+        modules = {name: f"a module of class `{type(part).__name__}`" for name, part in self._parts.items()}
+        return {**(modules if with_modules else {}), **dict.fromkeys(self._parameters, _PARAMETER)}
+
+    def _check_structure(self, described: dict[str, str]) -> None:
+        """Refuse other parameters than on this rank, and modules of other classes than modules of this rank."""
+        own = self._describe(with_modules=True)
+        for name in (*described, *self._parameters) if described else ():
+            is_relevant = name in own or described[name] == _PARAMETER
+            if is_relevant and own.get(name) != described.get(name):
+                raise UnsupportedFeatureError(
+                    f"rank {self._trainer.global_rank}: after `training_step` on a rank with data, `{name}` is"
+                    f" {described.get(name, 'missing')}, and on this rank without data it is"
+                    f" {own.get(name, 'missing')}. Change modules in a hook that all ranks run, such as"
+                    " `on_train_batch_start`."
+                )
+
+    def _find_entries(self) -> dict[Place, dict[Any, Any]]:
+        """Return the attributes of modules and optimizers, and the dictionaries among these attributes, by place."""
+        owners: dict[Place, dict[Any, Any]] = {
+            **{("module", name): vars(part) for name, part in self._parts.items()},
+            **{("optimizer", number): vars(one) for number, one in enumerate(self._trainer.optimizers)},
+        }
+        dictionaries: dict[Place, dict[Any, Any]] = {
+            (*place, name): value
+            for place, attributes in owners.items()
+            for name, value in attributes.items()
+            if isinstance(value, dict) and len(value) <= _LARGEST_DICTIONARY and name not in _inherited(place[0])
+        }
+        return {**owners, **dictionaries}
 
     def _buffers(self) -> dict[str, Tensor | None]:
         named = (
@@ -143,14 +179,14 @@ class StepMirror:
         )
         return {name: buffer for name, buffer in named if name not in self._ignored}
 
-    def _schedulers(self) -> list[LRScheduler]:
-        """Return the schedulers that Lightning steps, and schedulers among the attributes of the module."""
-        own = [value for value in vars(self._module).values() if isinstance(value, LRScheduler)]
-        return [*(config.scheduler for config in self._trainer.lr_scheduler_configs), *own]
+    def _schedulers(self) -> dict[int | str, LRScheduler]:
+        """Return the schedulers that Lightning steps by number, and the module's own by the names of its attributes."""
+        schedulers: dict[int | str, LRScheduler] = {
+            number: config.scheduler for number, config in enumerate(self._trainer.lr_scheduler_configs)
+        }
+        return schedulers | {name: one for name, one in vars(self._module).items() if isinstance(one, LRScheduler)}
 
     def _changed_parameters(self) -> dict[str, tuple[bool, Tensor]]:
-        if not are_identical(self._structure, self._find_structure()):
-            self.begin_phase()
         alike = {
             name: (self._values[name][2], _content(one))
             for name, one in self._parameters.items()
@@ -169,10 +205,11 @@ class StepMirror:
     def _changed_attributes(self, samples: int) -> list[tuple[Place, list[Any], list[Any]]]:
         """Return the place of each changed value, and the values before and after; no value is an empty list."""
         sent = []
-        for owner, entries, before in self._entries:
-            for name, old, new in _differences(before, entries):
+        for owner, entries in self._find_entries().items():
+            for name, old, new in _differences(self._entries.get(owner, entries), entries):
                 place = (*owner, name)
-                if len(place) == 3 and name in _inherited():
+                is_dictionary = all(isinstance(value, dict) for value in (*old, *new))  # whose entries are compared
+                if len(place) == 3 and (name in _inherited(owner[0]) or (old and new and is_dictionary)):
                     continue
                 if not _is_plain((*place, *old, *new)):
                     self._warn_of(place, new)
@@ -188,9 +225,9 @@ class StepMirror:
         return sent
 
     def _warn_of(self, place: Place, values: list[Any]) -> None:
-        """Warn once of an attribute of the LightningModule, unless it belongs to a batch (container, graph)."""
-        is_of_batch = all(isinstance(value, _CONTAINERS) or getattr(value, "requires_grad", False) for value in values)
-        if self._has_warned or is_of_batch or place[:2] != ("module", ""):
+        """Warn once of an attribute of the LightningModule, unless a batch has it (container, graph) or it is sent."""
+        silent = all(isinstance(value, _SILENT) or getattr(value, "requires_grad", False) for value in values)
+        if self._has_warned or silent or place[:2] != ("module", ""):
             return
         self._has_warned = True
         name = place[2] + "".join(f"[{key!r}]" for key in place[3:])
@@ -215,29 +252,24 @@ class StepMirror:
         return found
 
     def _state_after_manual_step(self) -> dict[str, Any]:
-        parameters = list(self._parameters.values())
-        accumulates = self._reducer.unsynchronized(parameters)  # each rank keeps its own gradients
+        accumulates = self._reducer.has_unsynchronized(self._parameters.values())  # each rank keeps its own gradients
         return {
             "precision": self._trainer.precision_plugin.state_dict(),
             "progress": manual_step_progress(self._trainer).state_dict(),
-            "gradients": None if accumulates else [_described(parameter.grad) for parameter in parameters],
+            "gradients": {} if accumulates else {name: _described(one.grad) for name, one in self._parameters.items()},
         }
 
     def _set_parameter(self, name: str, value: Tensor, requires_grad: bool) -> None:
         parameter = self._parameters.get(name)
         if parameter is None or parameter.shape != value.shape:
-            raise UnsupportedFeatureError(
-                f"rank {self._trainer.global_rank}: `training_step` on a rank with data has made the parameter"
-                f" `{name}`, of shape {list(value.shape)}, and this rank without data has none like it. Create it"
-                " in `__init__`, `configure_model` or `setup` of the module."
-            )
+            raise self._missing(f"the parameter `{name}`, of shape {list(value.shape)}")
         if parameter.numel():
             overwrite([parameter], value.to(parameter.device, parameter.dtype).view(-1))
         parameter.requires_grad_(requires_grad)
 
     def _set_buffer(self, name: str, value: Tensor | None) -> None:
         path, _, leaf = name.rpartition(".")
-        buffers = self._parts[path]._buffers
+        buffers = self._part(path)._buffers
         own = buffers.get(leaf)
         if own is not None and value is not None and _form(own) == _form(value):
             own.copy_(value)
@@ -247,9 +279,11 @@ class StepMirror:
     def _set_attribute(self, place: Place, before: list[Any], after: list[Any]) -> None:
         """Set an attribute that was the same on both ranks; any other attribute belongs to its rank."""
         kind, owner, *path, name = place
-        entries = vars(self._parts[owner] if kind == "module" else self._trainer.optimizers[owner])
+        entries: Any = vars(self._part(owner) if kind == "module" else self._trainer.optimizers[owner])
         for key in path:
-            entries = entries.get(key, {})
+            entries = entries.get(key)
+        if not isinstance(entries, dict):
+            return  # such as None on a rank that never had a batch
         own = [entries[name]] if name in entries else []
         if not _is_plain((*own,)) or not _are_equal(own, before):
             return
@@ -257,6 +291,18 @@ class StepMirror:
             entries[name] = after[0]
         else:
             del entries[name]
+
+    def _part(self, name: str) -> nn.Module:
+        part = self._parts.get(name)
+        if part is None:
+            raise self._missing(f"the module `{name}`")
+        return part
+
+    def _missing(self, made: str) -> UnsupportedFeatureError:
+        return UnsupportedFeatureError(
+            f"rank {self._trainer.global_rank}: `training_step` on a rank with data has made {made}, and this rank"
+            " without data has none like it. Create it in `__init__`, `configure_model` or `setup` of the module."
+        )
 
     def _set_optimizer(self, optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[str, Any]) -> None:
         """Set the settings of an optimizer and its state, except for parameters that each rank has for itself."""
@@ -281,16 +327,16 @@ class StepMirror:
         optimizer.state.update(kept)
 
 
-@lru_cache(maxsize=1)
-def _inherited() -> frozenset[str]:
-    """Return the attributes that modules and optimizers have from their bases."""
-    optimizer = torch.optim.SGD([torch.zeros(())])
-    return frozenset(vars(LightningModule()).keys() | vars(optimizer).keys()) - {"training"}
+@cache
+def _inherited(kind: str) -> frozenset[str]:
+    """Return the attributes that modules, or optimizers, have from their bases."""
+    base = LightningModule() if kind == "module" else torch.optim.SGD([torch.zeros(())])
+    return frozenset(vars(base)) - {"training"}
 
 
 def _differences(before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
     """Yield the names of entries that are other objects, with the values before and after in lists of at most one."""
-    if are_identical(before.values(), after.values()):
+    if are_identical(before.values(), after.values()) and are_identical(before, after):
         return
     for name in {**before, **after}:
         old, new = ([entries[name]] if name in entries else [] for entries in (before, after))

@@ -183,7 +183,7 @@ class BatchSamples:
 
     def __init__(self, batch_dim: int) -> None:
         self.problem = ""  # why the last batch has no count
-        self._batch_dim = batch_dim
+        self.batch_dim = batch_dim
         self._drawn: float | None = None
 
     def describe_problem(self, consequence: str = "") -> str:
@@ -218,7 +218,7 @@ class BatchSamples:
         if self._drawn is not None or isinstance(batch, Iterator):  # a step with `dataloader_iter` fetches its batch
             return self._drawn
         try:
-            return float(count_samples(batch, self._batch_dim))
+            return float(count_samples(batch, self.batch_dim))
         except BatchSplitError as error:
             self.problem = error.problem
             return None

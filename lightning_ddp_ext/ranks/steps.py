@@ -1,8 +1,8 @@
 """The training step of one rank under Lightning: its weight, the synchronisation of its gradient, its logged means."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.batches.weights import AccumulationWindow, WeightRule
+from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
 from lightning_ddp_ext.ranks.sample_counts import (
     BatchSamples,
@@ -30,7 +30,7 @@ from lightning_ddp_ext.ranks.sample_counts import (
     StepParticipation,
     sums_and_means,
 )
-from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
 
 _PASSES = 1000  # more than there are synchronised backward passes in a batch
 
@@ -50,7 +50,6 @@ class RankSteps(ABC):
         self.all_ranks = StepParticipation(tuple(range(trainer.world_size)), is_shadow=False, is_uneven=False)
         self.participation = self.all_ranks  # in the current batch, and of all ranks outside of batches
         self.fit_gradient = gradient  # None unless the Trainer is fitting
-        self.cleanup = ExitStack()  # restores Lightning at the end of the run
 
     @property
     def gradient(self) -> "RankGradient":
@@ -93,6 +92,10 @@ class RankSteps(ABC):
         self.samples.end()
         self.participation = self.all_ranks
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the steps for a checkpoint."""
+        return {}
+
     @abstractmethod
     def run_step(self, run: Callable[[], STEP_OUTPUT], weight: float) -> STEP_OUTPUT:
         """Run a step of the LightningModule, whose logged values have a weight."""
@@ -102,10 +105,6 @@ class RankSteps(ABC):
         self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
     ) -> Tensor:
         """Reduce a value over ranks, such as a logged one; `reduce` is Lightning's implementation."""
-
-    def close(self) -> None:
-        """End the run."""
-        self.cleanup.close()
 
 
 # The reductions of logged values; a mean is made of sums.
@@ -117,11 +116,13 @@ _OPERATIONS: dict[Any, Any] = {
 class EvenSteps(RankSteps):
     """Steps in which every rank has a batch. The mean over ranks of a logged value has the weights of the batches."""
 
-    def __init__(self, trainer: Trainer, samples: BatchSamples, gradient: "RankGradient | None") -> None:
+    def __init__(
+        self, cleanup: ExitStack, trainer: Trainer, samples: BatchSamples, gradient: "RankGradient | None"
+    ) -> None:
         super().__init__(trainer, samples, gradient)
         self._weight: float | None = None  # of the values that a step of the LightningModule logs
         self._is_logging = False
-        watch_logging(self.cleanup, self.trainer, self._log, self.samples.rounded, self.end_batch)
+        watch_logging(cleanup, self.trainer, self._log, self.samples.rounded, self.end_batch)
 
     @override
     def run_step(self, run: Callable[[], STEP_OUTPUT], weight: float) -> STEP_OUTPUT:
@@ -170,18 +171,14 @@ class RankGradient:
     ) -> None:
         self.reducer = reducer
         self.weights = BatchWeights(trainer, rule, samples, reducer.process_group, has_equal_weights)
-        self.is_blocked = False  # synchronisation is postponed, as in an accumulation window
+        self.window = AccumulationWindow()
         self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient
         self._trainer = trainer
         self._module: LightningModule = trainer.lightning_module
         self._active: Sequence[int] = ()  # the ranks that have a batch in this step
-        self._window = AccumulationWindow()
-        self._is_added = True  # the micro-batch is in the window
-        self._is_weightless = False  # the next backward pass is, until it is synchronised
+        self._is_added = False  # the micro-batch is in the window
         self._guard = StepGuard(trainer, reducer)
-        self._synchronized = False
-        self._last_weight = 0.0
         self._passes = 0  # synchronised backward passes of this batch
 
     def begin(self, batch: Any, active: Sequence[int]) -> None:
@@ -201,15 +198,15 @@ class RankGradient:
         self._active = active
         index = self._trainer.fit_loop.epoch_loop.batch_idx
         if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
-            self._window = AccumulationWindow()  # Lightning drops the gradients of an unfinished window here
+            self.window.begin()
         self._is_added = False
         self._passes = 0
 
     def _add(self) -> None:
         """Add the micro-batch to the window, once until a synchronisation."""
-        if not self._is_added:
+        if not self._is_added or not self.window.length:
             self._is_added = True
-            self._window.add(self.weight)
+            self.window.add(self.weight)
 
     def skip(self) -> Tensor:
         """Give the gradient no weight, because `training_step` has returned None; return a loss of zero instead.
@@ -222,62 +219,26 @@ class RankGradient:
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the loss of the micro-batch, weighted relative to earlier ones."""
-        self.reducer.defer_hooks()  # also if this backward pass is not synchronised, for hooks that the step has added
         self._add()
-        factor = self._window.factor(self.weight)
-        self._is_weightless = not factor
-        if not factor:
-            return loss
-        if not self._module.automatic_optimization:
+        factor = self.window.weigh(self.weight)
+        if factor and not self._module.automatic_optimization:
             # Gradients may hold the sum over ranks of an earlier pass. It is averaged again, so it must stay unchanged.
             factor = float(len(self._active)) if self.weights.rule.is_sum else 1.0
-        return loss if factor == 1.0 else loss * factor
+        return loss if factor in (0.0, 1.0) else loss * factor
 
-    @contextmanager
-    def synchronize(self) -> Generator[None, None, None]:
-        """Synchronise the gradients of the backward pass in the block, unless that is postponed.
-
-        Gradients of a loss that `weigh` gave no weight are discarded first: the loss may be a mean over nothing, thus
-        nan. The backward pass has to run nevertheless, since it may communicate.
-        """
-        if not self._is_weightless:
-            with nullcontext() if self.is_blocked else self._synchronize():
-                yield
-            return
-        self._is_weightless = False
-        with self.reducer.discard_gradients():
-            yield
-        if not self.is_blocked:
-            with self._synchronize():
-                pass
-
-    @contextmanager
-    def _synchronize(self) -> Generator[None, None, None]:
-        """Synchronise the gradients of the window, which ends here."""
-        weight, scale = self._window.total, self._window.first
-        self._window, self._is_added = AccumulationWindow(), False
-        control, is_sum = self.reducer.control, self.weights.rule.is_sum
+    def synchronize(self) -> AbstractContextManager[None]:
+        """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
+        weight, is_sum = self.window.total, self.weights.rule.is_sum
+        scale, divisor = None, None  # under manual optimization, where the user has averaged the accumulated losses
         if self._module.automatic_optimization:
-            control.scale = scale * self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
-            control.divisor = 1.0 if is_sum else None
-        else:
-            weight = min(weight, 1.0) if is_sum else weight
-            control.scale, control.divisor = None, None  # the user has averaged the accumulated losses
-        control.position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
-        self._passes += 1
-        with self.reducer.synchronize(weight):
-            yield
-        self._synchronized = True
-        self._last_weight = weight
-
-    @contextmanager
-    def block(self) -> Generator[None, None, None]:
-        """Postpone synchronisation in a block."""
-        blocked, self.is_blocked = self.is_blocked, True
-        try:
-            yield
-        finally:
-            self.is_blocked = blocked
+            scale = self.window.first * self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
+            divisor = 1.0 if is_sum else None
+        elif is_sum:
+            weight = min(weight, 1.0)
+        position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
+        if not self.window.is_postponed:
+            self._passes += 1
+        return self.window.synchronize(self.reducer, weight, scale, divisor, position)
 
     def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """Run an optimizer's closure, and ensure that gradients and buffers are synchronised; return the loss.
@@ -285,9 +246,9 @@ class RankGradient:
         For L-BFGS, the loss is the mean over the ranks, since it determines the step size. It is None if a gradient
         scaler would find no gradient because no batch has weight: Lightning's precision plugins then skip the step.
         """
-        self._synchronized = False
+        exchanged = self.reducer.control.exchanged
         loss = closure()
-        if self._module.automatic_optimization and not self._synchronized:
+        if self._module.automatic_optimization and self.reducer.control.exchanged is exchanged:
             # Lightning skips the backward pass when it updates statistics for averaged weights.
             with self.synchronize():
                 pass
@@ -305,8 +266,10 @@ class RankGradient:
 
     def _mean(self, loss: Tensor) -> Tensor:
         """Return the weighted mean of the last loss over the ranks."""
-        weight = torch.full((), self._last_weight, dtype=widest_float(loss.device), device=loss.device)
-        weighted = loss.detach() * weight if self._last_weight else torch.zeros_like(weight)
+        exchanged = self.reducer.control.exchanged
+        own = 0.0 if exchanged is None else exchanged.weights[self._trainer.global_rank]
+        weight = torch.full((), own, dtype=widest_float(loss.device), device=loss.device)
+        weighted = loss.detach() * weight if own else torch.zeros_like(weight)
         total = self._trainer.strategy.reduce(torch.stack([weighted, weight]), reduce_op="sum")
         # In the same type on every rank: a rank that skips its batch may not know the type of the others' loss.
         return total[0] / total[1]
@@ -339,7 +302,7 @@ class StepGuard:
         """Raise `UnsynchronizedGradientsError` if the optimizer would step with gradients of this rank alone."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         about = f"rank {self._trainer.global_rank}: `{type(optimizer).__name__}` is about to step with"
-        if self._reducer.unsynchronized(parameters):
+        if self._reducer.has_unsynchronized(parameters):
             raise UnsynchronizedGradientsError(
                 f"{about} gradients that have not been synchronised with the other ranks. Call"
                 " `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one before a step out"
@@ -352,8 +315,8 @@ class StepGuard:
             if parameter.requires_grad and parameter.grad is not None:
                 raise UnsynchronizedGradientsError(
                     f"{about} the gradient of {self._name(parameter)}, which was not part of the module when training"
-                    " was set up, so that no other rank knows of it. Create it in `__init__`, `configure_model` or"
-                    " `setup` of the module."
+                    " was set up, so that no other rank knows of it. Create it as an `nn.Parameter` in `__init__`,"
+                    " `configure_model` or `setup` of the module."
                 )
 
     def close(self) -> None:

@@ -180,8 +180,10 @@ class BucketScheduler:
     def disregard(self) -> Iterator[None]:
         """Ignore the gradients of a block, which the caller discards."""
         unsynchronized = set(self._unsynchronized)
-        yield
-        self._unsynchronized = unsynchronized
+        try:
+            yield
+        finally:
+            self._unsynchronized = unsynchronized
 
     def drop_unbucketed(self) -> None:
         """Delete the gradients of parameters without a bucket, because this rank has no weight."""

@@ -95,7 +95,7 @@ class RankFindings(NamedTuple):
     """Findings of the reducer on one rank; the last three have one mark for each bucket, parameter and buffer."""
 
     weight: float
-    begun: int  # synchronisations so far
+    synchronizations: int  # so far
     structure: int  # of its buffers, up to 53 bits
     late: bytearray
     used: bytearray
@@ -127,7 +127,7 @@ class ControlMessage:
         marks = found.late + found.used + found.changed
         own = torch.tensor(
             [
-                *(found.weight, found.begun, found.structure),
+                *(found.weight, found.synchronizations, found.structure),
                 *(control.position, control.stop, control.has_next_batch, control.logged_keys, control.drawn),
                 *(control.timed, control.seconds, control.most_samples),
             ],
@@ -146,13 +146,13 @@ class ControlMessage:
         sent = sums[:of_ranks]
         sent = sent if sent.dtype == torch.float64 else sent.to(torch.uint8).view(torch.float64)
         columns = zip(*sent.reshape(self._world_size, _NUMBERS).tolist(), strict=True)
-        weights, begun, structures, positions, stops, has_next_batch, logged_keys, drawn, *measured = columns
+        weights, numbers, structures, positions, stops, has_next_batch, logged_keys, drawn, *measured = columns
         timed, seconds, most_samples = measured
-        if len(set(begun)) > 1:
+        if len(set(numbers)) > 1:
             raise RanksOutOfStepError(
-                f"rank {self._rank} makes its synchronisation {found.begun} of gradients, others theirs of number"
-                f" {_others(begun, found.begun)}. An error in a block of `synchronize` has to be raised on every rank,"
-                " or end the run."
+                f"rank {self._rank} makes its synchronisation {found.synchronizations} of gradients, others theirs of"
+                f" number {_others(numbers, found.synchronizations)}. An error in a block of `synchronize` has to be"
+                " raised on every rank, or end the run."
             )
         if len(set(positions)) > 1:
             raise RanksOutOfStepError(

@@ -110,9 +110,11 @@ class GradientReducer:
         self._message = ControlMessage(self._group)
         self._weight = self._scale = 1.0
         # A power of two near the total weight of the last synchronisation, so the same on every rank. Dividing by it
-        # keeps sums small and rounds nothing: gradients do not depend on earlier ones.
+        # keeps sums small and rounds nothing: gradients do not depend on earlier ones. It falls by half at most,
+        # because half precision overflows if a sum is far larger than the mean. When the usual weight returns after n
+        # lighter synchronisations, the sum is about 2**n times as large as the mean.
         self._expected_total = 1.0
-        self._begun = 0
+        self._synchronizations = 0
         broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.dense()], self._group)
         self._buffers.remember()
         communicates = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
@@ -125,7 +127,7 @@ class GradientReducer:
         """The ranks."""
         return self._group
 
-    def unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
+    def has_unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
         """Return True if any of these parameters has a gradient that is newer than its last synchronisation."""
         unsynchronized = self._scheduler.unsynchronized()
         return bool(unsynchronized) and any(id(parameter) in unsynchronized for parameter in parameters)
@@ -159,10 +161,12 @@ class GradientReducer:
         kept = [(parameter, parameter.grad) for parameter in self._known.values()]
         for parameter, _ in kept:
             parameter.grad = None
-        with self._scheduler.disregard():
-            yield
-        for parameter, gradient in kept:
-            parameter.grad = gradient
+        try:
+            with self._scheduler.disregard():
+                yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
 
     @contextmanager
     def synchronize(self, weight: float = 1.0) -> Iterator[None]:
@@ -191,14 +195,14 @@ class GradientReducer:
                 " before any backward pass."
             )
         self.defer_hooks()
-        self._begun += 1  # first, so that an error on this rank alone is noticed
+        self._synchronizations += 1  # first, so that an error on this rank alone is noticed
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
         self._weight = weight
         self._scale = weight if self.control.scale is None else self.control.scale
         if not weight:
             self._scheduler.set_aside()
-        self._scheduler.begin(self._transport.factor * self._factor, self._prepare_control_bucket())
+        self._scheduler.begin(self._transport.factor * self._factor, self._reserve_payload())
         try:
             yield
         except BaseException:
@@ -226,8 +230,8 @@ class GradientReducer:
         if exchanged.total_weight:
             self._scheduler.run_hooks(exchanged.used, self._hook_context(self.control.position))
 
-    def _prepare_control_bucket(self) -> GradientBucket | None:
-        """Return the last bucket, with room for the control message, if it is on the CPU; the same on all ranks."""
+    def _reserve_payload(self) -> GradientBucket | None:
+        """Reserve room for the control message in the last bucket if it is on the CPU, and return this bucket."""
         if not self._layout.buckets or self._transport.is_hook:
             return None
         control_bucket = self._layout.buckets[-1]
@@ -248,7 +252,7 @@ class GradientReducer:
         changed = self._buffers.find_changes()
         used = self._scheduler.used() if self._weight else bytearray(len(self._parameters))
         late = self._scheduler.late_buckets()
-        found = RankFindings(self._weight, self._begun, self._buffers.structure, late, used, changed)
+        found = RankFindings(self._weight, self._synchronizations, self._buffers.structure, late, used, changed)
         control_bucket = self._scheduler.control_bucket
         if control_bucket is not None:
             message = self._message.write(found, self.control, control_bucket.buffer().dtype)
@@ -276,7 +280,7 @@ class GradientReducer:
 
         Communication hooks with a state start afresh. A state for other parameters, ranks or bucket sizes is ignored.
         """
-        if self._begun or self._layout.buckets:
+        if self._synchronizations or self._layout.buckets:
             raise RuntimeError("The reducer has learned something already. Load the state right after the constructor.")
         fits = state["setup"] == self._setup()
         agreed = [fits, *(part for name, part in state.items() if name != "of_rank")]
@@ -325,7 +329,7 @@ class GradientReducer:
         if new:
             # There is no message yet. But how sums are rounded depends on the length of the buffer, which is to be the
             # same in the next synchronisation.
-            self._prepare_control_bucket()
+            self._reserve_payload()
         self._scheduler.send(new)
         self._transport.wait_for_gradients()
         for bucket in self._layout.buckets:
@@ -333,7 +337,7 @@ class GradientReducer:
                 bucket.buffer().mul_(self._expected_total / total)
             bucket.write_back(used)
         if not self._transport.keeps_state:  # which is in the units of the first synchronisation
-            self._expected_total = _nearest_power(total)
+            self._expected_total = max(_nearest_power(total), self._expected_total / 2)
         self._sparse.reduce(used, self._scale / total if self._weight else 0.0)
         self._scheduler.predictor.learn(self._layout.buckets, has_new=bool(new))
 
@@ -343,6 +347,70 @@ class GradientReducer:
         difference.pack_all(self._factor)
         dist.all_reduce(difference.buffer(), group=self._group)
         bucket.buffer().add_(difference.buffer())
+
+
+class AccumulationWindow:
+    """The micro-batches whose gradients are added up before ranks synchronise them; then the next window begins.
+
+    The loss of a micro-batch is multiplied by its weight relative to the first weight above 0. The accumulated gradient
+    times the first weight is then the weighted sum. The factor is 1 as long as weights are equal.
+    """
+
+    def __init__(self) -> None:
+        self.is_postponed = False  # the synchronisation is, so that the window continues
+        self._is_weightless = False  # the next backward pass is
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a window, because the gradients of the last one were synchronised or dropped.
+
+        Lightning drops them before the first micro-batch of a window, and a loop of Fabric with `zero_grad`.
+        """
+        self.first = self.total = 0.0
+        self.length = 0
+
+    def add(self, weight: float) -> None:
+        """Add a micro-batch."""
+        self.first = self.first or weight
+        self.total += weight
+        self.length += 1
+
+    def weigh(self, weight: float) -> float:
+        """Return the factor of the loss of a micro-batch that was added with this weight, before its backward pass."""
+        factor = weight / self.first if self.first else 0.0
+        self._is_weightless = not factor
+        return factor
+
+    @contextmanager
+    def postpone(self, is_postponed: bool = True) -> Iterator[None]:
+        """Postpone the synchronisation in a block, maybe inside of another such block."""
+        outer, self.is_postponed = self.is_postponed, self.is_postponed or is_postponed
+        try:
+            yield
+        finally:
+            self.is_postponed = outer
+
+    @contextmanager
+    def synchronize(
+        self, reducer: GradientReducer, weight: float, scale: float | None, divisor: float | None, position: int
+    ) -> Iterator[None]:
+        """Synchronise the gradients of the backward pass in the block and end the window, unless that is postponed.
+
+        Gradients of a loss whose factor is 0 are discarded first: the loss may be a mean over nothing, thus nan. The
+        backward pass has to run nevertheless, since it may communicate.
+        """
+        reducer.defer_hooks()  # in passes that are not synchronised too, for hooks that the step has added
+        is_weightless, self._is_weightless = self._is_weightless, False
+        if is_weightless:
+            with reducer.discard_gradients():
+                yield
+        if not self.is_postponed:
+            control = reducer.control
+            control.scale, control.divisor, control.position = scale, divisor, position
+            self.begin()
+        with nullcontext() if self.is_postponed else reducer.synchronize(weight):
+            if not is_weightless:
+                yield
 
 
 def _nearest_power(number: float) -> float:

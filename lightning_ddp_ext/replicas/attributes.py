@@ -9,9 +9,10 @@ from lightning_utilities.core.rank_zero import WarningCache
 
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
 from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions, are_identical
-from lightning_ddp_ext.batches.chunk_sizes import SampleCounters
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.replicas.replica import DICTIONARIES, Place, Replica, Replicas, entries_of
+from lightning_ddp_ext.batches.weights import SampleCounters
+from lightning_ddp_ext.replicas.references import COPIED, entries_of
+from lightning_ddp_ext.replicas.replica import Place, Replica, Replicas
 
 _MISSING = object()
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
@@ -24,7 +25,8 @@ class AttributeMirror:
     """Pushes the master's attributes to the replicas before a step, and merges the step's changes into the master.
 
     New items of lists, counters of samples and equal scalars are merged. Any other value stays with its replica until
-    the master's value changes, with one warning; changes of dictionaries end with the step.
+    the master's value changes, with one warning. Changes end with the step in dictionaries, and in sets and deques that
+    lead to parts of the module.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -53,9 +55,7 @@ class AttributeMirror:
             for place, value in places.items()
             if type(value) is list and (_is_users(place) or place in self._rewritten)
         ]
-        self._dictionaries = [
-            place for place in not_shared if type(places[place]) in DICTIONARIES and place[1] not in HOOKS
-        ]
+        self._containers = [place for place in not_shared if type(places[place]) in COPIED and place[1] not in HOOKS]
         self._hooks = [module.__dict__[name] for module in self._modules for name in HOOKS]
         self._hook_ids = [*chain.from_iterable(self._hooks)]
         # Replicas on other devices have copies of plain tensors, which do not follow changes in place.
@@ -74,7 +74,7 @@ class AttributeMirror:
         for replica in self._replicas:
             for position, name in changed:
                 module, own = replica.modules[position]
-                replica.references.forget_dictionary(self._seen[position].get(name))
+                replica.references.forget_copy(self._seen[position].get(name))
                 if name in module.__dict__:
                     replica.set_attribute(own, name, module.__dict__[name])
                 else:
@@ -88,19 +88,19 @@ class AttributeMirror:
         self._origins: list[dict[Place, list[Any]]] = []
         self._pushed: list[list[dict[str, Any]]] = []
         for replica in self._replicas:
-            for source in self._values_at(self._dictionaries):
-                replica.references.fill_dictionary(source)
+            for source in self._values_at(self._containers):
+                replica.references.fill_copy(source)
             origins = {place: self._share_list(replica, place) for place in self._lists}
             for (position, name), origin in origins.items():
                 if len(origin) <= _LONGEST_LIST:
                     replica.modules[position][1].__dict__[name] = list(origin)
             self._origins.append(origins)
             self._pushed.append([own.__dict__.copy() for _, own in replica.modules])
-        self._entries = self._read_dictionaries()
+        self._entries = self._read_containers()
 
-    def _read_dictionaries(self) -> list[list[list[Any]]]:
-        """Return the entries of each dictionary on each replica."""
-        sources = self._values_at(self._dictionaries)
+    def _read_containers(self) -> list[list[list[Any]]]:
+        """Return the entries of each container on each replica."""
+        sources = self._values_at(self._containers)
         return [[[*entries_of(replica.references.find(one))] for one in sources] for replica in self._replicas]
 
     def _share_list(self, replica: Replica, place: Place) -> list[Any]:
@@ -112,7 +112,7 @@ class AttributeMirror:
 
     def _changed_places(self) -> set[Place]:
         changed = {self._tensors[n] for n in self._tensor_versions.changed(self._values_at(self._tensors))}
-        if not _same_values([module.__dict__ for module in self._modules], self._seen):
+        if not _are_same([module.__dict__ for module in self._modules], self._seen):
             for position, (before, module) in enumerate(zip(self._seen, self._modules, strict=True)):
                 changed.update((position, name) for name in _changed(before, module.__dict__) - _NOT_MIRRORED)
         return changed
@@ -122,8 +122,8 @@ class AttributeMirror:
         set_values = self._find_set_values(active)
         for place in self._lists:
             self._pull_list(active, place)
-        now = self._read_dictionaries()
-        for n, place in enumerate(self._dictionaries):
+        now = self._read_containers()
+        for n, place in enumerate(self._containers):
             if _is_users(place) and not all(are_identical(self._entries[index][n], now[index][n]) for index in active):
                 self._warn(place, "was changed inside a step, where each replica has a copy; the copies are not merged")
         for place, values in set_values.items():
@@ -137,7 +137,7 @@ class AttributeMirror:
         for index in active:
             pushed = self._pushed[index]
             now = [own.__dict__ for _, own in self._replicas[index].modules]
-            if _same_values(now, pushed):
+            if _are_same(now, pushed):
                 continue
             for position, (before, after) in enumerate(zip(pushed, now, strict=True)):
                 for name in _changed(before, after) - _NOT_MIRRORED:
@@ -210,9 +210,9 @@ def _is_users(place: Place) -> bool:
     return position == 0 or not name.startswith("_")
 
 
-def _same_values(dictionaries: Iterable[dict[str, Any]], others: Iterable[dict[str, Any]]) -> bool:
-    """Compare the values of all modules by identity, in one pass because this runs in every step."""
-    return are_identical(
+def _are_same(dictionaries: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:
+    """Compare names, and values by identity, of all modules in one pass each because this runs in every step."""
+    return [*chain.from_iterable(dictionaries)] == [*chain.from_iterable(others)] and are_identical(
         [*chain.from_iterable(map(dict.values, dictionaries))], [*chain.from_iterable(map(dict.values, others))]
     )
 

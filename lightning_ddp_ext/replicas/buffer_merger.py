@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import BatchNorm, Normalisation, equal_or_nan
-from lightning_ddp_ext.batches.chunk_sizes import SampleCounters
+from lightning_ddp_ext.batches.weights import SampleCounters
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 from lightning_ddp_ext.replicas.replica import Replicas, is_expanded
 

@@ -1,12 +1,9 @@
 """Replicas of a module on several devices."""
 
 import copy
-import functools
-import types
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device
+from lightning_ddp_ext._compat.lightning import adopt_device
 from lightning_ddp_ext._compat.torch import (
     HOOKS,
     STRUCTURE,
@@ -23,7 +20,6 @@ from lightning_ddp_ext._compat.torch import (
     are_identical,
     copy_all_,
     has_gradient_hooks,
-    version_of,
     versions_of,
 )
 from lightning_ddp_ext._compat.torchmetrics import forget_compute_groups, move_keeping_dtype
@@ -31,137 +27,13 @@ from lightning_ddp_ext.consistency.fingerprints import fingerprint_all
 from lightning_ddp_ext.distributed.flat_tensors import send_all
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
+from lightning_ddp_ext.replicas.references import References
 
-DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 Place = tuple[int, str]  # position of a module in the tree, and name of its attribute
 
 _FORM, _REQUIRES_GRAD = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 
-_MAX_DEPTH = 4
-_MAX_LENGTH = 10_000
-_MAX_ENTRIES = 1_000
 _LEARNING = 3  # training steps in which buffers are compared by value
-# Dictionaries of torch that replicas share. Dictionaries of hooks are copied: a hook that a step registers on a replica
-# must not run on another replica.
-_SHARED = (REPLICA_ATTRIBUTES | vars(nn.Module()).keys()).difference(HOOKS)
-
-
-def entries_of(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
-    """Yield the keys and items of nested lists, sets and dictionaries."""
-    if depth and type(value) in DICTIONARIES:
-        for key, item in value.items():
-            yield key
-            yield from entries_of(item, depth - 1)
-    elif depth and type(value) in (list, set):
-        for item in value:
-            yield from entries_of(item, depth - 1)
-    else:
-        yield value
-
-
-class References:
-    """Maps each part of the user's module (the master) to its counterpart in one replica.
-
-    Modules refer to each other outside the module tree: in containers, hooks, bound methods, partial functions and
-    closures. These are rewritten, so that a replica never reaches the master. Everything else is shared.
-    """
-
-    def __init__(self, home: torch.device, device: torch.device) -> None:
-        self._home = home
-        self._device = device
-        # The original is kept beside its counterpart, so that its id is not given to another object.
-        self._counterparts: dict[int, tuple[Any, Any]] = {}
-
-    def add(self, original: object, counterpart: object) -> None:
-        """Record the replica's counterpart of a part of the master."""
-        self._counterparts[id(original)] = (original, counterpart)
-
-    def find(self, original: object) -> Any | None:
-        """Return the replica's counterpart of a part of the master, or None if it has none."""
-        entry = self._counterparts.get(id(original))
-        return None if entry is None else entry[1]
-
-    def add_dictionary(self, name: str, value: Any) -> None:
-        """Give the replica a copy of a dictionary of at most 1,000 entries, nested entries included."""
-        if type(value) not in DICTIONARIES or name in _SHARED or self.find(value) is not None:
-            return
-        if len([*islice(entries_of(value), _MAX_ENTRIES + 1)]) <= _MAX_ENTRIES:
-            self.add(value, copy.copy(value))  # a copy keeps the factory of a defaultdict
-
-    def fill_dictionary(self, source: Any) -> None:
-        """Give the replica's copy of a dictionary, if it has one, the master's entries; nested ones are copied too."""
-        if type(source) in DICTIONARIES and (own := self.find(source)) is not None:
-            self._fill(own, source, _MAX_DEPTH)
-
-    def _fill(self, own: dict[Any, Any], source: dict[Any, Any], depth: int) -> dict[Any, Any]:
-        own.clear()
-        for key, value in source.items():
-            own[key] = self._copy_item(value, depth - 1)
-        return own
-
-    def _copy_item(self, value: Any, depth: int) -> Any:
-        if depth and type(value) in DICTIONARIES:
-            return self._fill(copy.copy(value), value, depth)
-        if depth and type(value) in (list, set):
-            return type(value)(self._copy_item(item, depth - 1) for item in value)
-        return self.rewrite(value)
-
-    def forget_dictionary(self, value: Any) -> None:
-        """Forget the replica's copy of a dictionary that the master no longer holds."""
-        if type(value) in DICTIONARIES:
-            self._counterparts.pop(id(value), None)
-
-    def rewrite(self, value: Any, depth: int = 0) -> Any:
-        """Return `value` itself, or a copy with every part of the master in it replaced.
-
-        Containers are followed to a depth of 4; containers of more than 10,000 entries are taken for data.
-        """
-        counterpart = self._counterparts.get(id(value))
-        if counterpart is not None:
-            return counterpart[1]
-        if isinstance(value, torch.Tensor):
-            moves = value.device == self._home and self._device != self._home
-            return value.detach().to(self._device) if moves else value
-        if depth == _MAX_DEPTH:
-            return value
-        depth += 1
-        kind = type(value)
-        if kind is types.MethodType:
-            owner = self.rewrite(value.__self__, depth)
-            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if kind is types.FunctionType:
-            return self._rewrite_closure(value, depth)
-        if kind is functools.partial:
-            parts = (value.func, value.args, value.keywords)
-            function, args, keywords = rewritten = [self.rewrite(part, depth) for part in parts]
-            return value if are_identical(rewritten, parts) else functools.partial(function, *args, **keywords)
-        if kind in (list, tuple) and len(value) <= _MAX_LENGTH:
-            items = [self.rewrite(item, depth) for item in value]
-            return value if are_identical(items, value) else kind(items)
-        if kind in (dict, OrderedDict) and len(value) <= _MAX_LENGTH:
-            entries = {key: self.rewrite(item, depth) for key, item in value.items()}
-            return value if all(entries[key] is value[key] for key in value) else kind(entries)
-        return value
-
-    def _rewrite_closure(self, function: types.FunctionType, depth: int) -> types.FunctionType:
-        cells = function.__closure__ or ()
-        closure = tuple(self._rewrite_cell(cell, depth) for cell in cells)
-        if are_identical(closure, cells):
-            return function
-        rewritten = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
-        )
-        rewritten.__kwdefaults__ = function.__kwdefaults__
-        rewritten.__dict__.update(function.__dict__)
-        return rewritten
-
-    def _rewrite_cell(self, cell: types.CellType, depth: int) -> types.CellType:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # an empty cell, of a variable that is assigned later
-            return cell
-        rewritten = self.rewrite(content, depth)
-        return cell if rewritten is content else types.CellType(rewritten)
 
 
 class Replica:
@@ -180,7 +52,7 @@ class Replica:
         for original, own in self.modules:
             self._fill(original, own)
             for name, value in original.__dict__.items():
-                self.references.add_dictionary(name, value)
+                self.references.add_copy(name, value)
         for original, own in self.modules:
             for name, value in original.__dict__.items():
                 if name not in STRUCTURE:
@@ -197,9 +69,9 @@ class Replica:
 
     def set_attribute(self, own: nn.Module, name: str, value: Any) -> None:
         """Give one of the replica's modules an attribute of the master's."""
-        self.references.add_dictionary(name, value)
+        self.references.add_copy(name, value)
         own.__dict__[name] = self.references.rewrite(value)
-        self.references.fill_dictionary(value)
+        self.references.fill_copy(value)
 
     def _add_module(self, original: nn.Module) -> None:
         if isinstance(original, Metric | MetricCollection):
@@ -308,6 +180,11 @@ class Replicas(Sequence[Replica]):
         self._replicas: list[Replica] = []
         self._modules: list[nn.Module] = []
         self._parts: list[object] = []
+        self._originals: list[nn.Parameter] = []
+        self._buffer_names: list[tuple[str, ...]] = []
+        self._places: list[Place] = []  # of the buffers
+        self._last_step, self._training_steps = "", 0
+        self.changing: set[Place] = set()  # buffers that may change without a new version
         self._sent_parameters = TensorVersions([])
         self._buffer_versions = TensorVersions([])
         self._own: dict[Place, TensorVersions] = {}  # the master's buffers of which each replica keeps its own value
@@ -328,7 +205,7 @@ class Replicas(Sequence[Replica]):
     @torch.no_grad()
     def refresh(self, step: str = "training_step") -> bool:
         """Bring every replica up to the master before a step; return True if the replicas were rebuilt."""
-        parts = _parts(self._modules)
+        parts = _list_parts(self._modules)
         if not parts or not are_identical(parts, self._parts):
             self._build()
             self._last_step, self._training_steps = step, int(step == "training_step")
@@ -400,7 +277,7 @@ class Replicas(Sequence[Replica]):
         by_replica = [self._replicas[index].buffer_names for index in active]
         if any(names != self._buffer_names for names in by_replica):
             self.discard()  # a step has registered or deleted buffers
-            return [*dict.fromkeys(chain.from_iterable(map(_places, by_replica)))]
+            return [*dict.fromkeys(chain.from_iterable(map(_list_places, by_replica)))]
         if self.is_learning or not self._places:
             return self._places
         number = len(self._places)
@@ -433,42 +310,55 @@ class Replicas(Sequence[Replica]):
                 )
         self._replicas = [Replica(self.master, self._devices[0], device) for device in self._devices]
         self._modules = list(self.master.modules())
-        self._parts = _parts(self._modules)
+        self._parts = _list_parts(self._modules)
         self._originals = [parameter for parameter, _ in self._replicas[0].parameters]
         self._buffer_names = self._replicas[0].buffer_names
-        self._places = _places(self._buffer_names)
-        self.changing: set[Place] = set()  # buffers that may change without a new version
+        self._places = _list_places(self._buffer_names)
+        self.changing = set()
         self._own = {}
         self._buffer_versions = TensorVersions(self._all_buffers())
 
     @contextmanager
     def refuse_changed_parameters(self, active: Sequence[int], step: str) -> Iterator[None]:
-        """Refuse a step that changes parameters; take over flags that it changed.
+        """Refuse a step that changes values of parameters.
 
         Changes through `.data` have no version, and are found in the first training steps.
         """
         before = {index: versions_of(self._replicas[index].leaves) for index in active}
         values = self._fingerprint_parameters(active)
         yield
-        trained = [*map(_REQUIRES_GRAD, self._originals)]
         for index, versions in before.items():
-            leaves = self._replicas[index].leaves
-            if versions_of(leaves) == versions and [*map(_REQUIRES_GRAD, leaves)] == trained:
-                continue
-            for (parameter, leaf), version in zip(self._replicas[index].parameters, versions, strict=True):
-                if version_of(leaf) != version:
-                    name = next(name for name, other in self.master.named_parameters() if other is parameter)
-                    raise UnsupportedFeatureError(
-                        f"parameter `{name}` was changed in place inside `{step}`, which every replica does again."
-                        " Change it in a hook such as `on_train_batch_start`."
-                    )
-                if leaf.requires_grad != parameter.requires_grad:
-                    parameter.requires_grad_(leaf.requires_grad)
+            now = versions_of(self._replicas[index].leaves)
+            if now != versions:
+                parameter = next(
+                    one for one, old, new in zip(self._originals, versions, now, strict=True) if new != old
+                )
+                raise UnsupportedFeatureError(
+                    f"parameter `{self._name(parameter)}` was changed in place inside `{step}`, which every replica"
+                    " does again. Change it in a hook such as `on_train_batch_start`."
+                )
         if values != self._fingerprint_parameters(active):
             raise UnsupportedFeatureError(
                 f"a parameter was changed through `.data` inside `{step}`, which every replica does again. Change it in"
                 " a hook such as `on_train_batch_start`, as a moving average of the weights."
             )
+
+    def adopt_requires_grad(self, active: Sequence[int], step: str) -> None:
+        """Freeze and thaw the master's parameters as the step has done on every active replica."""
+        before = [*map(_REQUIRES_GRAD, self._originals)]
+        flags = [[*map(_REQUIRES_GRAD, self._replicas[index].leaves)] for index in active]
+        if all(one == before for one in flags):
+            return
+        for parameter, *own in zip(self._originals, *flags, strict=True):
+            if len(set(own)) > 1:
+                raise UnsupportedFeatureError(
+                    f"`{step}` has frozen the parameter `{self._name(parameter)}` on some replicas only. Set"
+                    " `requires_grad` in a hook such as `on_train_batch_start`."
+                )
+            parameter.requires_grad_(own[0])
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next(name for name, other in self.master.named_parameters() if other is parameter)
 
     def _fingerprint_parameters(self, active: Sequence[int]) -> list[int]:
         """Return a number that depends on the values of the parameters of each replica, in the first training steps."""
@@ -521,11 +411,11 @@ class Replicas(Sequence[Replica]):
             torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])
 
 
-def _places(names: Sequence[Sequence[str]]) -> list[Place]:
+def _list_places(names: Sequence[Sequence[str]]) -> list[Place]:
     return [(position, name) for position, own in enumerate(names) for name in own]
 
 
-def _parts(modules: Sequence[nn.Module]) -> list[object]:
+def _list_parts(modules: Sequence[nn.Module]) -> list[object]:
     """Return the names and objects that modules consist of; in few passes, because this runs in every step."""
     owned = [module._modules for module in modules] + [module._parameters for module in modules]
     names = chain.from_iterable(chain(owned, (module._buffers for module in modules)))

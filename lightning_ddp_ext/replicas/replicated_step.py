@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning_loaders import is_list_of_batches
-from lightning_ddp_ext._compat.torch import TensorVersions, recompile_limit, recompile_limit_of
+from lightning_ddp_ext._compat.torch import STRUCTURE, TensorVersions, recompile_limit, recompile_limit_of
 from lightning_ddp_ext._devices import Timer, current_device
 from lightning_ddp_ext.batches.chunk_sizes import merge_single_samples
 from lightning_ddp_ext.batches.containers import walk
@@ -24,6 +24,7 @@ from lightning_ddp_ext.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
 from lightning_ddp_ext.replicas.log_replay import LogReplay
 from lightning_ddp_ext.replicas.metric_merger import MetricMerger
+from lightning_ddp_ext.replicas.references import entries_of
 from lightning_ddp_ext.replicas.replica import Replicas
 from lightning_ddp_ext.replicas.shared_state import SharedState, refuse_changed_settings
 from lightning_ddp_ext.replicas.workers import ReplicaWorkers, current_replica
@@ -176,6 +177,7 @@ class ReplicatedModule:
         """Run a step, such as `"training_step"`, on every replica with samples; return their outputs and a record."""
         self._update_replicas(step)
         outputs, record = self._step(step, args, self._scatter(batch, dataloader_idx))
+        self._replicas.adopt_requires_grad(record.active, step)
         self._mergers.merge(record, self._weight_rule.is_sum)
         return outputs, record
 
@@ -215,9 +217,32 @@ class ReplicatedModule:
         # Without inference mode: autograd uses what is written here in the next training step.
         with torch.inference_mode(False):
             if self._replicas.refresh(step):
+                self._refuse_trained_tensors()
                 self._shared.forget()
                 self._mergers = _Mergers(self._replicas)
             self._mergers.attributes.push()
+
+    def _refuse_trained_tensors(self) -> None:
+        """Refuse trained tensors that are no parameters: replicas on other devices have copies without gradients."""
+        trained = {
+            id(tensor): type(optimizer).__name__
+            for optimizer in self._module.trainer.optimizers
+            for group in optimizer.param_groups
+            for tensor in group["params"]
+        }
+        for parameter in self._module.parameters():
+            trained.pop(id(parameter), None)
+        if not trained or len(set(self._devices)) == 1:
+            return
+        for prefix, (module, _) in zip(self._replicas.prefixes, self._replicas[0].modules, strict=True):
+            for name, value in vars(module).items():
+                for entry in entries_of(value) if name not in STRUCTURE else ():
+                    if id(entry) in trained:
+                        raise UnsupportedFeatureError(
+                            f"`self.{prefix}{name}` holds a tensor that `{trained[id(entry)]}` trains and that is no"
+                            " parameter of the module, so that replicas on other devices would not add to its gradient."
+                            " Register it as an `nn.Parameter` of a module."
+                        )
 
     def _step(self, step: str, args: Sequence[Any], scattered: _ScatteredBatch) -> tuple[list[Any], BatchRecord]:
         """Run the step on the active replicas; repeat it in order if it uses state that the replicas share."""

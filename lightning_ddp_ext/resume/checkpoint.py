@@ -40,7 +40,9 @@ class ResumableRun:
     """Saves and restores the state that differs between ranks, of which Lightning saves nothing or rank 0's only.
 
     This is the RNG state, now and at each batch fetched ahead; the state of the reducer, which determines how sums are
-    rounded; and the last logged values of rank 0. `seed` is for random numbers that all ranks share.
+    rounded; the last logged values of rank 0; and the state of the steps, such as learnt shares. The position in the
+    data is part of Lightning's state of loops, to which combined loaders add it. `seed` is for random numbers that all
+    ranks share.
     """
 
     def __init__(
@@ -53,7 +55,8 @@ class ResumableRun:
         self._group = reducer.process_group
         self._resumed = resumed
         self.seed: int = broadcast_object(torch.initial_seed(), self._group, 0) if resumed is None else resumed["seed"]
-        self.resumed_equal_weights: bool = resumed is not None and resumed.get("has_equal_weights", False)
+        self.resumed_equal_weights: bool = resumed is not None and resumed["has_equal_weights"]
+        self.resumed_steps: dict[str, Any] = {} if resumed is None else resumed["steps"]
         self._progress = Progress(None, is_last_batch=False)  # at the interruption
         if resumed is not None:
             of_ranks = resumed["of_ranks"]
@@ -64,7 +67,7 @@ class ResumableRun:
         resume_training_data(cleanup, trainer, lambda: self._ends_epoch, self._begin)
         before_each_batch(cleanup, trainer, self._between_batches)
 
-    def save(self, checkpoint: dict[str, Any], has_equal_weights: bool) -> None:
+    def save(self, checkpoint: dict[str, Any], steps: dict[str, Any], has_equal_weights: bool) -> None:
         """Add the state of all ranks to a checkpoint. Two collectives."""
         if "optimizer_states" not in checkpoint:
             return  # weights only
@@ -82,6 +85,7 @@ class ResumableRun:
             "reducer": reducer,
             "of_ranks": gather_objects(of_rank, self._group),
             "progress": asdict(progress),
+            "steps": steps,
         }
 
     def _load(self, record: FetchRecord, ranks: int) -> None:

@@ -23,7 +23,7 @@ from lightning_ddp_ext.join.predictions import as_indices, find_different_rank, 
 from lightning_ddp_ext.ranks.sample_counts import SharedBatch
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.costs import measure_costs
-from lightning_ddp_ext.shares.table import Division, ShareTable
+from lightning_ddp_ext.shares.table import DividedBatch, Division, ShareTable
 
 # These draw from the generators of the process before their first index only.
 _DRAWING_ONCE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -100,23 +100,17 @@ class GlobalBatches:
         self.drawn += self._is_training  # in evaluation, all batches are divided alike
         return number, self._table.division(number, self._is_training)
 
-    def share(self, batch_size: int, content: int, costs: Sequence[float] | None = None) -> slice:
-        """Divide the next batch, whose content has this hash; return the samples of this rank."""
+    def share(self, batch_size: int, content: int, costs: Sequence[float] | None = None) -> DividedBatch:
+        """Divide the next batch, whose content has this hash."""
         number, division = self.draw()
-        sizes, nominal = division.sizes(batch_size, costs)
-        self.fetched.append(SharedBatch(number, sizes, content, nominal))
-        return own_part(sizes, self.rank)
+        divided = division.divide(batch_size, costs)
+        self.fetched.append(SharedBatch(number, divided.sizes, content, divided.nominal))
+        return divided
 
     def keep_indices(self, indices: Any) -> None:
         """Keep the indices of this rank's share of a batch of evaluation, for callbacks that write predictions."""
         if not self._is_training:
             self.own_indices.append(as_indices(indices))
-
-
-def own_part(sizes: Sequence[int], rank: int) -> slice:
-    """Return the samples of a rank."""
-    start = sum(sizes[:rank])
-    return slice(start, start + sizes[rank])
 
 
 class SharedSampler:
@@ -152,7 +146,8 @@ class SharedSampler:
             if self._is_cut:
                 indices = _as_sequence(indices)
                 costs = None if self._costs is None else self._costs_of(indices)
-                indices = indices[self._batches.share(len(indices), hash_of(indices), costs)]
+                divided = self._batches.share(len(indices), hash_of(indices), costs)
+                indices = divided.own(indices, self._batches.rank)
                 self._batches.keep_indices(indices)
             yield indices
             if draws_once:
@@ -276,6 +271,7 @@ class StreamCollate:
     def __call__(self, samples: list[Any]) -> SharedStreamBatch:
         """Collate the share of this rank."""
         costs = None if self._cost is None else [self._cost(sample) for sample in samples]
-        sizes, nominal = _fetching.division.sizes(len(samples), costs)
-        own = samples[own_part(sizes, self._rank)]
-        return SharedStreamBatch(self._collate(own) if own else NoSamples(), _fetching.number, sizes, nominal)
+        divided = _fetching.division.divide(len(samples), costs)
+        own = divided.own(samples, self._rank)
+        batch = self._collate(own) if own else NoSamples()
+        return SharedStreamBatch(batch, _fetching.number, divided.sizes, divided.nominal)

@@ -1,30 +1,33 @@
 """Costs of samples, by which training batches are divided into shares that take equally long."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
+from lightning_ddp_ext.batches.chunk_sizes import deal_by_cost, deal_by_padded_length
 from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
 
-Cost = Literal["length"] | Callable[[Any], float]
+Cost = Literal["length", "padded_length"] | Callable[[Any], float]
+Deal = Callable[[Sequence[int], Sequence[float]], list[list[int]]]
 
 
 class SampleCost:
-    """A checked `cost`: the cost of a sample, as the dataset returns it."""
+    """A checked `cost`: the cost of a sample, as the dataset returns it, and how samples are dealt out by it."""
 
     def __init__(self, cost: Cost) -> None:
-        if cost != "length" and not callable(cost):
+        if cost not in ("length", "padded_length") and not callable(cost):
             raise ValueError(
-                f'`cost` must be "length" or a function of one sample, got {cost!r}. Leave it out if all samples take'
-                " equally long."
+                f'`cost` must be "length", "padded_length" or a function of one sample, got {cost!r}. Leave it out if'
+                " all samples take equally long."
             )
         self._function = cost if callable(cost) else _length
+        self.deal: Deal = deal_by_padded_length if cost == "padded_length" else deal_by_cost
 
     def __call__(self, sample: Any) -> float:
         """Return the cost of a sample."""
@@ -41,7 +44,7 @@ def _length(sample: Any) -> int:
     lengths = list(_lengths(sample))
     if not lengths:
         raise ValueError(
-            f'`cost="length"` finds no array, text or list of numbers in a sample, a `{type(sample).__name__}`. Use a'
+            f"`cost` finds no array, text or list of numbers in a sample, a `{type(sample).__name__}`. Use a"
             " function of the sample instead."
         )
     return max(lengths)

@@ -1,7 +1,6 @@
 """Distributed training in which all ranks share one global batch."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,10 @@ from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.join.predictions import PredictionsOn
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
-from lightning_ddp_ext.shares.steps import SharedBatchSteps, TimedStep, make_controller
-from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
+from lightning_ddp_ext.shares.steps import SharedBatchSteps
+from lightning_ddp_ext.shares.table import ShareTable, TimedStep, refuses_single_samples
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
-
-_SHARES = "lightning_ddp_ext.shares"  # in a checkpoint
 
 
 class BalancedDDPStrategy(DDPJoinStrategy):
@@ -38,8 +35,9 @@ class BalancedDDPStrategy(DDPJoinStrategy):
             batches evenly. `Trainer(deterministic=True)` turns `"auto"` into `"even"`, because shares that follow
             measured times change the order of floating-point additions.
         cost: Cost of a sample, to which its time is proportional: shares of training batches then have equal costs, or
-            costs in the proportions above, instead of numbers of samples. A function of a sample of the dataset, or
-            `"length"` for the length of its longest array, text or list of numbers.
+            costs in the proportions above, instead of numbers of samples. A function of a sample of the dataset;
+            `"length"` for the length of its longest array, text or list of numbers; or `"padded_length"` if the
+            loader pads samples to the longest one, so that samples of similar length come together.
         predictions_on: As for `DDPJoinStrategy`.
         options: Arguments of `ExplicitDDPStrategy`.
 
@@ -79,7 +77,6 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         self.split = None if split is None else list(split)
         self.balance = balance
         self.cost = cost
-        self._resumed_shares: dict[str, Any] | None = None
 
     @override
     def _configure_launcher(self) -> None:
@@ -93,7 +90,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     def take_timed_steps(self) -> list[TimedStep]:
         """Return and forget the optimizer steps whose times have arrived from all ranks, the same on every rank."""
-        return [] if self.rank_steps is None else self._shared_steps.take_timed()
+        return [] if self.rank_steps is None else self._shared_steps.balancer.take_timed()
 
     @override
     def keep_loaders(self, trainer: Trainer) -> None:
@@ -104,16 +101,15 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         # In evaluation, samplers that shuffle are seeded as the run of rank 0.
         seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
         return SharedBatchSteps(
+            self._cleanup,
             self.module.trainer,
             self._samples,
             gradient,
             self._connection.timeout,
             self._watch,
             ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost),
-            None if gradient is None else make_controller(self._rule, self.world_size),
             seed,
-            self.batch_dim,
-            None if self._resumed is None else self._resumed_shares,
+            {} if self._run is None else self._run.resumed_steps,
         )
 
     @override
@@ -133,17 +129,3 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         return ExplicitDDPStrategy.process_dataloader(self, dataloader)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if self._gradient is not None:
-            checkpoint[_SHARES] = self._shared_steps.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._resumed_shares = checkpoint.get(_SHARES)  # forgotten with `_resumed`
-        return checkpoint

@@ -97,7 +97,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         super().setup(trainer)
         if trainer.predicting:
             replace_prediction(
-                self._cleanup, trainer, self._combine_predicted, self.indices_of, self._steps.end_predictions,
+                self._cleanup, trainer, self._combine_predicted, self.indices_of, self._steps.end_batch,
                 lambda output: not isinstance(output, NoPrediction),
                 lambda outputs: self.predictions.merge(outputs),
             )  # fmt: skip
@@ -132,7 +132,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
         trainer = self.module.trainer
         return LockstepSteps(
-            trainer, self._samples, gradient, self.uneven_inputs, self._connection.timeout, self._watch
+            self._cleanup, trainer, self._samples, gradient, self.uneven_inputs, self._connection.timeout, self._watch
         )
 
     @override

@@ -194,7 +194,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
 
     def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
         """Create the steps of this rank, once per run; `gradient` is None unless the Trainer is fitting."""
-        return EvenSteps(self.module.trainer, self._samples, gradient)
+        return EvenSteps(self._cleanup, self.module.trainer, self._samples, gradient)
 
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         """Combine the loaders of a loop. Training can be resumed within an epoch."""
@@ -345,7 +345,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext() if self._gradient is None else self._gradient.block()
+        return nullcontext() if self._gradient is None else self._gradient.window.postpone()
 
     @override
     def optimizer_step(
@@ -394,8 +394,8 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         # After a failure the other ranks do not answer; a checkpoint that callbacks save then lacks their RNG state.
-        if self._run is not None and self._gradient is not None and self._watch.others_come():
-            self._run.save(checkpoint, self._gradient.weights.all_equal)
+        if self._run is not None and self.rank_steps is not None and self._watch.others_come():
+            self._run.save(checkpoint, self.rank_steps.state_dict(), self.rank_steps.gradient.weights.all_equal)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -409,10 +409,8 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         with ExitStack() as stack:  # in reverse order, and the others too if one fails
             stack.callback(self._watch.stop)
             stack.callback(super().teardown)
-            stack.callback(self._cleanup.close)
             stack.callback(self._prefetching.close)
-            if self.rank_steps is not None:
-                stack.callback(self.rank_steps.close)
+            stack.callback(self._cleanup.close)
             self.rank_steps = self._run = self._random = self._resumed = None
 
 

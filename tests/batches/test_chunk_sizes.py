@@ -3,8 +3,11 @@
 import itertools
 import random
 
+import pytest
+
 from lightning_ddp_ext.batches.chunk_sizes import (
-    chunks_by_cost,
+    deal_by_cost,
+    deal_by_padded_length,
     even_chunks,
     first_limited_chunks,
     merge_single_samples,
@@ -64,24 +67,49 @@ def test_single_samples_are_merged_into_a_neighbour():
         assert merge_single_samples(chunks) == expected
 
 
-def test_chunks_by_cost_have_costs_in_proportion_and_the_given_sizes_for_equal_costs():
-    for sizes, costs, expected in (
-        ([2, 2], [100, 1, 1, 1], [1, 3]), ([2, 2], [1, 1, 1, 100], [3, 1]), ([1, 3], [3, 1, 4, 4], [1, 3]),
-        ([0, 4], [5, 1, 1, 1], [0, 4]), ([4, 0], [5, 1, 1, 1], [4, 0]), ([1, 1, 1], [0, 0, 9], [1, 1, 1]),
-        ([2, 1], [0, 0, 0], [2, 1]), ([0, 2, 0, 2, 0], [1, 1, 1, 9], [0, 3, 0, 1, 0]), ([2, 2], [1, 2, 0, 0], [1, 3]),
-    ):  # fmt: skip
-        assert chunks_by_cost(sizes, costs) == expected
+@pytest.mark.parametrize("deal", [deal_by_cost, deal_by_padded_length])
+def test_dealt_chunks_have_all_samples_and_the_given_sizes_for_equal_costs(deal):
     numbers = random.Random(5)
     for _ in range(500):
         sizes = [numbers.choice([0, 1, 2, 5, 20]) for _ in range(numbers.randint(1, 5))] + [3]
-        assert chunks_by_cost(sizes, [0.1] * sum(sizes)) == sizes
-        costs = [numbers.random() ** 3 for _ in range(sum(sizes))]
-        chunks = chunks_by_cost(sizes, costs)
-        assert sum(chunks) == sum(sizes)
+        for cost in (0, 0.1):
+            assert [len(chunk) for chunk in deal(sizes, [cost] * sum(sizes))] == sizes
+        chunks = deal(sizes, [numbers.random() ** 3 for _ in range(sum(sizes))])
+        assert sorted(itertools.chain(*chunks)) == list(range(sum(sizes)))
         assert [bool(chunk) for chunk in chunks] == [bool(size) for size in sizes]
-        ends = [0.0, *itertools.accumulate(costs)]
-        for index in range(1, len(sizes)):
-            place = ends[-1] * sum(sizes[:index]) / sum(sizes)
-            error = abs(ends[sum(chunks[:index])] - place)
-            is_forced = min(chunks[index - 1 : index + 1]) < 2
-            assert is_forced or error <= max(costs) / 2 + 1e-12
+        assert all(chunk == sorted(chunk) for chunk in chunks)
+    assert deal([0, 0], []) == [[], []]
+
+
+def test_samples_are_dealt_so_that_costs_are_in_proportion():
+    for sizes, costs, expected in (
+        ([2, 2], [1, 9, 1, 1], [[1], [0, 2, 3]]), ([1, 3], [3, 1, 4, 4], [[0], [1, 2, 3]]),
+        ([0, 4], [5, 1, 1, 1], [[], [0, 1, 2, 3]]), ([1, 1, 1], [0, 0, 9], [[2], [0], [1]]),
+    ):  # fmt: skip
+        assert deal_by_cost(sizes, costs) == expected
+    numbers = random.Random(5)
+    for _ in range(500):
+        sizes = [numbers.randint(1, 9), numbers.randint(1, 9)]
+        costs = [numbers.random() ** 3 for _ in range(sum(sizes))]
+        for chunk, size in zip(deal_by_cost(sizes, costs), sizes, strict=True):
+            share = sum(costs) * size / sum(sizes)
+            assert abs(sum(costs[position] for position in chunk) - share) <= max(costs) * max(sizes) / sum(sizes)
+
+
+def test_padded_samples_are_dealt_so_that_the_largest_chunk_is_smallest():
+    def largest(sizes, lengths, chunks):
+        parts = [len(chunk) * max((lengths[position] for position in chunk), default=0) for chunk in chunks]
+        return max(part / size for part, size in zip(parts, sizes, strict=True) if size)
+
+    assert deal_by_padded_length([2, 2], [1, 9, 1, 1]) == [[0, 2, 3], [1]]
+    numbers = random.Random(5)
+    for _ in range(300):
+        size = numbers.randint(1, 4)
+        sizes = [size, numbers.choice([0, size]), size]
+        lengths = [numbers.choice([0, 1, 2, 3, 5, 9, 30]) for _ in range(sum(sizes))]
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        ends = itertools.combinations_with_replacement(range(len(order) + 1), 2)
+        every = [[order[:first], order[first:second], order[second:]] for first, second in ends]
+        allowed = [chunks for chunks in every if [bool(chunk) for chunk in chunks] == [bool(size) for size in sizes]]
+        best = min(largest(sizes, lengths, chunks) for chunks in allowed)
+        assert largest(sizes, lengths, deal_by_padded_length(sizes, lengths)) == pytest.approx(best)

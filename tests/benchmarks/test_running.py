@@ -74,6 +74,7 @@ def test_signals_at_random_moments_end_runs_that_resume(tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 def test_ranks_that_share_a_batch_are_measured(tmp_path):
     output = tmp_path / "values.json"
     command = [sys.executable, BENCHMARKS / "balanced_ddp.py", "--rounds", "1", "--steps", "40", "--output", output]

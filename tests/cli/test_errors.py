@@ -63,6 +63,7 @@ MISTAKES_AT_THE_START = [
 ]
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_with_one_line_that_names_the_setting(call_main, tmp_path):
     for overrides, expected in MISTAKES.items():
         code, printed = call_main(*overrides.split())

@@ -49,6 +49,7 @@ REFUSED = {
 NEEDS_TORCH = "strategy.split=[1,2,3]"
 
 
+@pytest.mark.slow
 def test_help_and_refused_settings_import_neither_torch_nor_lightning(tmp_path):
     lines = ["--help", *REFUSED, NEEDS_TORCH]
     done = subprocess.run(

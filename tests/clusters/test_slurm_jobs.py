@@ -23,6 +23,7 @@ def _submitit():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra `slurm`")
 
 
+@pytest.mark.slow
 def test_a_job_trains_on_two_nodes(slurm, tmp_path):
     job = slurm.submit(EXAMPLES / "train.sbatch", *SMALL, cwd=tmp_path)
     state = slurm.wait(job, LIMIT)

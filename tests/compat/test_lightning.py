@@ -347,7 +347,7 @@ def test_loaders_are_kept_and_predictions_merged():
         lambda output: output != [0, 1], lambda parts: [[sum(one) for one in parts[0]]],
     )  # fmt: skip
     assert trainer.predict(module, loader) == [5]
-    assert seen == [loader, ["a"], ["b"], "end"]
+    assert seen == [loader, ["a"], "end", ["b"], "end"]
     assert trainer.predict(module, loader, return_predictions=False) is None
     cleanup.close()
     assert trainer.predict(module, loader) == [[0, 1], [2, 3]]

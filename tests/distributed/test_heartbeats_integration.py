@@ -22,6 +22,7 @@ from tests.distributed import rank_server
 from tests.support.ports import free_port
 from tests.support.processes import run_processes
 
+pytestmark = pytest.mark.slow
 LIMIT = 4.0  # seconds without a sign of life
 STEPS, WHEN = 6, 3
 

@@ -135,12 +135,14 @@ def test_an_interface_that_does_not_connect_the_nodes_is_an_error_on_both(run, a
     failed(run(address, **settings), "NetworkInterfaceError", *parts, within=within)
 
 
+@pytest.mark.slow
 def test_an_interface_that_one_node_lacks_is_an_error_on_both(run):
     second = {"network_interface": "nosuch0", "delay": 5.0}  # rank 0 is there by then
     outcomes = run(network_interface="eth0", only_on_2=second, timeout=60)
     failed(outcomes, "NetworkInterfaceError", "interface `nosuch0` not found on node node2", within=SOON)
 
 
+@pytest.mark.slow
 def test_a_main_address_that_is_unknown_or_without_a_route_is_named(run):
     outcomes = run("node1", flavour="wrong", timeout=2)
     failed(outcomes[1:], "RendezvousError", "node1:", "Network is unreachable", "Set the main address", within=SOON)

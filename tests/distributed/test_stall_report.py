@@ -54,7 +54,7 @@ def find_reason_of(world_size, ranks, dead=()):
             beats.stop()
 
 
-@pytest.mark.parametrize("world_size", [3, MANY])
+@pytest.mark.parametrize("world_size", [3, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_ranks_are_said_to_be_gone_or_silent_or_to_live_among_few_and_many(world_size):
     last = world_size - 1
     gone = find_reason_of(world_size, [0, *range(2, world_size)], dead=[last])

@@ -184,6 +184,13 @@ def errors_say_what_to_do(folder: str) -> Any:
     fabric.backward(model(torch.full((1, 5), float(RANK))).sum())
     expected = sum(rank * (1 + rank) for rank in range(WORLD_SIZE)) / sum(1 + rank for rank in range(WORLD_SIZE))
     torch.testing.assert_close(model.weight.grad, torch.full((1, 5), 2 * expected))
+    own = torch.ones(1, requires_grad=True)
+    other = fabric.setup_optimizers(torch.optim.SGD([model.weight, own], lr=0.1))
+    other.zero_grad()
+    fabric.backward((own * model(torch.ones(1, 5))).sum())
+    with pytest.raises(UnsynchronizedGradientsError) as error:
+        other.step()
+    said["no parameter of a module"] = str(error.value)
     loader = fabric.setup_dataloaders(DataLoader([{"name": "a"}], batch_size=None), use_distributed_sampler=False)
     with pytest.raises(ValueError, match="cannot be counted") as error:
         next(iter(loader))
@@ -363,6 +370,10 @@ def test_misuse_ends_in_an_error_with_a_remedy(found):
         assert (
             "Leave the last `fabric.backward` before a step out of `fabric.no_backward_sync`"
             in said["not synchronised"]
+        )
+        assert (
+            "parameter of shape [1], which was not part of a module in `fabric.setup`"
+            in said["no parameter of a module"]
         )
         assert "Pass a callable `weight_by`" in said["no samples"]
         assert "End the accumulation of one module before that of the next begins" in said["two windows"]

@@ -24,15 +24,32 @@ class Network(LightningModule):
         self.names = {}
 
 
+class Counter:
+    """The part of a Trainer, a precision plugin or a reducer that the mirror reads after a manual step."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def has_unsynchronized(self, parameters):
+        return False
+
+
 class Rank:
     """A module, its optimizer, and what mirrors its steps."""
 
     def __init__(self, module, number):
         self.module = module
         self.optimizer = torch.optim.Adam(module.layer.parameters())
-        trainer = SimpleNamespace(optimizers=[self.optimizer], lr_scheduler_configs=[], global_rank=number)
-        self.mirror = StepMirror(trainer, module, None)
-        self.mirror.begin_phase()
+        manual = SimpleNamespace(optim_step_progress=Counter())
+        loop = SimpleNamespace(epoch_loop=SimpleNamespace(manual_optimization=manual))
+        trainer = SimpleNamespace(
+            optimizers=[self.optimizer], lr_scheduler_configs=[], global_rank=number, fit_loop=loop,
+            precision_plugin=Counter(),
+        )  # fmt: skip
+        self.mirror = StepMirror(trainer, module, Counter())
 
 
 @pytest.fixture
@@ -85,6 +102,144 @@ def test_attributes_that_ranks_share_are_taken_and_others_stay(ranks):
     assert shadow.module.tau == 0.4
 
 
+def test_attributes_with_the_names_that_optimizers_have_are_taken(ranks):
+    active, shadow = ranks
+    for rank in ranks:
+        rank.module.state, rank.module.defaults = "warmup", {"tau": 1}
+        rank.optimizer.trainer = 1
+
+    def step(module):
+        module.state = module.param_groups = "main"
+        module.defaults["tau"] = 2
+        active.optimizer.trainer = 2
+
+    shadow.mirror.take(changes(active, step))
+    assert (shadow.module.state, shadow.module.param_groups, shadow.module.defaults) == ("main", "main", {"tau": 2})
+    assert shadow.optimizer.trainer == 2
+
+
+def test_an_entry_under_another_name_with_the_same_value_is_taken(ranks):
+    active, shadow = ranks
+    for rank in ranks:
+        rank.module.phase = {"warmup": True}
+
+    def step(module):
+        del module.phase["warmup"]
+        module.phase["main"] = True
+
+    shadow.mirror.take(changes(active, step))
+    assert shadow.module.phase == {"main": True}
+
+
+def test_entries_of_a_dictionary_that_was_replaced_or_made_in_the_phase_are_taken(ranks):
+    active, shadow = ranks
+    for rank in ranks:
+        rank.module.stats = {"tau": 1.0, "own": rank.mirror}
+
+    def replace(module):
+        module.stats = {**module.stats, "tau": 0.5}
+
+    def change(module):
+        module.stats["tau"] = 0.25
+        module.late["n"] = 1
+
+    shadow.mirror.take(changes(active, replace))
+    assert shadow.module.stats == {"tau": 0.5, "own": shadow.mirror}
+    for rank in ranks:
+        rank.module.late = {"n": 0}
+    shadow.mirror.take(changes(active, change))
+    assert (shadow.module.stats["tau"], shadow.module.late) == (0.25, {"n": 1})
+
+
+def test_a_rank_that_never_had_a_batch_keeps_an_attribute_that_other_ranks_have_made_a_dictionary(ranks):
+    active, shadow = ranks
+    active.module.history, shadow.module.history = {"n": 0}, None
+
+    def step(module):
+        module.history["n"] += 1
+        module.tau = 2.0
+
+    shadow.mirror.take(changes(active, step))
+    assert (shadow.module.history, shadow.module.tau) == (None, 2.0)
+
+
+def test_a_submodule_that_a_rank_never_had_is_named(ranks):
+    active, shadow = ranks
+    active.module.lazy = nn.Dropout(0.5)
+    changed = changes(active, lambda module: setattr(module.lazy, "p", 0.25))
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"rank 1: .* module `lazy`.* none like it. Create it in `__init__`"
+    ):
+        shadow.mirror.take(changed)
+
+
+def test_gradients_of_a_manual_step_keep_their_parameters_and_other_parameters_are_an_error(ranks):
+    for rank in ranks:
+        rank.module.automatic_optimization = False
+        rank.module.extra = nn.Linear(2, 2, bias=False)
+        rank.module.last = nn.Linear(2, 2, bias=False)
+    active, shadow = ranks
+    del shadow.module.extra, shadow.module.last
+    for name in ("last", "extra"):  # in another order
+        setattr(shadow.module, name, nn.Linear(2, 2, bias=False))
+
+    def backward(module):
+        module.last.weight.grad = torch.ones(2, 2)
+
+    def replace(module):
+        module.extra = nn.Identity()
+        backward(module)
+
+    shadow.mirror.take(changes(active, backward))
+    assert shadow.module.extra.weight.grad is None
+    assert torch.equal(shadow.module.last.weight.grad, torch.ones(2, 2))
+    changed = changes(active, replace)
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"rank 1: .*`extra` is a module of class `Identity`, and on this"
+    ):
+        shadow.mirror.take(changed)
+    changed = changes(active, backward)  # the step after it
+    with pytest.raises(UnsupportedFeatureError, match=r"rank 1: .*`extra.weight` is missing, and on this"):
+        shadow.mirror.take(changed)
+
+
+def test_a_rank_may_lack_a_module_without_parameters_that_every_step_makes(ranks):
+    active, shadow = ranks
+
+    def step(module):
+        module.loss = nn.MSELoss()
+        module.tau = 2.0
+
+    shadow.mirror.take(changes(active, step))
+    assert shadow.module.tau == 2.0
+
+
+def test_a_replaced_module_is_an_error_under_automatic_optimization_too(ranks):
+    active, shadow = ranks
+    changed = changes(active, lambda module: setattr(module.layer, "2", nn.Identity()))
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"`layer\.2` is a module of class `Identity`.* of class `Dropout`"
+    ):
+        shadow.mirror.take(changed)
+    shadow.module.layer[2] = nn.Identity()
+    shadow.mirror.take(changed)
+
+
+def test_schedulers_of_the_module_are_matched_by_name(ranks):
+    active, shadow = ranks
+    for rank, names in ((active, ("first",)), (shadow, ("second", "first"))):
+        for name in names:
+            setattr(rank.module, name, torch.optim.lr_scheduler.StepLR(rank.optimizer, 1))
+        rank.optimizer.step()  # a scheduler warns if it comes first
+    shadow.module.second.last_epoch = 7
+    shadow.mirror.take(changes(active, lambda module: module.first.step()))
+    assert (shadow.module.first.last_epoch, shadow.module.second.last_epoch) == (1, 7)
+    third = torch.optim.lr_scheduler.StepLR(active.optimizer, 1)
+    changed = changes(active, lambda module: setattr(module, "third", third))
+    with pytest.raises(UnsupportedFeatureError, match=r"rank 1: .*scheduler `self.third`.* none"):
+        shadow.mirror.take(changed)
+
+
 def test_a_number_that_is_raised_by_the_samples_of_the_batch_stays(ranks):
     active, shadow = ranks
 
@@ -118,7 +273,6 @@ def test_a_change_through_data_is_noticed_in_every_step(ranks):
     active, shadow = ranks
     for rank in ranks:
         rank.module.large = nn.Parameter(torch.zeros(2**18 + 1))  # compared by its fingerprint
-        rank.mirror.begin_phase()
     for weight in (active.module.layer[0].weight, active.module.large):
         for is_changed in (False, True, *5 * [False], True):
             changed = changes(active, lambda module: weight.data[-1].add_(1) if is_changed else None)  # noqa: B023

@@ -1,7 +1,7 @@
 """The steps of one rank in this process: the reducer records, and the answers of other ranks are prepared."""
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,10 +12,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_ddp_ext.batches.weights import WeightRule
+from lightning_ddp_ext.fabric import DDPCheckpointStrategy
 from lightning_ddp_ext.ranks import sample_counts, steps
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, StepParticipation, sums_and_means
 from lightning_ddp_ext.ranks.steps import EvenSteps, RankGradient
 from lightning_ddp_ext.reducer.control import StepControl
+from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow
 
 ACTIVE = (0, 1)
 
@@ -29,20 +31,25 @@ class RecordingReducer:
         self.control = StepControl()
         self.sent = []  # weight, scale, divisor, position
         self.discarded = 0  # backward passes
+        self.defers_hooks = False  # in the next backward pass
 
     @contextmanager
     def synchronize(self, weight):
         yield
         self.sent.append((weight, self.control.scale, self.control.divisor, self.control.position))
+        self.control.exchanged = SimpleNamespace(weights=[weight])
 
-    def unsynchronized(self, parameters):
+    def has_unsynchronized(self, parameters):
         return False
 
     def unmanaged_parameters(self, parameters):
         return []
 
+    def has_gradients(self):
+        return True
+
     def defer_hooks(self):
-        pass
+        self.defers_hooks = True
 
     def discard_gradients(self):
         self.discarded += 1
@@ -82,11 +89,33 @@ def run_batches(gradient, epoch_loop, batches, accumulate=1):
     for index, batch in enumerate(batches):
         epoch_loop.batch_idx = epoch_loop.total_batch_idx = index
         gradient.begin(batch, ACTIVE)
-        loss, discarded = gradient.weigh(torch.tensor(1.0)), gradient.reducer.discarded
-        with nullcontext() if (index + 1) % accumulate == 0 else gradient.block(), gradient.synchronize():
-            pass
-        factors.append(float(loss) * (gradient.reducer.discarded == discarded))
+        ends_window = (index + 1) % accumulate == 0
+        loss = torch.tensor(1.0, requires_grad=True)
+        weighted, discarded = gradient.weigh(loss), gradient.reducer.discarded
+        with gradient.window.postpone(not ends_window), gradient.synchronize():
+            run_pass(gradient.reducer, weighted)
+        factors.append(float(loss.grad) * (gradient.reducer.discarded == discarded))
     return factors
+
+
+def run_pass(reducer, loss):
+    assert reducer.defers_hooks
+    reducer.defers_hooks = False
+    loss.backward()
+
+
+def run_loop_of_fabric(weights, accumulate=1, weight_by="equal"):
+    """Do the same with the strategy for Fabric on a rank that sets its weights; return the reducer, too."""
+    strategy, factors = DDPCheckpointStrategy(weight_by=weight_by), []
+    strategy._reducer = reducer = RecordingReducer()
+    strategy._participation = StepParticipation(ACTIVE, is_shadow=False, is_uneven=False)
+    strategy.precision.backward = lambda loss, module: run_pass(reducer, loss)
+    for index, strategy.batch_weight in enumerate(weights):
+        loss, discarded = torch.tensor(1.0, requires_grad=True), reducer.discarded
+        with strategy.accumulating("module", (index + 1) % accumulate != 0):
+            strategy.backward(loss, None)
+        factors.append(float(loss.grad) * (reducer.discarded == discarded))
+    return factors, reducer
 
 
 def test_each_batch_is_sent_with_its_weight_and_position(make_gradient):
@@ -97,9 +126,13 @@ def test_each_batch_is_sent_with_its_weight_and_position(make_gradient):
 
 def test_a_window_is_sent_once_with_the_sum_of_its_weights(make_gradient):
     gradient, loop = make_gradient(float, accumulate=4)
+    of_trainer = run_batches(gradient, loop, [0, 3, 0, 6], accumulate=4)
+    of_fabric, reducer = run_loop_of_fabric([0, 3, 0, 6, 0, 0, 0, 0], accumulate=4)
     # Losses are weighted relative to the first one with a weight; a batch of weight 0 changes no other.
-    assert run_batches(gradient, loop, [0, 3, 0, 6], accumulate=4) == [0.0, 1.0, 0.0, 2.0]
-    assert [sent[:3] for sent in gradient.reducer.sent] == [(9.0, 3.0 * 4, None)]  # Lightning has divided losses by 4
+    assert of_trainer == of_fabric[:4] == [0.0, 1.0, 0.0, 2.0]
+    sent = (9.0, 3.0 * 4, None)  # Lightning, or the loop, has divided losses by 4
+    assert [one[:3] for one in gradient.reducer.sent] == [sent]
+    assert reducer.sent == [(*sent, 1), (0.0, 0.0, None, 2)]
     # Lightning drops the gradients of an unfinished window.
     assert run_batches(gradient, loop, [5], accumulate=4) == run_batches(gradient, loop, [2], accumulate=1) == [1.0]
     assert gradient.reducer.sent[1][0] == 2.0
@@ -122,6 +155,22 @@ def test_sums_are_not_divided_by_the_ranks(make_gradient, automatic, sent):
     factors = run_batches(gradient, loop, [None])
     assert factors == [1.0 if automatic else 2.0]  # the mean of two ranks over twice their losses is the sum
     assert [one[:3] for one in gradient.reducer.sent] == [sent]
+
+
+def test_sums_are_not_divided_by_the_ranks_under_fabric():
+    factors, reducer = run_loop_of_fabric([1.0, 0.0], weight_by="sum")
+    assert factors == [2.0, 0.0]
+    assert [one[:3] for one in reducer.sent] == [(1.0, 1.0, None), (0.0, 0.0, None)]
+
+
+def test_blocks_that_postpone_synchronisation_may_contain_each_other():
+    window, seen = AccumulationWindow(), []
+    with window.postpone():
+        for is_postponed in (True, False):
+            with window.postpone(is_postponed):
+                seen.append(window.is_postponed)
+            seen.append(window.is_postponed)
+    assert (seen, window.is_postponed) == ([True] * 4, False)
 
 
 def test_passes_of_a_manual_step_have_different_positions(make_gradient):
@@ -171,6 +220,14 @@ def test_a_closure_without_a_backward_pass_still_synchronises(make_gradient):
     assert gradient.run_closure(lambda: "loss", optimizer) == "loss"
     assert len(gradient.reducer.sent) == 1
 
+    def run_backward():
+        gradient.weigh(torch.tensor(1.0))
+        with gradient.synchronize():
+            return "loss"
+
+    assert gradient.run_closure(run_backward, optimizer) == "loss"
+    assert len(gradient.reducer.sent) == 2
+
 
 @pytest.fixture
 def even_steps():
@@ -178,9 +235,8 @@ def even_steps():
     trainer.strategy._lightning_module = LightningModule()
     samples = BatchSamples(0)
     samples.weight = lambda batch: batch  # of a batch that is its weight
-    even_steps = EvenSteps(trainer, samples, None)
-    yield even_steps
-    even_steps.close()
+    with ExitStack() as cleanup:
+        yield EvenSteps(cleanup, trainer, samples, None)
 
 
 def by_lightning(tensor, group, reduce_op):

@@ -60,7 +60,7 @@ def training_cannot_continue_after_a_failed_backward_pass() -> list[str]:
         except (ArithmeticError, RanksOutOfStepError) as error:
             found.append(str(error))
             left = any(parameter.grad is not None for parameter in module.parameters())  # rather than in a bucket
-            assert reducer.unsynchronized(module.parameters()) == left
+            assert reducer.has_unsynchronized(module.parameters()) == left
             assert left == (number == 2) or not is_cpu()  # on a device, every bucket has been sent
     return found
 
@@ -117,10 +117,10 @@ def gradients_outside_a_synchronisation_are_reported() -> list[bool]:
     module = net()
     reducer = GradientReducer(module)
     module[0](batch(0)).sum().backward()
-    first = reducer.unsynchronized(module[0].parameters()), reducer.unsynchronized(module[2].parameters())
+    first = reducer.has_unsynchronized(module[0].parameters()), reducer.has_unsynchronized(module[2].parameters())
     with reducer.synchronize():
         pass
-    return [*first, reducer.unsynchronized(module.parameters())]
+    return [*first, reducer.has_unsynchronized(module.parameters())]
 
 
 @check([True, False, False])
@@ -136,7 +136,21 @@ def discarded_gradients_leave_earlier_ones() -> list[bool]:
     changed = any(
         one.grad is not own or own.isnan().any() for one, own in zip(module.parameters(), before, strict=True)
     )
-    return [is_nan, changed, reducer.unsynchronized(module.parameters())]
+    return [is_nan, changed, reducer.has_unsynchronized(module.parameters())]
+
+
+@check([True, False])
+def an_error_in_a_discarded_backward_pass_leaves_earlier_gradients() -> list[bool]:
+    module = net()
+    reducer = GradientReducer(module)
+    with reducer.synchronize():
+        module(batch(0)).sum().backward()
+    before = [parameter.grad for parameter in module.parameters()]
+    with contextlib.suppress(MemoryError), reducer.discard_gradients():
+        module(batch(1)).sum().backward()
+        raise MemoryError
+    kept = [one.grad is own for one, own in zip(module.parameters(), before, strict=True)]
+    return [all(kept), reducer.has_unsynchronized(module.parameters())]
 
 
 @check([2, 0, 0, 0, 5])
@@ -216,6 +230,22 @@ def compressed_gradients_keep_their_precision() -> tuple[float, float]:
     return compressed_error(default_hooks.bf16_compress_hook, 1.0), compressed_error(
         default_hooks.fp16_compress_hook, 1e6
     )
+
+
+@check(0.0)
+def half_precision_does_not_overflow_after_a_light_step() -> float:
+    """With a short last batch between others; in parameters, and in the messages of a hook."""
+    errors = []
+    for dtype, hook in ((torch.float16, None), (torch.float32, default_hooks.fp16_compress_hook)):
+        module = nn.Linear(3, 1, bias=False, dtype=dtype)
+        reducer = GradientReducer(module, comm_hook=hook)
+        for weight in (4096.0, 4096.0, 4.0, 4096.0, 1.0, 2.0, 1024.0, 1.0):
+            module.zero_grad()
+            with reducer.synchronize(weight):
+                (100 * module.weight.sum()).backward()
+            errors.append(float((module.weight.grad - 100).abs().max()))
+        assert reducer.state_dict()["expected_total"] == 512.0 * dist.get_world_size()
+    return max(errors)
 
 
 @check(FLOAT32)

@@ -1,5 +1,5 @@
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import pytest
 import torch
@@ -59,6 +59,47 @@ def test_attributes_set_on_the_module_reach_every_replica():
         assert (own.scale, own.layer.note, own.fresh) == (3.0, "new", [1])
         assert not hasattr(own, "calls")
         assert own.registry["again"] is own.layer
+
+
+def test_an_attribute_under_another_name_with_the_same_value_reaches_every_replica_and_comes_back():
+    mirrored = Mirrored()
+    module = mirrored.module
+    module.warmup = True
+    mirrored.push()
+
+    def rename(before, after):
+        def change(own):
+            delattr(own, before)
+            setattr(own, after, True)
+
+        return change
+
+    rename("warmup", "main")(module)
+    mirrored.push()
+    assert all(own.main and not hasattr(own, "warmup") for own in mirrored.copies)
+    with pytest.warns(UserWarning, match=r"`self\.main` was set inside a step"):  # a deletion is not merged
+        mirrored.step(rename("main", "last"))
+    assert module.last
+
+
+def test_changes_of_a_deque_of_layers_end_with_the_step_and_a_deque_of_data_is_shared():
+    module = Module()
+    module.order, module.losses = deque([module.layer, 1], 2), deque(maxlen=3)
+    mirrored = Mirrored(module)
+
+    def step(own):
+        assert own.order[0] is own.layer
+        assert own.order.maxlen == 2
+        own.order.rotate()
+        own.losses.append(torch.zeros(1))
+
+    with pytest.warns(UserWarning, match=r"`self.order` was changed inside a step, where each replica has a copy"):
+        mirrored.step(step)
+    assert module.order[0] is module.layer
+    assert len(module.losses) == 2
+    module.order.rotate()
+    mirrored.push()
+    assert all(own.order[1] is own.layer for own in mirrored.copies)
 
 
 @pytest.mark.parametrize("owner", [lambda module: module, lambda module: module.layer])

@@ -7,16 +7,14 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
-from lightning_ddp_ext.replicas.replica import Replicas
-from tests.support.devices import device
+from tests.replicas.test_replicas import replicate
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
 
 def train(net, sizes, batches, observed=True):
     """Run batches cut into chunks, and merge after each."""
-    replicas = Replicas(net, [device()] * len(sizes))
-    replicas.refresh()
+    replicas = replicate(net, len(sizes))
     observer, merger = BatchNormObserver(replicas), BufferMerger(replicas)
     active = [index for index, size in enumerate(sizes) if size]
     for batch in batches:
@@ -151,14 +149,11 @@ def test_in_evaluation_nothing_changes():
     ],
 )
 def test_the_first_batch_shows_whether_one_sample_is_enough(module, shape, refused):
-    replicas = Replicas(module, [device()] * 2)
-    replicas.refresh()
+    replicas = replicate(module)
     observer = BatchNormObserver(replicas)
     assert observer.refuses_single_samples()  # careful until it knows
     replicas[0].module(torch.randn(shape))
     assert observer.refuses_single_samples() is refused
     module.eval()
     assert not observer.refuses_single_samples()
-    without = Replicas(nn.Linear(2, 2), [device()] * 2)
-    without.refresh()
-    assert not BatchNormObserver(without).refuses_single_samples()
+    assert not BatchNormObserver(replicate(nn.Linear(2, 2))).refuses_single_samples()

@@ -6,16 +6,10 @@ from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 from lightning_ddp_ext.replicas import buffer_merger
 from lightning_ddp_ext.replicas import replica as replica_module
 from lightning_ddp_ext.replicas.buffer_merger import BufferMerger
-from lightning_ddp_ext.replicas.replica import Replica, Replicas
-from tests.support.devices import device
+from lightning_ddp_ext.replicas.replica import Replica
+from tests.replicas.test_replicas import replicate
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
-
-
-def replicate(module, count=2):
-    replicas = Replicas(module, [device()] * count)
-    replicas.refresh()
-    return replicas
 
 
 def module_with(**buffers):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from tests.parity import FEATURES, balanced, dataset, quiet_trainer
 
 virtual_accelerator = pytest.importorskip("tests.virtual_accelerator")
@@ -166,3 +167,44 @@ def test_the_current_device_is_the_one_of_the_chunk_in_the_transfer_hooks_and_th
         (hook, index) for hook in ("transfer", "after", "step") for index in range(3)
     }
     assert all(device == current for _, device, current in found)
+
+
+class Temperature(Regression):
+    """Trains tensors beside the parameters of its modules."""
+
+    def __init__(self, owner, make):
+        super().__init__()
+        self.__dict__.update({owner: make(torch.ones(FEATURES, device="virtual:0"))})
+
+    def trained(self):
+        (tensor,) = vars(self).get("nested", {"plain": (vars(self).get("scale"),)})["plain"]
+        return tensor
+
+    def training_step(self, batch, batch_idx):
+        return (self.network(batch[0]) * self.trained().sum()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), self.trained()], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "make", "name"),
+    [
+        ("scale", lambda tensor: tensor.requires_grad_(), "scale"),
+        ("nested", lambda tensor: {"plain": (nn.Parameter(tensor),)}, "nested"),
+    ],
+)
+def test_trained_tensors_that_are_no_parameters_are_refused_on_several_devices(virtual_devices, owner, make, name):
+    message = f"`self.{name}` holds a tensor that `SGD` trains.*`nn.Parameter`"
+    with pytest.raises(UnsupportedFeatureError, match=message):
+        fit(Temperature(owner, make), virtual_devices[:2])
+
+
+def test_trained_tensors_that_are_no_parameters_are_shared_on_one_device(virtual_devices):
+    found = []
+    for devices in (virtual_devices[:1], virtual_devices[:1] * 2):
+        torch.manual_seed(0)
+        module = Temperature("scale", lambda tensor: tensor.requires_grad_())
+        fit(module, devices)
+        found.append(module.scale.detach().cpu())
+    torch.testing.assert_close(*found)

@@ -1,4 +1,5 @@
 import functools
+from collections import defaultdict, deque
 
 import pytest
 import torch
@@ -28,6 +29,12 @@ class Net(nn.Module):
         self.by_method = self.second.forward
         self.by_partial = functools.partial(self.second.forward)
         self.by_closure = lambda inputs: self.second(inputs)
+        self.by_default = lambda inputs, layer=self.second: layer(inputs)
+        self.by_keyword = lambda inputs, *, layer=self.second: layer(inputs)
+        self.by_set = {self.second}
+        self.by_frozen = frozenset({self.second})
+        self.by_queue = deque([self.second], maxlen=3)
+        self.by_table = defaultdict(list, layer=(self.second, [self.second]))
         self.data = list(range(5))
 
     def forward(self, inputs):
@@ -64,6 +71,12 @@ def test_references_outside_the_module_tree_lead_to_the_replica_and_data_is_shar
     assert replica.by_method.__self__ is replica.second
     assert replica.by_partial.func.__self__ is replica.second
     assert replica.by_closure.__closure__[0].cell_contents is replica
+    assert replica.by_default.__defaults__ == (replica.second,)
+    assert replica.by_keyword.__kwdefaults__ == {"layer": replica.second}
+    assert replica.by_set == replica.by_frozen == {replica.second}
+    assert (*replica.by_queue, replica.by_queue.maxlen) == (replica.second, 3)
+    assert replica.by_table == {"layer": (replica.second, [replica.second])}
+    assert replica.by_table["other"] == []
     assert replica.data is net.data
 
 
@@ -195,9 +208,14 @@ def test_parts_that_refer_to_parameters_in_other_ways_use_the_replicas(build):
 def test_a_step_may_freeze_parameters_but_not_change_them_in_place():
     net = Net()
     replicas = replicate(net)
-    with replicas.refuse_changed_parameters([0, 1], "training_step"):
-        for replica in replicas:
-            replica.module.first.requires_grad_(False)
+    replicas[0].module.first.requires_grad_(False)
+    with pytest.raises(
+        UnsupportedFeatureError, match=r"has frozen the parameter `first\.weight` on some replicas only"
+    ):
+        replicas.adopt_requires_grad([0, 1], "training_step")
+    assert net.first.weight.requires_grad
+    replicas[1].module.first.requires_grad_(False)
+    replicas.adopt_requires_grad([0, 1], "training_step")
     assert not net.first.weight.requires_grad
     with (
         pytest.raises(UnsupportedFeatureError, match=r"parameter `second\.weight` was changed in place inside"),

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency
-from lightning_ddp_ext.shares import steps as shared_steps
+from lightning_ddp_ext.shares import table
 from tests.parity import CachesMask, normalised_network, quiet_trainer
 from tests.strategies.toolkit import (
     ALONE,
@@ -46,13 +46,23 @@ class Recording(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-class Simulated(Callback):
+class Sizes(Callback):
+    """Records the shares of every training batch."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.sizes.append(trainer.strategy.rank_steps.shared.sizes)
+
+
+class Simulated(Sizes):
     """Replaces the times of this rank: they are proportional to its samples, and known some steps late."""
 
     def __init__(self, speeds: Any, late: int = 0) -> None:
+        super().__init__()
         self.speeds, self.late = speeds, late
-        self.sizes: list[tuple[int, ...]] = []
-        self.patch = mock.patch.object(shared_steps, "Timer", self.timer)
+        self.patch = mock.patch.object(table, "Timer", self.timer)
 
     def timer(self, device: Any) -> Any:
         sizes, begun, seen = self.trainer.strategy.rank_steps.shared.sizes, len(self.sizes), self.sizes
@@ -73,9 +83,6 @@ class Simulated(Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.trainer = trainer
         self.patch.start()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.sizes.append(trainer.strategy.rank_steps.shared.sizes)
 
     def on_train_end(self, *_: Any) -> None:
         self.patch.stop()
@@ -211,16 +218,6 @@ class Manual:
         loader = DataLoader(TensorDataset(*samples(21)), batch_size=8)
         module = Adversaries(toggle=not self.accumulate, accumulate=self.accumulate)
         return fit(module, loader, max_epochs=2, **options)[1]
-
-
-class Sizes(Callback):
-    """Records the shares of every training batch."""
-
-    def __init__(self) -> None:
-        self.sizes: list[tuple[int, ...]] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.sizes.append(trainer.strategy.rank_steps.shared.sizes)
 
 
 @dataclass(frozen=True)

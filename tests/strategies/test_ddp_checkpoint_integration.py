@@ -123,6 +123,20 @@ class GrownHead(Classifier):
         return functional.cross_entropy(self.head(self.network(batch[0])), batch[1])
 
 
+class PlainTensor(Classifier):
+    """Trains a tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(2, dtype=torch.float64, requires_grad=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.network(batch[0]) * self.scale.sum(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), self.scale], lr=0.1)
+
+
 class WithProbe(Classifier):
     """Trains a probe, which the strategy ignores, with another optimizer between micro-batches."""
 
@@ -231,6 +245,10 @@ FAILING = {
     "a parameter that came later": (
         Case(EVEN, GrownHead),
         "rank {}: `Adam` is about to step with the gradient of `head.weight`, which was not part",
+    ),
+    "a trained tensor that is no parameter": (
+        Case(EVEN, PlainTensor),
+        "rank {}: `SGD` is about to step with the gradient of a parameter of shape [2], which was not part",
     ),
     "negative weight": (
         Case(EVEN, strategy=partial(DDPCheckpointStrategy, weight_by=negative_weight)),

@@ -193,6 +193,10 @@ def numbers(module: Changing) -> None:
     module.new = module.tau
 
 
+def dictionary_replaced(module: Changing) -> None:
+    module.settings = {"weight": module.settings["weight"] * 1.1, f"step {module.trainer.global_step}": True}
+
+
 def attribute_of_optimizer(module: Changing) -> None:
     optimizer = module.optimizers().optimizer
     optimizer.rho = getattr(optimizer, "rho", 1.0) * 0.5
@@ -216,8 +220,8 @@ def nothing(module: Changing) -> None:
 
 
 CHANGES = (
-    learning_rate, clamped_silently, teacher, teacher_replaced, numbers, attribute_of_optimizer, momentum, frozen,
-    buffer,
+    learning_rate, clamped_silently, teacher, teacher_replaced, numbers, dictionary_replaced, attribute_of_optimizer,
+    momentum, frozen, buffer,
 )  # fmt: skip
 
 

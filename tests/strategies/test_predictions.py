@@ -16,7 +16,18 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from lightning_ddp_ext import BalancedDDPStrategy, DDPJoinStrategy, TokenBudgetBatchSampler
 from lightning_ddp_ext.callbacks import PredictionWriter, read_predictions
-from tests.strategies.toolkit import ALONE, RANK, WORLD_SIZE, Stream, gather, run_on_ranks, trainer, values_of
+from tests.strategies.toolkit import (
+    ALONE,
+    RANK,
+    WORLD_SIZE,
+    Stream,
+    gather,
+    run_on_ranks,
+    selected,
+    trainer,
+    values_of,
+    with_slow,
+)
 
 RANKS = 3
 
@@ -67,6 +78,10 @@ class Predicting(LightningModule):
         if self.begun == self.stops_at:
             raise ArithmeticError("interrupted")  # also on a rank without a sample
         self.begun += 1
+        if isinstance(self.trainer.strategy, DDPJoinStrategy):  # ranks of `ddp` have different numbers of batches
+            ranks = torch.ones(1)
+            dist.all_reduce(ranks)
+            assert ranks.item() == WORLD_SIZE  # also between two batches that some rank has no sample of
         return batch
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
@@ -112,6 +127,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "workers": partial(load, num_workers=1),
     "without collation": lambda: DataLoader([pad([Texts(7)[n]]) for n in range(7)], batch_size=None),
 }
+QUICK = {"1 samples", "4 samples", "7 samples", "two loaders", "workers", "without collation"}  # the others are slow
 STRATEGIES = {"ddp_join": DDPJoinStrategy, "balanced_ddp": BalancedDDPStrategy}
 
 
@@ -251,9 +267,10 @@ OTHERS = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    alone = {name: partial(predict_alone, name) for name in MAKERS}
-    ranks = {f"{kind}, {name}": partial(predict_with, kind, name) for kind in STRATEGIES for name in MAKERS}
+def found(request, tmp_path_factory):
+    names = selected(request, "name")
+    alone = {name: partial(predict_alone, name) for name in names}
+    ranks = {f"{kind}, {name}": partial(predict_with, kind, name) for kind in STRATEGIES for name in names}
     folder = tmp_path_factory.mktemp("data")
     return (
         run_on_ranks(1, {**alone, "token_batches": token_batches}, folder),
@@ -261,7 +278,7 @@ def found(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", with_slow(MAKERS, QUICK))
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_predictions_are_those_of_one_process_on_every_rank(found, kind, name):
     ((padded, unpadded),) = values_of(found[0], name)
@@ -461,12 +478,14 @@ def wanted():
     return predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_files_have_the_predictions_of_one_process(files, wanted, kind):
     for values in values_of(files[0], f"written, {kind}"):
         assert values == wanted[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_an_interrupted_run_predicts_the_missing_batches_only(files, wanted, kind):
     for seen, values in values_of(files[0], f"written_after_an_interruption, {kind}"):
@@ -476,6 +495,7 @@ def test_an_interrupted_run_predicts_the_missing_batches_only(files, wanted, kin
         assert seen[0] >= (6 if kind == "ddp_join" else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_another_number_of_ranks_continues(files, wanted, kind, ranks):
@@ -485,21 +505,25 @@ def test_another_number_of_ranks_continues(files, wanted, kind, ranks):
         assert seen == list(range(12 if kind == "ddp_join" else 4, SAMPLES))
 
 
+@pytest.mark.slow
 def test_streams_of_ranks_continue_where_they_were(files):
     seen, predicted = zip(*values_of(files[0], streams_of_ranks_continue), strict=True)
     assert seen == ([2, 3, 4], [], [])
     assert predicted == (list(range(7)),) * RANKS
 
 
+@pytest.mark.slow
 def test_a_trainer_predicts_twice_into_one_folder(files):
     assert values_of(files[0], one_trainer_writes_twice) == [list(range(7))] * RANKS
 
 
+@pytest.mark.slow
 def test_loaders_of_a_run_are_kept_apart(found, files):
     for values in values_of(files[0], two_loaders_are_kept_apart):
         assert values == values_of(found[0], "two loaders")[0][0]
 
 
+@pytest.mark.slow
 def test_folders_of_other_predictions_are_refused(files):
     for rank, found in enumerate(values_of(files[0], other_folders_are_refused)):
         model, batches, divided, shared, strategy, two, *indices = found

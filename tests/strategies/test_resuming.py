@@ -35,8 +35,10 @@ from tests.strategies.toolkit import (
     fit,
     run_on_ranks,
     samples,
+    selected,
     trainer,
     values_of,
+    with_slow,
 )
 
 pytestmark = pytest.mark.timeout(900)
@@ -319,6 +321,9 @@ for name in STRATEGIES:
         )
 
 
+CONTROL = {"signal: within an epoch", "signal: in the uneven phase"}
+
+
 # ---------------------------------------------------------------- runs on a rank
 
 
@@ -418,9 +423,20 @@ def run(case: Case, name: str, folder: str) -> tuple[list[Any], Any, list[str]]:
     return [(one.record(), one.record(*one.saved), after.record()) for one, after in runs], None, []
 
 
+# The others are slow.
+QUICK = {
+    "signal: within an epoch", "signal: in a window", "signal: in the uneven phase", "signal: manual optimization",
+    "signal: prefetched, in the uneven phase", "signal: ddp_checkpoint, second epoch, workers", "end: a short window",
+    "end: the uneven phase", "within: windows", "within: the uneven phase", "within: streams", "within: ddp_checkpoint",
+    "within: ddp_checkpoint, resumed by ddp_join",
+    *(f"within: {name}, on_train_batch_end, and again" for name in STRATEGIES),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    cases = {name: partial(run, case, name) for name, case in CASES.items()}
+def found(request, tmp_path_factory):
+    chosen = selected(request, "name") | CONTROL
+    cases = {name: partial(run, case, name) for name, case in CASES.items() if name in chosen}
     return run_on_ranks(2, cases, tmp_path_factory.mktemp("runs"), timeout=860)
 
 
@@ -428,7 +444,7 @@ def without_values(batches, validations):
     return [steps for _, steps in batches], [step for step, _ in validations]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_slow(CASES, QUICK))
 def test_a_resumed_run_ends_as_the_whole_one(found, name):
     case, by_rank = CASES[name], values_of(found, name)
     for runs, _, _ in by_rank:
@@ -449,8 +465,7 @@ def test_a_resumed_run_ends_as_the_whole_one(found, name):
 
 def test_random_numbers_matter(found):
     """The control: ranks draw different ones, and so does each run that does not restore them."""
-    names = ("signal: within an epoch", "signal: in the uneven phase")
-    within, uneven = ([digest for digest, _ in values_of(found, name)[0][0][0][0][0]] for name in names)
+    within, uneven = ([digest for digest, _ in values_of(found, name)[0][0][0][0][0]] for name in sorted(CONTROL))
     assert within != uneven
     assert len(set(within)) == len(within)
 

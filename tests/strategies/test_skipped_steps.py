@@ -16,6 +16,7 @@ from tests.strategies.toolkit import (
     STRATEGIES,
     Case,
     Classifier,
+    Fused,
     Trace,
     assert_same_training,
     run_on_ranks,
@@ -56,6 +57,11 @@ class Scaled(Skipping):
         self.double()
 
 
+def weigh_unless_skipped(batch: Any) -> float:
+    """Give batches no weight whose loss has gradients, unlike the loss of a step that has returned None."""
+    return float(len(batch[1]) % SKIPPED)
+
+
 def scaling() -> dict[str, Any]:
     scaler = torch.amp.GradScaler(accelerator(), init_scale=2.0**10, growth_interval=1000)
     return {"precision": None, "plugins": [MixedPrecision("16-mixed", accelerator(), scaler)]}
@@ -72,11 +78,13 @@ CASES = {
     "clipped": Case([[3, 7, 7], [1, 2, 7]], Momentum, trainer={"gradient_clip_val": 0.05}),
     "scaled": Case([[3, 7, 2, 7], [1, 2, 7, 7]], Scaled, trainer=scaling),
     "without data": Case([[3, 7, 2, 7, 7, 4], [1, 2, 7]], Momentum),  # under `ddp_join` only
+    # Its hooks step in a backward pass, also in the first one, which has no weight on rank 0.
+    "without weight": Case([[7, 3, 7, 2], [1, 7, 4, 7]], partial(Classifier, Fused), windows=2),
     "normalised": Case([[3, 7, 7, 2], [4, 2, 7, 7]], Normalised),
     "second order": Case([[3, 7, 2], [7, 2, 4]], SecondOrder, trainer={"precision": "32-true"}),
 }
 IDENTICAL_ONLY = ("normalised", "second order")
-WEIGHTS = {"sums": "sum", "equal weights": "equal"}
+WEIGHTS = {"sums": "sum", "equal weights": "equal", "without weight": weigh_unless_skipped}
 RUNS = [(name, strategy) for name in CASES for strategy in STRATEGIES]
 RUNS.remove(("without data", "ddp_checkpoint"))
 

@@ -186,6 +186,7 @@ def test_more_processes_than_devices_do_not_hide_a_refusal(monkeypatch):
         strategy._configure_launcher()
 
 
+@pytest.mark.slow
 def test_an_interactive_session_trains_under_every_strategy():
     done = start("-i", "-W", "ignore", input=SESSION)
     values = re.findall(r"TRAINED (\w+) (\S+)", done.stdout)

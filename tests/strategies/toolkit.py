@@ -4,7 +4,7 @@ import hashlib
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -313,6 +313,18 @@ def run_cases(cases: Mapping[str, Callable[[str], Any]], folder: str) -> dict[st
         except (Exception, pytest.fail.Exception):
             found[name] = CaseError(traceback.format_exc())
     return found
+
+
+def with_slow(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Return the values of a parameter, of which those that are not quick are slow tests."""
+    assert set(quick) <= set(names)
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> set[str]:
+    """Return the values of a parameter in the tests of this module that were selected."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return {call.params[argument] for call in calls if call is not None and argument in call.params}
 
 
 def run_on_ranks(

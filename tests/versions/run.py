@@ -1,7 +1,8 @@
 """Run what depends on versions of other packages on combinations of them: `python -m tests.versions.run [ROW ...]`.
 
-Without arguments it runs all rows of `ROWS`; `ci` stands for the rows that every change runs. Rows that pass are
-written into the table of `docs/installation.md`. The environment of a row, about 2 GB, stays in
+Without arguments it runs all rows of `ROWS`; `ci` stands for the rows that every change runs, on the Python that runs
+this where the machine lacks that of a row. Rows that pass are written into the table of `docs/installation.md`. The
+environment of a row, about 2 GB, stays in
 `~/.cache/lightning_ddp_ext/versions` until its requirements change; `XDG_CACHE_HOME` moves that folder. It has torch
 without the CUDA libraries that it depends on, which needs gcc and readelf.
 """
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.versions import cuda_stand_ins
@@ -72,6 +73,7 @@ TESTS = [
     "tests/join/test_active_ranks_integration.py",
     "tests/strategies/test_checkpoint_loading.py",
     "tests/strategies/test_balanced_dp_gradients.py",
+    "tests/strategies/test_balanced_ddp.py::test_any_number_of_ranks_trains_as_one_process[2-False]",
     "tests/strategies/test_ddp_checkpoint_integration.py",
     "tests/strategies/test_ddp_join_integration.py",
     "tests/test_documentation.py::test_the_readmes_program_prints_what_it_says",
@@ -106,7 +108,7 @@ def requirements(row: Row) -> list[str]:
     others = {
         name: bound for name, bound in lower_bounds().items() if name not in ("torch", "lightning", "torchmetrics")
     }
-    pinned = [f"{name}=={bound}" if row is _FIRST_ROW else f"{name}>={bound}" for name, bound in others.items()]
+    pinned = [f"{name}{'==' if row.torch == _FIRST_ROW.torch else '>='}{bound}" for name, bound in others.items()]
     return [*dict.fromkeys(lightning), f"torchmetrics=={row.torchmetrics}", *pinned, *_TOOLS]
 
 
@@ -144,16 +146,23 @@ def prepare(row: Row, interpreter: str) -> Path:
     return python
 
 
-def find_interpreters(versions: set[str]) -> dict[str, str]:
-    """Return an interpreter of each minor version of Python; an error names all that this machine lacks."""
-    found = {version: find_interpreter(version) for version in sorted(versions)}
-    if missing := [version for version, interpreter in found.items() if not interpreter]:
+def find_interpreters(rows: Sequence[Row], may_replace: bool) -> list[tuple[Row, str]]:
+    """Return rows with their interpreters; a Python that this machine lacks is replaced by this one, or an error."""
+    found = {version: find_interpreter(version) for version in sorted({row.python for row in rows})}
+    missing = [version for version, interpreter in found.items() if not interpreter]
+    if missing and not may_replace:
         commands = ", ".join(f"`python{version}`" for version in missing)
         raise FileNotFoundError(
             f"rows of {', '.join(missing)} need the commands {commands}, which are not on `PATH` or in `~/.pyenv`."
             f" Install them, for example with `uv python install {' '.join(missing)}`, or choose other rows."
         )
-    return {version: interpreter for version, interpreter in found.items() if interpreter}
+    own = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for version in missing:
+        print(f"This machine has no Python {version}: its rows run on {own}.", flush=True)
+    return [
+        (row, interpreter) if (interpreter := found[row.python]) else (replace(row, python=own), sys.executable)
+        for row in rows
+    ]
 
 
 def find_interpreter(version: str) -> str | None:
@@ -238,17 +247,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = CI_ROWS if given == ["ci"] else given or list(ROWS)
     if unknown := sorted(set(chosen) - ROWS.keys()):
         parser.error(f"no rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    rows = [ROWS[name] for name in chosen]
     try:
-        interpreters = find_interpreters({row.python for row in rows})
+        chosen_rows = find_interpreters([ROWS[name] for name in chosen], may_replace=given == ["ci"])
     except FileNotFoundError as error:
         parser.error(str(error))
     started = time.monotonic()
     with ThreadPoolExecutor(_PREPARED_AT_ONCE) as pool:
-        environments = list(pool.map(lambda row: prepare(row, interpreters[row.python]), rows))
+        environments = list(pool.map(prepare, *zip(*chosen_rows, strict=True)))
     print(f"environments: {time.monotonic() - started:.0f} s", flush=True)
     results = [["Python", "torch", "Lightning", "torchmetrics", FIRST, SECOND, "all"]]
-    for row, python in zip(rows, environments, strict=True):
+    for (row, _), python in zip(chosen_rows, environments, strict=True):
         started = time.monotonic()
         found = installed(python)
         expected = [row.python, row.torch, row.lightning, row.torchmetrics]
