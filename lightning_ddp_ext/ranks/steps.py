@@ -21,7 +21,7 @@ from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.weights import WeightRule
-from lightning_ddp_ext.errors import UnsynchronizedGradientsError
+from lightning_ddp_ext.errors import UnsupportedFeatureError, UnsynchronizedGradientsError
 from lightning_ddp_ext.ranks.sample_counts import (
     BatchSamples,
     BatchWeights,
@@ -231,6 +231,7 @@ class RankGradient:
         weight, is_sum = self.window.total, self.weights.rule.is_sum
         scale, divisor = None, None  # under manual optimization, where the user has averaged the accumulated losses
         if self._module.automatic_optimization:
+            self._refuse_second_pass()
             scale = self.window.first * self._trainer.accumulate_grad_batches  # Lightning has divided the loss by it
             divisor = 1.0 if is_sum else None
         elif is_sum:
@@ -239,6 +240,16 @@ class RankGradient:
         if not self.window.is_postponed:
             self._passes += 1
         return self.window.synchronize(self.reducer, weight, scale, divisor, position)
+
+    def _refuse_second_pass(self) -> None:
+        """Raise an error if an optimizer calls its closure again and Lightning keeps the synchronised gradients."""
+        batches, index = self._trainer.accumulate_grad_batches, self._trainer.fit_loop.epoch_loop.batch_idx
+        if self._passes and index % batches and not self.window.is_postponed:
+            raise UnsupportedFeatureError(
+                f"rank {self._trainer.global_rank}: the optimizer calls its closure more than once in a step, of which"
+                f" `accumulate_grad_batches={batches}` makes the last batch only. Use larger batches instead of"
+                " `accumulate_grad_batches`, or manual optimization."
+            )
 
     def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """Run an optimizer's closure, and ensure that gradients and buffers are synchronised; return the loss.

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_ddp_ext.batches.weights import WeightRule
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric import DDPCheckpointStrategy
 from lightning_ddp_ext.ranks import sample_counts, steps
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, StepParticipation, sums_and_means
@@ -122,6 +123,15 @@ def test_each_batch_is_sent_with_its_weight_and_position(make_gradient):
     gradient, loop = make_gradient(float)
     assert run_batches(gradient, loop, [3, 5]) == [1.0, 1.0]
     assert gradient.reducer.sent == [(3.0, 3.0, None, 0), (5.0, 5.0, None, steps._PASSES)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_optimizer_that_calls_its_closure_again_needs_a_window_of_one_batch(make_gradient, accumulate):
+    gradient, loop = make_gradient(float, accumulate=accumulate)
+    run_batches(gradient, loop, [3, 5, 4, 2][: 2 * accumulate], accumulate)
+    gradient.weigh(torch.tensor(1.0, requires_grad=True))
+    with pytest.raises(UnsupportedFeatureError, match=r"rank 0: .*more than once") if accumulate > 1 else nullcontext():
+        gradient.synchronize()
 
 
 def test_a_window_is_sent_once_with_the_sum_of_its_weights(make_gradient):

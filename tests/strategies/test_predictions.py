@@ -268,7 +268,7 @@ OTHERS = [
 
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
-    names = selected(request, "name")
+    names = selected(request, "name") | {"two loaders"}  # for the tests of files too
     alone = {name: partial(predict_alone, name) for name in names}
     ranks = {f"{kind}, {name}": partial(predict_with, kind, name) for kind in STRATEGIES for name in names}
     folder = tmp_path_factory.mktemp("data")
