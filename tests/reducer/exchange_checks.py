@@ -123,13 +123,19 @@ def gradients_outside_a_synchronisation_are_reported() -> list[bool]:
     return [*first, reducer.has_unsynchronized(module.parameters())]
 
 
-@check([True, False, False])
-def discarded_gradients_leave_earlier_ones() -> list[bool]:
+def synchronised() -> tuple[nn.Module, GradientReducer, list[Tensor | None]]:
+    """Make a module and its reducer, and gradients that have been synchronised."""
     module = net()
     reducer = GradientReducer(module)
     with reducer.synchronize():
         module(batch(0)).sum().backward()
-    before = [parameter.grad for parameter in module.parameters()]
+    gradients = [parameter.grad for parameter in module.parameters()]
+    return module, reducer, gradients
+
+
+@check([True, False, False])
+def discarded_gradients_leave_earlier_ones() -> list[bool]:
+    module, reducer, before = synchronised()
     with reducer.discard_gradients():
         (module(batch(1)).sum() * math.nan).backward()
         is_nan = all(bool(parameter.grad.isnan().any()) for parameter in module.parameters())
@@ -141,11 +147,7 @@ def discarded_gradients_leave_earlier_ones() -> list[bool]:
 
 @check([True, False])
 def an_error_in_a_discarded_backward_pass_leaves_earlier_gradients() -> list[bool]:
-    module = net()
-    reducer = GradientReducer(module)
-    with reducer.synchronize():
-        module(batch(0)).sum().backward()
-    before = [parameter.grad for parameter in module.parameters()]
+    module, reducer, before = synchronised()
     with contextlib.suppress(MemoryError), reducer.discard_gradients():
         module(batch(1)).sum().backward()
         raise MemoryError
