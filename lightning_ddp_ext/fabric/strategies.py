@@ -12,6 +12,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_fabric import postpone_synchronization
@@ -22,7 +23,7 @@ from lightning_ddp_ext.clusters.process_group_options import Connection, StartMe
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects, own_group
-from lightning_ddp_ext.errors import UnsupportedFeatureError, UnsynchronizedGradientsError
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, without_first, without_rng
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
@@ -32,6 +33,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
 )
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, FetchedBatch, StepParticipation
+from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies.base import describe_versions_of_run
@@ -125,8 +127,10 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._samples = BatchSamples(batch_dim)
         self._participation: StepParticipation | None = None  # of ranks in the current batch; None if all have one
         self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
         self._loaders: list[FabricLoader] = []
         self._reducer: GradientReducer | None = None
+        self._guard: StepGuard | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._accumulating: tuple[object, ...] = ()  # the modules that `no_backward_sync` names at the moment
         self._window_modules: tuple[object, ...] = ()
@@ -167,8 +171,19 @@ class DDPCheckpointStrategy(DDPStrategy):
         """Make the reducer of all modules, whose messages have one order on all ranks."""
         if self._reducer is not None:
             self._reducer.close()
+        if self._guard is not None:
+            self._guard.close()
         together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
         self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
+        self._guard = StepGuard(
+            self._reducer,
+            together.named_parameters,
+            is_known=lambda optimizer: optimizer in self.optimizers,
+            weigh_loss=lambda: (self.batch_weight or 0.0, self._rule.is_sum),
+            synchronize_by="Call `fabric.backward(loss)` instead of `loss.backward()`, and leave the last one before a"
+            " step out of `fabric.no_backward_sync`.",
+            create_in="of a module before `fabric.setup`",
+        )
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -268,23 +283,9 @@ class DDPCheckpointStrategy(DDPStrategy):
             self._accumulating = outer
 
     @override
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._reducer is not None and kwargs.get("closure") is None:
-            about = f"rank {self.global_rank}: `{type(optimizer).__name__}` is about to step with"
-            if self._reducer.has_unsynchronized(parameters):
-                raise UnsynchronizedGradientsError(
-                    f"{about} gradients that have not been synchronised with the other ranks. Leave the last"
-                    " `fabric.backward` before a step out of `fabric.no_backward_sync`."
-                )
-            for parameter in self._reducer.unmanaged_parameters(parameters):
-                if parameter.grad is not None:
-                    raise UnsynchronizedGradientsError(
-                        f"{about} the gradient of a parameter of shape {list(parameter.shape)}, which was not part of a"
-                        " module in `fabric.setup`, so that no other rank knows of it. Create it as an `nn.Parameter`"
-                        " of such a module."
-                    )
-        return super().optimizer_step(optimizer, **kwargs)
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self.optimizers.append(optimizer)
+        return super().setup_optimizer(optimizer)
 
     # ------------------------------------------------------------ checkpoints
 

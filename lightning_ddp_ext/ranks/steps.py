@@ -11,17 +11,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
-from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.weights import WeightRule
-from lightning_ddp_ext.errors import UnsupportedFeatureError, UnsynchronizedGradientsError
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import (
     BatchSamples,
     BatchWeights,
@@ -30,6 +28,7 @@ from lightning_ddp_ext.ranks.sample_counts import (
     StepParticipation,
     sums_and_means,
 )
+from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
 
 _PASSES = 1000  # more than there are synchronised backward passes in a batch
@@ -178,7 +177,15 @@ class RankGradient:
         self._module: LightningModule = trainer.lightning_module
         self._active: Sequence[int] = ()  # the ranks that have a batch in this step
         self._is_added = False  # the micro-batch is in the window
-        self._guard = StepGuard(trainer, reducer)
+        self._guard = StepGuard(
+            reducer,
+            self._module.named_parameters,
+            is_known=lambda optimizer: optimizer in trainer.optimizers,
+            weigh_loss=lambda: (self.weight, rule.is_sum),
+            synchronize_by="Call `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one"
+            " before a step out of `toggle_model(sync_grad=False)`.",
+            create_in="in `__init__`, `configure_model` or `setup` of the module",
+        )
         self._passes = 0  # synchronised backward passes of this batch
 
     def begin(self, batch: Any, active: Sequence[int]) -> None:
@@ -254,8 +261,8 @@ class RankGradient:
     def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """Run an optimizer's closure, and ensure that gradients and buffers are synchronised; return the loss.
 
-        For L-BFGS, the loss is the mean over the ranks, since it determines the step size. It is None if a gradient
-        scaler would find no gradient because no batch has weight: Lightning's precision plugins then skip the step.
+        The loss is None if a gradient scaler would find no gradient because no batch has weight: Lightning's precision
+        plugins then skip the step.
         """
         exchanged = self.reducer.control.exchanged
         loss = closure()
@@ -264,9 +271,7 @@ class RankGradient:
             with self.synchronize():
                 pass
         self._guard.check(optimizer)  # the hook of the guard misses optimizers that are not torch's
-        if loss is None or self._leaves_scaler_nothing(optimizer):
-            return None
-        return self._mean(loss) if isinstance(optimizer, LBFGS) else loss
+        return None if self._leaves_scaler_nothing(optimizer) else loss
 
     def _leaves_scaler_nothing(self, optimizer: Optimizer) -> bool:
         precision, exchanged = self._trainer.precision_plugin, self.reducer.control.exchanged
@@ -274,16 +279,6 @@ class RankGradient:
         if not has_scaler or exchanged is None or exchanged.total_weight or not self._module.automatic_optimization:
             return False
         return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
-
-    def _mean(self, loss: Tensor) -> Tensor:
-        """Return the weighted mean of the last loss over the ranks."""
-        exchanged = self.reducer.control.exchanged
-        own = 0.0 if exchanged is None else exchanged.weights[self._trainer.global_rank]
-        weight = torch.full((), own, dtype=widest_float(loss.device), device=loss.device)
-        weighted = loss.detach() * weight if own else torch.zeros_like(weight)
-        total = self._trainer.strategy.reduce(torch.stack([weighted, weight]), reduce_op="sum")
-        # In the same type on every rank: a rank that skips its batch may not know the type of the others' loss.
-        return total[0] / total[1]
 
     def close(self) -> None:
         """Remove the hooks from the module and from optimizers."""
@@ -295,62 +290,3 @@ def zero_loss(module: LightningModule) -> Tensor:
     """Return a loss of zero, for a batch without weight."""
     dtype = cast(torch.dtype, module.dtype)
     return torch.zeros((), device=module.device, dtype=dtype, requires_grad=True)
-
-
-class StepGuard:
-    """Checks the gradients before each optimizer step of this process, of optimizers unknown to Lightning too.
-
-    A closure, which may contain the backward pass, runs before the check. Optimizers of other parameters are not
-    checked.
-    """
-
-    def __init__(self, trainer: Trainer, reducer: GradientReducer) -> None:
-        self._trainer = trainer
-        self._reducer = reducer
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
-
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise `UnsynchronizedGradientsError` if the optimizer would step with gradients of this rank alone."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        about = f"rank {self._trainer.global_rank}: `{type(optimizer).__name__}` is about to step with"
-        if self._reducer.has_unsynchronized(parameters):
-            raise UnsynchronizedGradientsError(
-                f"{about} gradients that have not been synchronised with the other ranks. Call"
-                " `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one before a step out"
-                " of `toggle_model(sync_grad=False)`."
-            )
-        unmanaged = self._reducer.unmanaged_parameters(parameters)
-        if not unmanaged or (len(unmanaged) == len(parameters) and optimizer not in self._trainer.optimizers):
-            return
-        for parameter in unmanaged:
-            if parameter.requires_grad and parameter.grad is not None:
-                raise UnsynchronizedGradientsError(
-                    f"{about} the gradient of {self._name(parameter)}, which was not part of the module when training"
-                    " was set up, so that no other rank knows of it. Create it as an `nn.Parameter` in `__init__`,"
-                    " `configure_model` or `setup` of the module."
-                )
-
-    def close(self) -> None:
-        """Stop checking."""
-        self._hook.remove()
-
-    def _name(self, parameter: Tensor) -> str:
-        named = self._trainer.lightning_module.named_parameters()
-        name = next((name for name, own in named if own is parameter), None)
-        return f"a parameter of shape {list(parameter.shape)}" if name is None else f"`{name}`"
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-        is_positional = len(args) > 1
-        closure = args[1] if is_positional else kwargs.get("closure")
-        if closure is None:
-            self.check(optimizer)
-            return None
-
-        def run_and_check() -> Any:
-            loss = closure()
-            self.check(optimizer)
-            return loss
-
-        if is_positional:
-            return (args[0], run_and_check, *args[2:]), kwargs
-        return args, {**kwargs, "closure": run_and_check}

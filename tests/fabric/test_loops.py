@@ -191,6 +191,9 @@ def errors_say_what_to_do(folder: str) -> Any:
     with pytest.raises(UnsynchronizedGradientsError) as error:
         other.step()
     said["no parameter of a module"] = str(error.value)
+    with pytest.raises(UnsynchronizedGradientsError) as error:
+        other.optimizer.step()
+    said["the same, without Fabric"] = str(error.value)
     loader = fabric.setup_dataloaders(DataLoader([{"name": "a"}], batch_size=None), use_distributed_sampler=False)
     with pytest.raises(ValueError, match="cannot be counted") as error:
         next(iter(loader))
@@ -367,14 +370,10 @@ def test_misuse_ends_in_an_error_with_a_remedy(found):
         assert (
             "Pass the loader to `fabric.setup_dataloaders`, or set `fabric.strategy.batch_weight`" in said["no weight"]
         )
-        assert (
-            "Leave the last `fabric.backward` before a step out of `fabric.no_backward_sync`"
-            in said["not synchronised"]
-        )
-        assert (
-            "parameter of shape [1], which was not part of a module in `fabric.setup`"
-            in said["no parameter of a module"]
-        )
+        assert "leave the last one before a step out of `fabric.no_backward_sync`" in said["not synchronised"]
+        for name in ("no parameter of a module", "the same, without Fabric"):
+            assert "a parameter of shape [1], which was not part of the module" in said[name]
+            assert "Create it as an `nn.Parameter` of a module before `fabric.setup`" in said[name]
         assert "Pass a callable `weight_by`" in said["no samples"]
         assert "End the accumulation of one module before that of the next begins" in said["two windows"]
         assert "rank 0 runs out of data after batch 1, while rank 1 has 2 batches" in said["uneven"]

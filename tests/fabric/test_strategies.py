@@ -1,11 +1,14 @@
 """Training loops of Fabric on ranks against the same loop in one process."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +18,7 @@ from lightning_ddp_ext.fabric import BalancedDDPStrategy, DDPCheckpointStrategy,
 from tests.strategies.toolkit import (
     RANK,
     WORLD_SIZE,
+    Polyak,
     batches_of_ranks,
     digest_of,
     run_on_ranks,
@@ -23,7 +27,8 @@ from tests.strategies.toolkit import (
     whole_batches,
 )
 
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "ddp": DDPStrategy,
     "ddp_checkpoint": DDPCheckpointStrategy,
     "ddp_join": DDPJoinStrategy,
     "balanced_ddp": BalancedDDPStrategy,
@@ -133,6 +138,65 @@ def test_ranks_train_as_one_process(world_size):
             assert outcome.digests == outcomes[0].digests
     control, *_ = values_of(found, "control")
     assert float((control.gradients[0] - cases["even"].alone().gradients[0]).abs().max()) > 1e-3
+
+
+@dataclass(frozen=True)
+class Closures:
+    """Steps whose size depends on the loss that a closure returns; `is_raw` keeps the optimizer from Fabric."""
+
+    optimizer: Callable[..., torch.optim.Optimizer]
+    is_raw: bool = False
+    strategy: str = "ddp_join"
+    sizes: tuple[tuple[int, ...], ...] = UNEVEN[:2]
+
+    def __call__(self, folder: str = "") -> Tensor:
+        return self.train(STRATEGIES[self.strategy](), batches_of_ranks(self.sizes)[RANK])
+
+    def alone(self) -> Tensor:
+        return self.train("auto", whole_batches(batches_of_ranks(self.sizes)))
+
+    def train(self, strategy: Any, batches: Any) -> Tensor:
+        fabric = Fabric(strategy=strategy, accelerator="cpu", devices=WORLD_SIZE, precision="64-true")
+        fabric.launch()
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)  # as in `loop`
+        model = nn.Linear(5, 3)
+        optimizer = self.optimizer(model.parameters())
+        model = fabric.setup(model)
+        optimizer = optimizer if self.is_raw else fabric.setup_optimizers(optimizer)
+        for features, labels, _ in fabric.setup_dataloaders(
+            DataLoader(batches, batch_size=None), use_distributed_sampler=False
+        ):
+
+            def closure(features: Tensor = features, labels: Tensor = labels) -> Tensor:
+                optimizer.zero_grad()
+                loss = functional.cross_entropy(model(features), labels)
+                fabric.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+        torch.set_default_dtype(torch.float32)
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+CLOSURES = {
+    "L-BFGS": Closures(partial(torch.optim.LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")),
+    "L-BFGS without Fabric": Closures(partial(torch.optim.LBFGS, lr=0.1, max_iter=4), is_raw=True),
+    "Polyak": Closures(partial(Polyak, lr=0.1)),
+    "control": Closures(partial(Polyak, lr=0.1), strategy="ddp", sizes=EVEN[:2]),
+}
+
+
+def test_closures_return_the_loss_of_the_whole_batch():
+    """The control is Fabric's own strategy, which gives each rank a loss of its own."""
+    found = run_on_ranks(2, CLOSURES)
+    for name, case in CLOSURES.items():
+        if name == "control":
+            continue
+        ours = values_of(found, name)
+        torch.testing.assert_close(ours[0], case.alone(), rtol=0, atol=1e-11)
+        assert all(torch.equal(ours[0], other) for other in ours), name
+    assert not torch.equal(*values_of(found, "control"))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from tests.strategies.toolkit import (
     Case,
     Classifier,
     Fused,
+    Polyak,
     Summed,
     assert_same_training,
     run_on_ranks,
@@ -233,6 +234,8 @@ EXACT = {
     "optimizers of torch": Case(UNEVEN, ByTorch),
     "a probe, accumulated": Case(UNEVEN, WithProbe, windows=2),
     "L-BFGS": Case(UNEVEN, LBFGS),
+    "steps by the loss": Case(UNEVEN, partial(Classifier, Polyak)),
+    "steps by a sum": Case(UNEVEN, partial(Classifier, Polyak, is_sum=True), SUM),
 }
 
 if importlib.util.find_spec("transformers"):  # which environments of other versions lack
@@ -265,7 +268,7 @@ FAILING = {
 }
 CONTROLS = {
     f"{name}, under ddp": replace(EXACT[name], strategy=DDPStrategy)
-    for name in ("batches of different sizes", "accumulation over 3", "Hugging Face, reentrant")
+    for name in ("batches of different sizes", "accumulation over 3", "steps by the loss", "Hugging Face, reentrant")
     if name in EXACT
 }
 
@@ -284,7 +287,7 @@ def test_gradients_equal_one_process_and_ranks_are_bit_identical(found, name):
 
 def test_lightnings_ddp_fails_the_same_checks(found):
     """The negative control: its gradients are not exact, or it raises an error."""
-    for name in list(CONTROLS)[:2]:
+    for name in list(CONTROLS)[:3]:
         alone = EXACT[name.removesuffix(", under ddp")].alone()
         assert (values_of(found, name)[0].gradients[0] - alone.gradients[0]).abs().max() > 1e-4
     for error in found.get("Hugging Face, reentrant, under ddp", ()):

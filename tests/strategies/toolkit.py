@@ -121,6 +121,19 @@ class Fused(torch.optim.Optimizer):
         return None if closure is None else closure()
 
 
+class Polyak(torch.optim.SGD):
+    """Chooses the size of a step by the loss (Polyak, 1987), with the optimum of the loss taken as 0."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        square = sum(float(parameter.grad.square().sum()) for parameter in parameters)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= 0.2 * float(loss) / square * parameter.grad
+        return loss
+
+
 class Noisy(torch.optim.SGD):
     """Adds noise before and after its closure has run, as optimizers for sampling do."""
 
