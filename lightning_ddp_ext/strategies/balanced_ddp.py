@@ -12,9 +12,10 @@ from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.join.predictions import PredictionsOn
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
+from lightning_ddp_ext.shares.balancer import TimedStep
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.steps import SharedBatchSteps
-from lightning_ddp_ext.shares.table import ShareTable, TimedStep, refuses_single_samples
+from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
