@@ -29,8 +29,8 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     Registered as `"balanced_ddp"`.
 
     Args:
-        gpu0_batch_size: Most samples of a batch that rank 0 gets, at most an even share; the others divide the rest
-            evenly. 0 gives it none.
+        gpu0_batch_size: Most samples of a batch that rank 0 gets, also with `cost`, and at most an even share; the
+            others divide the rest evenly. 0 gives it none.
         split: Proportion of the batch for each rank, such as `[2, 3, 3]`.
         balance: `"auto"`, the default, measures the ranks and moves samples towards the fastest ones; `"even"` divides
             batches evenly. `Trainer(deterministic=True)` turns `"auto"` into `"even"`, because shares that follow
