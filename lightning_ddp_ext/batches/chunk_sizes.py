@@ -32,7 +32,7 @@ class ChunkRule:
             raise ValueError(f'`balance` must be "even" or "auto", got {balance!r}. Use `split` for fixed proportions.')
         self.is_free = not chosen
         self.is_auto = balance == "auto"
-        self._first = gpu0_batch_size
+        self.first = gpu0_batch_size  # most samples of the first chunk; None for no limit
         self._proportions = None if split is None else list(split)
 
     def check_number(self, number: int, noun: str = "device") -> None:
@@ -48,8 +48,8 @@ class ChunkRule:
         """Divide a batch as the options say; evenly if they leave that to a controller."""
         if self._proportions is not None:
             return proportional_chunks(batch_size, self._proportions)
-        if self._first is not None:
-            return first_limited_chunks(batch_size, number, self._first)
+        if self.first is not None:
+            return first_limited_chunks(batch_size, number, self.first)
         return even_chunks(batch_size, number)
 
 
@@ -94,9 +94,10 @@ def first_limited_chunks(batch_size: int, num_chunks: int, first: int) -> list[i
     return [first_chunk, *even_chunks(batch_size - first_chunk, num_chunks - 1)]
 
 
-def deal_by_cost(sizes: Sequence[int], costs: Sequence[float]) -> list[list[int]]:
+def deal_by_cost(sizes: Sequence[int], costs: Sequence[float], first: int | None = None) -> list[list[int]]:
     """Return the positions of the samples of chunks whose costs are in proportion to `sizes`.
 
+    The first chunk gets at most `first` samples.
     Each sample, the costliest first, is dealt to the chunk that then has the least cost in proportion to its size (R.
     L. Graham, "Bounds on multiprocessing timing anomalies", 1969). Samples of equal costs give chunks of these sizes.
     """
@@ -112,12 +113,15 @@ def deal_by_cost(sizes: Sequence[int], costs: Sequence[float]) -> list[list[int]
         chosen = min(takers, key=proportion)
         chunks[chosen].append(position)
         totals[chosen] += cost
+        if chosen == 0 and len(chunks[0]) == first and len(takers) > 1:
+            takers.remove(0)
     return [sorted(chunk) for chunk in chunks]
 
 
-def deal_by_padded_length(sizes: Sequence[int], lengths: Sequence[float]) -> list[list[int]]:
+def deal_by_padded_length(sizes: Sequence[int], lengths: Sequence[float], first: int | None = None) -> list[list[int]]:
     """Return the positions of the samples of chunks that are in proportion to `sizes` when padded to their longest one.
 
+    The first chunk gets at most `first` samples, the shortest ones.
     Samples of similar length come together. The largest chunk is as small as it can be if chunks with a size, which
     have a sample, have the same size; otherwise nearly so.
     """
@@ -126,18 +130,20 @@ def deal_by_padded_length(sizes: Sequence[int], lengths: Sequence[float]) -> lis
     low, high = 0.0, sum(ascending[-1:]) * len(order)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _padded_ends(sizes, ascending, middle) is None else (low, middle)
-    ends = _padded_ends(sizes, ascending, high) or []
+        low, high = (middle, high) if _padded_ends(sizes, ascending, middle, first) is None else (low, middle)
+    ends = _padded_ends(sizes, ascending, high, first) or []
     return [sorted(order[start:end]) for start, end in pairwise([0, *ends])]
 
 
-def _padded_ends(sizes: Sequence[int], ascending: Sequence[float], limit: float) -> list[int] | None:
+def _padded_ends(sizes: Sequence[int], ascending: Sequence[float], limit: float, first: int | None) -> list[int] | None:
     """Return the ends of chunks as long as a limit for each unit of `sizes` allows; None if it is too low."""
     ends = [0]
     for index, size in enumerate(sizes):
         start = end = ends[-1]
         if size:
             last = len(ascending) - sum(map(bool, sizes[index + 1 :]))
+            if index == 0 and first is not None and any(sizes[1:]):
+                last = min(last, first)
             area = functools.partial(_padded_area, ascending, start)
             end = bisect_right(range(last + 1), limit * size, start + 1, last + 1, key=area) - 1
             if end == start:

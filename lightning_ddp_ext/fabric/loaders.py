@@ -3,18 +3,29 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.data import sized_len
 
-from lightning_ddp_ext.ranks.sample_counts import CountedLoader, FetchedBatch
+from lightning_ddp_ext.ranks.sample_counts import CountedLoader, FetchedBatch, StepParticipation
 from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
 
 EPOCH, USED, RNG = "epoch", "used", "rng"
 Batches = Iterable[tuple[Any, float | None]]
+
+
+@dataclass(eq=False, slots=True)
+class LoopBatch:
+    """The current batch of a loop over a loader."""
+
+    weight: float | None = None  # on this rank
+    participation: StepParticipation | None = None  # None if every rank has a batch
+    shares: Any = None  # the `SharedBatch` of `shares/table.py`, if ranks share the batch
+    is_new: bool = False  # since the last backward pass
+    has_given_weight: bool = False  # by the user
 
 
 class BatchUser(Protocol):
@@ -26,11 +37,11 @@ class BatchUser(Protocol):
     def number_of_steps(self, length: int | None) -> int | None:
         """Return the number of steps of all ranks, from the number of batches of this rank; None if it is unknown."""
 
-    def iterating(self) -> AbstractContextManager[None]:
-        """Remember the batch that an outer loop is at."""
+    def iterating(self) -> AbstractContextManager[LoopBatch]:
+        """Return the batch of a loop, which no step uses when the loop has ended."""
 
-    def begin_batch(self, batch: Any, fetched: FetchedBatch) -> None:
-        """Begin with a batch."""
+    def begin_batch(self, current: LoopBatch, batch: Any, fetched: FetchedBatch) -> None:
+        """Begin with the next batch of a loop."""
 
 
 class FabricLoader:
@@ -64,7 +75,7 @@ class FabricLoader:
                 sampler.set_epoch(epoch)
         self._used = skip
         length = sized_len(self._loader)
-        with self._user.iterating():
+        with self._user.iterating() as current:
             own_skip = skip if length is None else min(skip, length)  # this rank may have had fewer batches
             steps = iter(self._make_steps(own_skip, length, skip))
             while True:
@@ -73,7 +84,7 @@ class FabricLoader:
                 if step is None:
                     break
                 self._used += 1
-                self._user.begin_batch(*step)
+                self._user.begin_batch(current, *step)
                 yield step[0]
             self._used = None
 

@@ -1,27 +1,28 @@
 """`balanced_ddp` for Fabric: ranks share the batches of their loaders."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
-from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integer
+from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.fabric.loaders import RNG, USED, FabricLoader
+from lightning_ddp_ext.fabric.loaders import RNG, USED, FabricLoader, LoopBatch
 from lightning_ddp_ext.fabric.strategies import DDPJoinStrategy
 from lightning_ddp_ext.join.lockstep_loader import StepMaker
 from lightning_ddp_ext.ranks.sample_counts import FetchedBatch
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import find_loader_rngs
+from lightning_ddp_ext.shares.balancer import ShareBalancer
 from lightning_ddp_ext.shares.batch_sampler import GlobalBatches
-from lightning_ddp_ext.shares.combined_loader import SharedLoader, share_step
-from lightning_ddp_ext.shares.table import ShareBalancer, ShareTable, refuses_single_samples
+from lightning_ddp_ext.shares.combined_loader import SharedLoader, agree_on_lead, share_step
+from lightning_ddp_ext.shares.costs import Cost, SampleCost
+from lightning_ddp_ext.shares.table import ShareTable, check_shares, combine_shares, refuses_single_samples
 
 _SHARES, _TABLE, _SEEDS = "shares", "table", "seeds"
 
@@ -35,16 +36,10 @@ class SharedFabricLoader(FabricLoader):
         self._strategy = strategy
         self._group = strategy.steps_group
         self._seeds = broadcast_object(torch.initial_seed(), self._group, 0), index
-        ahead = loader.num_workers * (loader.prefetch_factor or 0) if isinstance(loader, DataLoader) else 0
-        self._lead = max(gather_integer(ahead, self._group))  # batches that any rank draws before their use
         self._shared = SharedLoader(loader, GlobalBatches(table, self._group, True), strategy.batch_dim)
+        table.lead = agree_on_lead([self._shared], self._group)
+        strategy.balancer.add(table)
         self._stand_in: list[Any] = []
-        strategy.balancer.undrawn[table] = self._undrawn
-
-    def _undrawn(self) -> int:
-        """Return the number of the first batch that no rank has drawn yet."""
-        drawn = self._shared.batches.drawn if self._shared.is_stream else 0
-        return max(drawn, self.table.begun + self._lead)
 
     @override
     def _make_steps(self, own_skip: int, length: int | None, skip: int) -> Iterator[tuple[Any, FetchedBatch]]:
@@ -53,19 +48,10 @@ class SharedFabricLoader(FabricLoader):
         self.table.avoids_single_samples = any(map(refuses_single_samples, self._strategy.modules))
         maker = StepMaker(self._group, self._stand_in)
         fetched = self._rng.iterate(self._shared, [self._loader], skip, looks_ahead=length is None)
-        balancer = self._strategy.balancer
-        outer = balancer.current
-        try:
-            for number, batch in enumerate(fetched):
-                taken = self._shared.take()
-                if number >= skip:
-                    step = share_step(maker, batches.rank, batch, taken)
-                    balancer.begin_batch(self.table, taken[0][0])
-                    if taken[0][0].sizes[batches.rank]:
-                        balancer.start()  # an evaluation, which has no backward pass, never stops it
-                    yield step
-        finally:
-            balancer.current = outer
+        for number, batch in enumerate(fetched):
+            taken = self._shared.take()
+            if number >= skip:
+                yield share_step(maker, batches.rank, batch, taken)
 
     @override
     def state(self) -> dict[str, Any]:
@@ -101,6 +87,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         split: Proportion of the batch for each rank.
         balance: `"auto"`, the default, follows the time from the batch to the end of `fabric.backward` on each rank;
             `"even"` divides batches evenly.
+        cost: Cost of a sample, by which the batches of all loaders are shared.
         options: Arguments of `DDPCheckpointStrategy`.
 
     Raises:
@@ -118,15 +105,18 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         gpu0_batch_size: int | None = None,
         split: Sequence[float] | None = None,
         balance: Balance | None = None,
+        cost: Cost | None = None,
         **options: Any,
     ) -> None:
         if "uneven_inputs" in options:
             raise TypeError("`uneven_inputs` is not needed: all ranks share the same batches. Delete the argument.")
         self._chunk_rule = ChunkRule(gpu0_batch_size, split, balance)
+        self._cost = None if cost is None else SampleCost(cost)
         super().__init__(*args, **options)
         self.gpu0_batch_size = gpu0_batch_size
         self.split = None if split is None else list(split)
         self.balance = balance
+        self.cost = cost
 
     @override
     def setup_environment(self) -> None:
@@ -136,8 +126,13 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        own = {"gpu0_batch_size": self.gpu0_batch_size, "split": self.split, "balance": self.balance}
-        return {**super().compared_arguments(), **own}
+        return {
+            **super().compared_arguments(),
+            "gpu0_batch_size": self.gpu0_batch_size,
+            "split": self.split,
+            "balance": self.balance,
+            "cost": self.cost,
+        }
 
     @property
     @override
@@ -147,16 +142,33 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     @override
     def make_loader(self, dataloader: Any) -> FabricLoader:
-        return SharedFabricLoader(dataloader, self, ShareTable(self._chunk_rule, self.world_size), len(self._loaders))
+        table = ShareTable(self._chunk_rule, self.world_size, cost=self._cost)
+        return SharedFabricLoader(dataloader, self, table, len(self._loaders))
 
     @override
     def number_of_steps(self, length: int | None) -> int | None:
         return length
 
+    @contextmanager
+    @override
+    def iterating(self) -> Generator[LoopBatch, None, None]:
+        with self.balancer.interrupted(), super().iterating() as current:
+            yield current
+
+    @override
+    def begin_batch(self, current: LoopBatch, batch: Any, fetched: FetchedBatch) -> None:
+        super().begin_batch(current, batch, fetched)
+        self.balancer.begin_batch(current.shares)
+        if not self.is_shadow:
+            self.balancer.start()  # an evaluation, which has no backward pass, never stops it
+
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        if self._reducer is not None:
-            self.balancer.count_batch(self._reducer.control)
+        shares = [one.shares for one in self._new_batches() if one.shares is not None]
+        if shares and self._reducer is not None:
+            if not self._batches[-1].has_given_weight:
+                check_shares(shares)
+            self.balancer.count_batch(self._reducer.control, combine_shares(shares[::-1]))
         super().backward(tensor, module, *args, **kwargs)
         self.balancer.stop()
 

@@ -24,7 +24,7 @@ from lightning_ddp_ext.consistency.setups import compare_setups, describe_argume
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, without_first, without_rng
+from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, LoopBatch, without_first, without_rng
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
     LockstepLoader,
@@ -119,13 +119,13 @@ class DDPCheckpointStrategy(DDPStrategy):
         self.bucket_cap_mb = bucket_cap_mb
         self.weight_by = weight_by
         self.batch_dim = batch_dim
-        self.batch_weight: float | None = None  # of the current batch; None before the first
         self._checkpointing = (
             None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
         )
         postpone_synchronization(self, self.accumulating)
         self._samples = BatchSamples(batch_dim)
-        self._participation: StepParticipation | None = None  # of ranks in the current batch; None if all have one
+        # The batches of the loops that have not ended, after one without a loop; the last one is the current batch.
+        self._batches = [LoopBatch()]
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._loaders: list[FabricLoader] = []
@@ -209,27 +209,52 @@ class DDPCheckpointStrategy(DDPStrategy):
         return length
 
     @contextmanager
-    def iterating(self) -> Generator[None, None, None]:
-        """Iterate over a loader in the block, maybe inside of a loop over another one."""
-        outer = self.batch_weight, self._participation
+    def iterating(self) -> Generator[LoopBatch, None, None]:
+        """Iterate over a loader in the block, inside of a loop over another one or in turn with it."""
+        current = LoopBatch()
         try:
-            yield
+            yield current
         finally:
-            self.batch_weight, self._participation = outer
+            self._forget(current)
 
-    def begin_batch(self, batch: Any, fetched: FetchedBatch) -> None:
-        """Begin with a batch of a loader."""
-        self._participation = fetched.participation
+    def _forget(self, current: LoopBatch) -> None:
+        self._batches = [other for other in self._batches if other is not current]
+
+    def begin_batch(self, current: LoopBatch, batch: Any, fetched: FetchedBatch) -> None:
+        """Begin with the next batch of a loop."""
+        self._forget(current)
+        self._batches.append(current)
+        current.participation, current.shares = fetched.participation, fetched.shares
+        current.is_new, current.has_given_weight = True, False
+        current.weight = self._weigh(batch, fetched)
+
+    def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
         if self.is_shadow:
-            self.batch_weight = 0.0
-            return
+            return 0.0
         samples: float | None = 1.0
         if self._rule.is_by_samples:
             self._samples.begin(fetched.samples)
             samples = self._samples.count(batch)
         if samples is None:
             raise ValueError(f"rank {self.global_rank}: {self._samples.describe_problem()}")
-        self.batch_weight = self._rule.weigh(batch, samples)
+        return self._rule.weigh(batch, samples)
+
+    @property
+    def batch_weight(self) -> float | None:
+        """Weight of the current batch on this rank; None before the first batch."""
+        return self._batches[-1].weight
+
+    @batch_weight.setter
+    def batch_weight(self, weight: float | None) -> None:
+        self._batches[-1].weight, self._batches[-1].has_given_weight = weight, True
+
+    @property
+    def _participation(self) -> StepParticipation | None:
+        return self._batches[-1].participation
+
+    def _new_batches(self) -> list[LoopBatch]:
+        """Return the batches that loaders have given since the last backward pass, and that it may use."""
+        return [one for one in self._batches if one.is_new]
 
     @property
     def is_shadow(self) -> bool:
@@ -259,7 +284,11 @@ class DDPCheckpointStrategy(DDPStrategy):
                 " synchronised yet, and the gradients of all modules are synchronised together. End the accumulation of"
                 " one module before that of the next begins, or name both modules each time."
             )
-        window.add(weight)
+        new = self._new_batches()
+        has_given_weight = self._batches[-1].has_given_weight
+        window.add(weight, () if has_given_weight else [one.weight or 0.0 for one in new])
+        for one in new:
+            one.is_new = False
         factor = window.weigh(weight)
         if self._rule.is_sum:
             factor *= self.world_size if self._participation is None else len(self._participation.active)

@@ -69,26 +69,12 @@ class StepParticipation:
     is_uneven: bool  # some rank has no batch
 
 
-class SharedBatch(NamedTuple):
-    """A batch that ranks share."""
-
-    number: int  # in the run
-    sizes: tuple[int, ...]  # number of samples of each rank
-    drawn: int  # hash of the indices
-    nominal: tuple[int, ...]  # the sizes if all samples had the same cost
-
-    @property
-    def agreement(self) -> int:
-        """A number that ranks compare: they have drawn the same indices, and divided them alike."""
-        return (self.drawn + hash(self.sizes)) % 2**32
-
-
 class FetchedBatch(NamedTuple):
     """The samples of a batch, and the ranks that have a batch in its step."""
 
     samples: float | None  # None if they cannot be counted
     participation: StepParticipation | None = None  # None if every rank has a batch
-    shares: SharedBatch | None = None  # if ranks share the batch
+    shares: Any = None  # the `SharedBatch` of `shares/table.py`, if ranks share the batch
     position: tuple[int, int] = (0, 0)  # the indices of the batch and of its loader, in lockstep
 
 

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.errors import RanksOutOfStepError
+from lightning_ddp_ext.errors import BatchSplitError, RanksOutOfStepError
 
-_NUMBERS = 11  # of each rank, listed in `ControlMessage.write`
+_NUMBERS = 12  # of each rank, listed in `ControlMessage.write`
 _BYTES = 8  # of a number
+_DIFFERENT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,10 @@ class StepControl:
         logged_keys: Hash of the keys that this rank has logged in the step, a whole number below 2 ** 53.
         drawn: Hash of the indices that ranks have drawn for a batch that they share, of that size too. Different
             hashes are an error.
+        loader_weights: For each micro-batch that has batches of several loaders, the weights of these batches on this
+            rank. Other proportions on another rank or in another micro-batch are an error, since a rank has one weight.
         timed: Number of a step whose time is known by now, from 1; 0 for none.
-        seconds: Time that this rank computed in that step.
+        seconds: Time that this rank computed in that step; 0 if it had no sample or was not measured.
         most_samples: Most samples of a shared batch that this rank has memory for; -1 if that is not known.
         exchanged: The values of all ranks in the last synchronisation; None before the first.
     """
@@ -85,6 +88,7 @@ class StepControl:
     has_next_batch: bool = False
     logged_keys: int = 0
     drawn: int = 0
+    loader_weights: Sequence[Sequence[float]] = ()
     timed: int = 0
     seconds: float = 0.0
     most_samples: int = -1
@@ -129,7 +133,7 @@ class ControlMessage:
             [
                 *(found.weight, found.synchronizations, found.structure),
                 *(control.position, control.stop, control.has_next_batch, control.logged_keys, control.drawn),
-                *(control.timed, control.seconds, control.most_samples),
+                *(control.timed, control.seconds, control.most_samples, _proportions(control.loader_weights)),
             ],
             dtype=torch.float64,
         )
@@ -147,7 +151,7 @@ class ControlMessage:
         sent = sent if sent.dtype == torch.float64 else sent.to(torch.uint8).view(torch.float64)
         columns = zip(*sent.reshape(self._world_size, _NUMBERS).tolist(), strict=True)
         weights, numbers, structures, positions, stops, has_next_batch, logged_keys, drawn, *measured = columns
-        timed, seconds, most_samples = measured
+        timed, seconds, most_samples, proportions = measured
         if len(set(numbers)) > 1:
             raise RanksOutOfStepError(
                 f"rank {self._rank} makes its synchronisation {found.synchronizations} of gradients, others theirs of"
@@ -166,12 +170,27 @@ class ControlMessage:
                 f"rank {other} has drawn other samples than rank 0 for the batch that they share. Use a sampler that"
                 " draws alike on every rank, whatever else the rank does, or `ddp_join`."
             )
+        if len({0.0, *proportions}) > 2 or _DIFFERENT in proportions:
+            own = "; ".join(", ".join(f"{weight:g}" for weight in weights) for weights in control.loader_weights)
+            raise BatchSplitError(
+                f"rank {self._rank}: the loaders of a step give batches of the weights {own or 0}, in proportions that"
+                " differ between ranks or micro-batches, but a rank has one weight in a step.",
+                "Give the loaders batch sizes in one proportion and `drop_last=True`, take a batch from each loader"
+                " right before its `fabric.backward`, or set `fabric.strategy.batch_weight`.",
+            )
         marks = iter(sums[of_ranks:].tolist())
         late, used, changed = (list(itertools.islice(marks, len(part))) for part in found[-3:])
         flags = list(map(bool, has_next_batch))
         return ExchangedControl(
             weights, int(max(stops)), flags, logged_keys, timed, seconds, most_samples, structures, late, used, changed
         )
+
+
+def _proportions(rows: Sequence[Sequence[float]]) -> int:
+    """Return a number above 0 for the proportions of weights in all rows; 0 if there are none."""
+    # The hash of floats is the same in all processes.
+    found = {1 + hash(tuple(weight / sum(row) for weight in row)) % 2**32 for row in rows if sum(row)}
+    return _DIFFERENT if len(found) > 1 else sum(found)
 
 
 def _others(numbers: Sequence[float], own: int) -> str:

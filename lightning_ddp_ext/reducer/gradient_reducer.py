@@ -1,7 +1,7 @@
 """Synchronisation of gradients after any backward pass."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -368,9 +368,12 @@ class AccumulationWindow:
         """
         self.first = self.total = 0.0
         self.length = 0
+        self._loader_weights: list[Sequence[float]] = []
 
-    def add(self, weight: float) -> None:
-        """Add a micro-batch."""
+    def add(self, weight: float, of_loaders: Sequence[float] = ()) -> None:
+        """Add a micro-batch; `of_loaders` are the weights of its batches if it has batches of several loaders."""
+        if len(of_loaders) > 1:
+            self._loader_weights.append(of_loaders)
         self.first = self.first or weight
         self.total += weight
         self.length += 1
@@ -407,6 +410,7 @@ class AccumulationWindow:
         if not self.is_postponed:
             control = reducer.control
             control.scale, control.divisor, control.position = scale, divisor, position
+            control.loader_weights = self._loader_weights
             self.begin()
         with nullcontext() if self.is_postponed else reducer.synchronize(weight):
             if not is_weightless:

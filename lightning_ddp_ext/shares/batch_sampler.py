@@ -20,10 +20,9 @@ from torch.utils.data import (
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.predictions import as_indices, find_different_rank, hash_of
-from lightning_ddp_ext.ranks.sample_counts import SharedBatch
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
-from lightning_ddp_ext.shares.costs import measure_costs
-from lightning_ddp_ext.shares.table import DividedBatch, Division, ShareTable
+from lightning_ddp_ext.shares.costs import SampleCost, measure_costs
+from lightning_ddp_ext.shares.table import DividedBatch, Division, SharedBatch, ShareTable
 
 # These draw from the generators of the process before their first index only.
 _DRAWING_ONCE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -76,7 +75,7 @@ class GlobalBatches:
         self.rank = dist.get_rank(group)
         self.fetched: deque[SharedBatch] = deque()
         self.own_indices: list[Any] = []  # in evaluation, of this rank's shares
-        self._table = table
+        self.table = table
         self._is_training = is_training
         self._seeds: tuple[int, ...] = ()
         self._cycles = 0
@@ -98,13 +97,13 @@ class GlobalBatches:
         """Return the number of the next batch, and how it is divided."""
         number = self.drawn
         self.drawn += self._is_training  # in evaluation, all batches are divided alike
-        return number, self._table.division(number, self._is_training)
+        return number, self.table.division(number, self._is_training)
 
     def share(self, batch_size: int, content: int, costs: Sequence[float] | None = None) -> DividedBatch:
         """Divide the next batch, whose content has this hash."""
         number, division = self.draw()
         divided = division.divide(batch_size, costs)
-        self.fetched.append(SharedBatch(number, divided.sizes, content, divided.nominal))
+        self.fetched.append(SharedBatch(self.table, number, divided.sizes, content, divided.nominal))
         return divided
 
     def keep_indices(self, indices: Any) -> None:
@@ -263,14 +262,16 @@ class StreamSampler:
 class StreamCollate:
     """Collates the samples of this rank, out of all samples of a batch of a stream."""
 
-    def __init__(self, collate: Callable[[Any], Any], rank: int, cost: Callable[[Any], float] | None) -> None:
+    def __init__(self, collate: Callable[[Any], Any], rank: int, cost: SampleCost | None) -> None:
         self._collate = collate
         self._rank = rank
         self._cost = cost
 
     def __call__(self, samples: list[Any]) -> SharedStreamBatch:
         """Collate the share of this rank."""
-        costs = None if self._cost is None else [self._cost(sample) for sample in samples]
+        place = f"rank {self._rank}, batch {_fetching.number}, sample"
+        cost = self._cost
+        costs = None if cost is None else [cost(one, f"{place} {index}") for index, one in enumerate(samples)]
         divided = _fetching.division.divide(len(samples), costs)
         own = divided.own(samples, self._rank)
         batch = self._collate(own) if own else NoSamples()

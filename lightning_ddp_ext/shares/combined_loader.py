@@ -15,11 +15,11 @@ from lightning_ddp_ext._compat.lightning_loaders import combination_mode, is_spl
 from lightning_ddp_ext._compat.torch import has_torchs_iterator, iterate_counting, samples_of, with_sampler
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
 from lightning_ddp_ext.distributed.exchange import gather_integers
-from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import SteppedCombinedLoader, combined_length
 from lightning_ddp_ext.join.lockstep_loader import StepMaker
 from lightning_ddp_ext.join.predictions import Finished, compare_finished
-from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, SharedBatch, count_drawn, mean_count
+from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, count_drawn, mean_count
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, state_with_position
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
 from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
@@ -32,7 +32,7 @@ from lightning_ddp_ext.shares.batch_sampler import (
     StreamCollate,
     StreamSampler,
 )
-from lightning_ddp_ext.shares.table import ShareTable
+from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, check_shares, combine_shares
 
 _UNLIMITED = float("inf")
 
@@ -87,7 +87,8 @@ class SharedLoader:
 
     def _note_of_stream(self, item: SharedStreamBatch) -> Any:
         sizes, nominal = tuple(item.sizes), tuple(item.nominal)
-        self._taken.append((SharedBatch(item.number, sizes, sum(sizes), nominal), sizes[self.batches.rank]))
+        shared = SharedBatch(self.batches.table, item.number, sizes, sum(sizes), nominal)
+        self._taken.append((shared, sizes[self.batches.rank]))
         return item.batch
 
     def take(self) -> list[tuple[SharedBatch, int | None]]:
@@ -103,6 +104,25 @@ class SharedLoader:
         self._taken.append((shared, own))
         chunk = split_batch(batch, shared.sizes, self._batch_dim)[self.batches.rank] if total else None
         return NoSamples() if chunk is None else chunk
+
+
+def agree_on_lead(loaders: Sequence[SharedLoader], group: dist.ProcessGroup) -> int:
+    """Return how many batches ahead of their use any rank may have drawn. Communicates."""
+    given = [shared.loader for shared in loaders]
+    own = [one.num_workers * (one.prefetch_factor or 0) if isinstance(one, DataLoader) else 0 for one in given]
+    of_ranks = gather_integers(own, group)
+    for shared, numbers in zip(loaders, zip(*of_ranks, strict=True), strict=True):
+        if shared.is_stream and len(set(numbers)) > 1:
+            raise UnsupportedFeatureError(
+                "the loaders of a stream have workers that fetch"
+                f" {', '.join(map(str, numbers))} batches ahead on ranks 0 to {len(numbers) - 1}, so that ranks"
+                " would have different batches. Use the same `num_workers` and `prefetch_factor` on all ranks."
+            )
+    # A worker at the end of its stream draws the number of a batch that does not exist.
+    streams = [shared.loader.num_workers for shared in loaders if shared.is_stream]
+    # Lightning fetches one batch ahead if there is no length.
+    looks_ahead = any(sized_len(one) is None for one in given)
+    return max(max(row, default=0) for row in of_ranks) + max(streams, default=0) + looks_ahead
 
 
 def _check(loader: DataLoader[Any]) -> None:
@@ -164,7 +184,6 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         self._resumed_states = resumed_states
         self._finished = finished
         self._started_with: list[Any] = []
-        self._lead = 0
         self._stand_ins: dict[int, list[Any]] = {}
 
     @override
@@ -192,30 +211,6 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         del self._seeds
         self._loaders.clear()
 
-    @property
-    def undrawn(self) -> int:
-        """Number of the first batch that no rank has drawn when the current batch is `ShareTable.begun - 1`."""
-        return self._table.begun + self._lead
-
-    def _agree_on_lead(self) -> None:
-        """Find out how many batches ahead of their use any rank draws."""
-        own = [
-            (loader.num_workers * (loader.prefetch_factor or 0)) if isinstance(loader, DataLoader) else 0
-            for loader in self.flattened
-        ]
-        of_ranks = gather_integers(own, self._group)
-        for (_, shared), numbers in zip(self._loaders, zip(*of_ranks, strict=True), strict=True):
-            if shared.is_stream and len(set(numbers)) > 1:
-                raise UnsupportedFeatureError(
-                    "the loaders of a stream have workers that fetch"
-                    f" {', '.join(map(str, numbers))} batches ahead on ranks 0 to {self._world_size - 1}, so that ranks"
-                    " would have different batches. Use the same `num_workers` and `prefetch_factor` on all ranks."
-                )
-        # A worker at the end of its stream draws the number of a batch that does not exist.
-        streams = [loader.num_workers for loader, shared in self._loaders if shared.is_stream]
-        # Lightning fetches one batch ahead if there is no length.
-        self._lead = max(max(row, default=0) for row in of_ranks) + max(streams, default=0) + (sized_len(self) is None)
-
     def _shared_loaders(self) -> list[SharedLoader]:
         """Return the loaders of shares, the same objects as long as Lightning keeps the loaders, for their workers."""
         if [id(given) for given, _ in self._loaders] != [id(loader) for loader in self.flattened]:
@@ -224,7 +219,9 @@ class SharedCombinedLoader(SteppedCombinedLoader):
                 (loader, SharedLoader(loader, GlobalBatches(self._table, self._group, is_training), self._batch_dim))
                 for loader in self.flattened
             ]
-            self._agree_on_lead()
+            lead = agree_on_lead([shared for _, shared in self._loaders], self._group)
+            if is_training:
+                self._table.lead = lead
             batch_samplers = [getattr(loader, "batch_sampler", None) for loader in self.flattened]
             for batch_size in {getattr(sampler, "batch_size", None) for sampler in batch_samplers if is_training}:
                 if isinstance(batch_size, int):
@@ -300,7 +297,9 @@ def share_step(
     maker: StepMaker, rank: int, batch: Any, taken: Sequence[tuple[SharedBatch, int | None]]
 ) -> tuple[Any, FetchedBatch]:
     """Return a step on the share of a rank, or on a stand-in, given the shares and samples of the step's loaders."""
-    shared = _combine_shares([one for one, _ in taken])
+    shares = [one for one, _ in taken]
+    check_shares(shares)
+    shared = combine_shares(shares)
     present = [size > 0 for size in shared.sizes]
     is_own = present[rank]
     if is_own and not maker.stand_in and len(present) > 1:
@@ -308,19 +307,3 @@ def share_step(
     samples = mean_count([count for _, count in taken]) if is_own else None
     batch, fetched = maker.make(present, batch if is_own else None, samples)
     return batch, fetched._replace(shares=shared)
-
-
-def _combine_shares(taken: Sequence[SharedBatch]) -> SharedBatch:
-    """Return the shares of a step on batches of several loaders, which must be equal."""
-    first = taken[0]
-    total = sum(first.sizes)
-    if not total:
-        raise BatchSplitError("a batch has no samples. Leave empty batches out in the data loader.")
-    for other in taken[1:]:
-        if other.sizes != first.sizes:
-            raise BatchSplitError(
-                f"the loaders of a step give {total} and {sum(other.sizes)} samples, in the shares {list(first.sizes)}"
-                f" and {list(other.sizes)}, but a rank has one weight in a step. Give all loaders the same `batch_size`"
-                " and `drop_last=True`, and leave `cost` out."
-            )
-    return first._replace(drawn=sum(one.drawn for one in taken) % 2**32)

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.batches.chunk_sizes import deal_by_cost, deal_by_padded_length
 from lightning_ddp_ext.batches.containers import items
-from lightning_ddp_ext.distributed.exchange import gather_integer
+from lightning_ddp_ext.distributed.exchange import gather_different, gather_integer
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
 
 Cost = Literal["length", "padded_length"] | Callable[[Any], float]
-Deal = Callable[[Sequence[int], Sequence[float]], list[list[int]]]
+Deal = Callable[[Sequence[int], Sequence[float], int | None], list[list[int]]]
 
 
 class SampleCost:
@@ -29,14 +29,26 @@ class SampleCost:
         self._function = cost if callable(cost) else _length
         self.deal: Deal = deal_by_padded_length if cost == "padded_length" else deal_by_cost
 
-    def __call__(self, sample: Any) -> float:
-        """Return the cost of a sample."""
-        cost = float(self._function(sample))
+    def __call__(self, sample: Any, place: str) -> float:
+        """Return the cost of a sample; `place` names it in an error."""
+        value = self._function(sample)
+        cost = _as_number(value)
         if not 0 <= cost < math.inf:
             raise ValueError(
-                f"`cost` returned {cost} for a sample. Return a finite number of at least 0, such as its length."
+                f"{place}: `cost` returned {value!r}. Return a finite number of at least 0, such as the length of the"
+                " sample."
             )
         return cost
+
+
+def _as_number(value: Any) -> float:
+    """Return a number of any type as a float, and nan for anything else."""
+    if isinstance(value, str | bytes):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last one for several numbers
+        return math.nan
 
 
 def _length(sample: Any) -> int:
@@ -63,8 +75,11 @@ def _lengths(value: Any) -> Iterator[int]:
             yield from _lengths(item)
 
 
-def measure_costs(dataset: Any, cost: Callable[[Any], float], group: dist.ProcessGroup) -> list[float]:
-    """Return the cost of each sample of a dataset, of which every rank reads a part. Communicates."""
+def measure_costs(dataset: Any, cost: SampleCost, group: dist.ProcessGroup) -> list[float]:
+    """Return the cost of each sample of a dataset, of which every rank reads a part. Communicates.
+
+    If a sample has no cost, all ranks raise the error of the first such rank.
+    """
     numbers = gather_integer(len(dataset) if hasattr(dataset, "__len__") else -1, group)
     rank, ranks, number = dist.get_rank(group), len(numbers), numbers[0]
     if len(set(numbers)) > 1 or number < 0:
@@ -76,8 +91,17 @@ def measure_costs(dataset: Any, cost: Callable[[Any], float], group: dist.Proces
     costs = torch.zeros(number, dtype=torch.float64)
     generators = find_loader_rngs([dataset])
     states = capture_states(generators)
-    own = [cost(dataset[index]) for index in range(rank, number, ranks)]
+    place, problem, failure = "", "", None
+    try:
+        for index in range(rank, number, ranks):
+            place = f"rank {rank}, sample {index}"
+            costs[index] = cost(dataset[index], place)
+    except Exception as error:  # raised below, on the ranks that would wait for this one too
+        failure = error
+        problem = f"{error}" if f"{error}".startswith(place) else f"{place}: {type(error).__name__}: {error}"
     restore_states(generators, states)
-    costs[rank::ranks] = torch.tensor(own, dtype=torch.float64)
+    problems = [*filter(None, gather_different(problem, group))]
+    if problems:
+        raise ValueError(problems[0]) from failure
     dist.all_reduce(costs, group=group)
     return cast(list[float], costs.tolist())

@@ -19,14 +19,14 @@ from lightning_ddp_ext.ranks.sample_counts import (
     BatchSamples,
     FetchAhead,
     FetchedBatch,
-    SharedBatch,
     iterables_and_mode,
 )
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient
 from lightning_ddp_ext.resume.resumable_rng import ResumableRng
+from lightning_ddp_ext.shares.balancer import ShareBalancer
 from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
-from lightning_ddp_ext.shares.table import ShareBalancer, ShareTable
+from lightning_ddp_ext.shares.table import SharedBatch, ShareTable
 
 _TRAINING, _EVALUATION = 0, 1
 _TABLE, _SAMPLERS, _CONTROLLER = "table", "samplers", "controller"
@@ -57,6 +57,7 @@ class SharedBatchSteps(LockstepSteps):
         self.shared: SharedBatch | None = None  # the current batch
         rule = None if gradient is None else table.rule
         self.balancer = ShareBalancer(rule, trainer.world_size, trainer.strategy.root_device, rank_zero_info)
+        self.balancer.add(table)
         self._table = table
         self._peaks = PeakMemory() if self.balancer.controller is not None and has_own_memory(trainer) else None
         self._seed = seed
@@ -82,7 +83,6 @@ class SharedBatchSteps(LockstepSteps):
         )
         if rng is not None:
             self._training_loader, self._resumed_states = loader, []
-            self.balancer.undrawn[self._table] = lambda: loader.undrawn
         self._loaders.add(loader)
         return loader
 
@@ -91,11 +91,16 @@ class SharedBatchSteps(LockstepSteps):
         self.shared = fetched.shares
         assert self.shared is not None
         if self.trainer.training:
-            self.balancer.begin_batch(self._table, self.shared)
-            self.balancer.count_batch(self.gradient.reducer.control)
+            self.balancer.begin_batch(self.shared)
         elif self._peaks is not None:
             self._peaks.forget()
         super().begin_fetched(batch, fetched)
+
+    @override
+    def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
+        assert self.shared is not None
+        self.balancer.count_batch(self.gradient.reducer.control, self.shared)  # not a batch that a callback skips
+        return super().training_step(batch, run)
 
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
         """Return the indices in the shares of this rank, for the batches of a loader of predictions."""

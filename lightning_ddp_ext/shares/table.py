@@ -1,26 +1,19 @@
-"""The sizes of the ranks' shares of every global batch, and changes that follow the speed of the ranks."""
+"""The sizes of the ranks' shares of every global batch."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from lightning_ddp_ext._compat.torch import BatchNorm
-from lightning_ddp_ext._devices import Timer, are_deterministic
-from lightning_ddp_ext.batches.balance_controller import BalanceController, divide_by_shares
+from lightning_ddp_ext.batches.balance_controller import divide_by_shares
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, merge_single_samples
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.ranks.sample_counts import SharedBatch
-from lightning_ddp_ext.reducer.control import StepControl
 from lightning_ddp_ext.shares.costs import Deal, SampleCost
 
 _CHANGES = "changes"
-_MOST_UNREAD = 100  # steps
 _MANY = 10**9  # samples, of which a rank gets one if the options give it a share at all
 
 
@@ -49,7 +42,7 @@ class Division:
             nominal = self._merged(divide_by_shares(batch_size, self.shares, self.limits))
         if costs is None or self.deal is None:
             return DividedBatch(range(batch_size), nominal, nominal)
-        chunks = self.deal(nominal, costs)
+        chunks = self.deal(nominal, costs, self.rule.first)
         return DividedBatch([*chain(*chunks)], self._merged([*map(len, chunks)]), nominal)
 
     def _merged(self, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -89,6 +82,7 @@ class ShareTable:
     ) -> None:
         self.cost = cost if ranks > 1 else None  # of a sample; None if all samples cost the same
         self.begun = 0  # batches that training has begun
+        self.lead = 0  # batches that any rank may have drawn ahead of the one that has begun last
         self.rule = rule
         self._ranks = ranks
         self.avoids_single_samples = avoids_single_samples  # batch normalisation refuses them in training
@@ -112,6 +106,11 @@ class ShareTable:
         held = [change for change in self._changes if change[0] <= self._first][-1:]
         self._changes = held + [change for change in self._changes if change[0] > self._first]
         return self._first
+
+    @property
+    def has_fixed_proportions(self) -> bool:
+        """Whether batches of several loaders stay in proportion if they are now."""
+        return not (self.rule.is_auto or self.rule.is_free)
 
     def change(self, number: int, shares: Sequence[float], limits: Sequence[int | None]) -> None:
         """Divide by other shares from the batch of this number on."""
@@ -141,152 +140,39 @@ class ShareTable:
         self._changes = [(number, shares, limits) for number, shares, limits in state[_CHANGES]]
 
 
-@dataclass(slots=True)
-class TimedStep:
-    """The batches between two synchronisations of gradients, one unless gradients are accumulated."""
+class SharedBatch(NamedTuple):
+    """A batch that ranks share."""
 
-    batches: list[SharedBatch] = field(default_factory=list)
-    timers: list[Timer] = field(default_factory=list)  # of this rank
-    seconds: dict[int, float] = field(default_factory=dict)  # of each rank from which they have arrived
+    table: ShareTable  # which has divided the batch
+    number: int  # in the run
+    sizes: tuple[int, ...]  # number of samples of each rank
+    drawn: int  # hash of the indices
+    nominal: tuple[int, ...]  # the sizes if all samples had the same cost
 
-
-class ShareBalancer:
-    """Measures the forward and backward passes of all ranks, and lets shares follow the times if a rule is given.
-
-    Times exclude the time in which ranks wait for each other. They are sent with the gradients; on an accelerator when
-    the device has finished the step, which may be some steps later, so that the host does not wait. All ranks make the
-    same decisions, because they decide from the same times after the same step.
-    """
-
-    def __init__(self, rule: ChunkRule | None, ranks: int, device: torch.device, inform: Callable[[str], None]) -> None:
-        self.controller = None if rule is None else _make_controller(rule, ranks, inform)
-        self.undrawn: dict[ShareTable, Callable[[], int]] = {}  # return the first batch not drawn by any rank
-        self.current: tuple[ShareTable, SharedBatch] | None = None  # the batch and the table that has divided it
-        self._ranks = ranks
-        self._device = device
-        self._inform = inform
-        self._counted: SharedBatch | None = None  # the last batch that is part of a step
-        self._timer: Timer | None = None  # while this rank computes
-        self._step = TimedStep()
-        self._unsent: deque[tuple[int, list[Timer]]] = deque()
-        self._unread: dict[int, TimedStep] = {}  # by number, from 1
-        self._timed: deque[TimedStep] = deque(maxlen=_MOST_UNREAD)  # the last ones whose times are known
-        self._number = 0
-
-    def begin_batch(self, table: ShareTable, shared: SharedBatch) -> None:
-        """Begin with a batch, under Fabric maybe one of evaluation; forget a measurement that was not stopped."""
-        table.begun = shared.number + 1
-        self.current, self._timer = (table, shared), None
-
-    def count_batch(self, control: StepControl) -> None:
-        """Make the current batch part of the step, once, and compare its indices among the ranks."""
-        if self.current is not None:
-            _, shared = self.current
-            control.drawn = shared.agreement
-            if self._counted is not shared:
-                self._step.batches.append(shared)
-                self._counted = shared
-
-    def start(self) -> None:
-        """Start or continue to measure."""
-        self._timer = Timer(self._device)
-        self._timer.start()
-
-    def stop(self) -> bool:
-        """Interrupt the measurement; return True if there was one."""
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.stop()
-            self._step.timers.append(timer)
-        return timer is not None
-
-    def end_step(self) -> None:
-        """End the step, the same one on all ranks."""
-        self.stop()
-        if not self._step.batches:
-            return
-        self._number += 1
-        self._unsent.append((self._number, self._step.timers))
-        self._unread[self._number] = self._step
-        self._unread.pop(self._number - _MOST_UNREAD, None)
-        self._step = TimedStep()
-
-    @contextmanager
-    def exchange(
-        self, synchronizing: AbstractContextManager[None], control: StepControl, ends_step: bool
-    ) -> Iterator[None]:
-        """Synchronise gradients at the end of the block; send times with them, and change the shares by the answers."""
-        with synchronizing:
-            yield
-            if ends_step:
-                self.end_step()
-            control.timed, control.seconds = 0, 0.0
-            if self._unsent and all(timer.is_done() for timer in self._unsent[0][1]):
-                control.timed, timers = self._unsent.popleft()
-                control.seconds = float(sum(timer.seconds for timer in timers))
-        exchanged = control.exchanged
-        assert exchanged is not None
-        self._limit([None if limit < 0 else int(limit) for limit in exchanged.most_samples])
-        for rank, (number, seconds) in enumerate(zip(exchanged.timed, exchanged.seconds, strict=True)):
-            step = self._unread.get(int(number))
-            if step is not None:
-                step.seconds[rank] = seconds
-                if len(step.seconds) == self._ranks:  # the times have arrived from all ranks
-                    self._timed.append(self._unread.pop(int(number)))
-                    self._decide(step)
-
-    def _limit(self, limits: list[int | None]) -> None:
-        """Limit the shares to the memory of all ranks."""
-        controller = self.controller
-        if controller is not None and self.current is not None and limits != controller.limits:
-            controller.limits = limits
-            known = ", ".join(f"{limit} on rank {rank}" for rank, limit in enumerate(limits) if limit is not None)
-            self._change(controller, self.current[0], f"samples that fit into the memory: {known}")
-
-    def _decide(self, step: TimedStep) -> None:
-        """Let the controller decide by the times of a step."""
-        controller, first = self.controller, step.batches[0]
-        if controller is None or self.current is None:
-            return
-        # Batches that were divided before the last change say nothing about it, and a partial batch is no measure.
-        if first.number < self.current[0].held_from or any(batch.nominal != first.nominal for batch in step.batches):
-            return
-        seconds = [step.seconds[rank] / len(step.batches) for rank in sorted(step.seconds)]
-        decision = controller.observe(first.nominal, seconds)
-        if decision is not None:
-            self._change(controller, self.current[0], f"{decision}", decision.before != decision.after)
-
-    def _change(self, controller: BalanceController, table: ShareTable, reason: str, changes: bool = True) -> None:
-        self._inform(f'`balance="auto"`, batch {table.begun}: {reason}.')
-        for own, undrawn in self.undrawn.items() if changes else ():
-            own.change(undrawn(), controller.shares, controller.limits)
-
-    def take_timed(self) -> list[TimedStep]:
-        """Return and forget the steps whose times have arrived from all ranks."""
-        timed = list(self._timed)
-        self._timed.clear()
-        return timed
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the state of the controller, in plain values; None if shares do not follow the speed of the ranks."""
-        return None if self.controller is None else self.controller.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> bool:
-        """Restore a saved state and return True, if the shares follow the speed of as many ranks as before."""
-        if self.controller is None or state is None:
-            return False
-        if len(state["shares"]) != self._ranks:
-            self._inform('`balance="auto"` starts with even shares: the checkpoint has another number of ranks.')
-            return False
-        self.controller.load_state_dict(state)
-        return True
+    @property
+    def agreement(self) -> int:
+        """A number that ranks compare: they have drawn the same indices, and divided them alike."""
+        return (self.drawn + hash(self.sizes)) % 2**32
 
 
-def _make_controller(rule: ChunkRule, ranks: int, inform: Callable[[str], None]) -> BalanceController | None:
-    if ranks == 1 or not (rule.is_auto or rule.is_free):
-        return None
-    if are_deterministic():
-        if rule.is_auto:
-            inform('`balance="auto"` is off and batches are shared evenly: it would not be deterministic.')
-        return None
-    return BalanceController(ranks, "rank")
+def combine_shares(taken: Sequence[SharedBatch]) -> SharedBatch:
+    """Return the shares of a step on batches of several loaders, all with the number of the first."""
+    return taken[0]._replace(drawn=sum(one.drawn for one in taken) % 2**32)
+
+
+def check_shares(taken: Sequence[SharedBatch]) -> None:
+    """Raise an error if the batches of a step are not divided in the same proportions, or are empty."""
+    first = taken[0]
+    total = sum(first.sizes)
+    if not total:
+        raise BatchSplitError("a batch has no samples. Leave empty batches out in the data loader.")
+    for other in taken[1:]:
+        number = sum(other.sizes)
+        is_proportional = all(one * number == size * total for one, size in zip(first.sizes, other.sizes, strict=True))
+        # Equal sizes stay equal if shares change.
+        if other.sizes != first.sizes and not (is_proportional and first.table.has_fixed_proportions):
+            raise BatchSplitError(
+                f"the loaders of a step give {total} and {number} samples, in the shares {list(first.sizes)}"
+                f" and {list(other.sizes)}, but a rank has one weight in a step. Give all loaders the same `batch_size`"
+                " and `drop_last=True`, and leave `cost` out."
+            )

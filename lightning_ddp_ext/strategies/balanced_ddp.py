@@ -12,9 +12,10 @@ from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.join.predictions import PredictionsOn
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
+from lightning_ddp_ext.shares.balancer import TimedStep
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.steps import SharedBatchSteps
-from lightning_ddp_ext.shares.table import ShareTable, TimedStep, refuses_single_samples
+from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -28,8 +29,8 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     Registered as `"balanced_ddp"`.
 
     Args:
-        gpu0_batch_size: Most samples of a batch that rank 0 gets, at most an even share; the others divide the rest
-            evenly. 0 gives it none.
+        gpu0_batch_size: Most samples of a batch that rank 0 gets, also with `cost`, and at most an even share; the
+            others divide the rest evenly. 0 gives it none.
         split: Proportion of the batch for each rank, such as `[2, 3, 3]`.
         balance: `"auto"`, the default, measures the ranks and moves samples towards the fastest ones; `"even"` divides
             batches evenly. `Trainer(deterministic=True)` turns `"auto"` into `"even"`, because shares that follow

@@ -11,7 +11,7 @@ from lightning.fabric import Fabric, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import UnevenInputsError, UnsupportedFeatureError, UnsynchronizedGradientsError
+from lightning_ddp_ext import BatchSplitError, UnevenInputsError, UnsupportedFeatureError, UnsynchronizedGradientsError
 from lightning_ddp_ext.fabric import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.toolkit import RANK, WORLD_SIZE, Stream, digest_of, gather, run_on_ranks, samples, values_of
 
@@ -291,6 +291,7 @@ def misused_sharing(folder: str) -> Any:
     for options, make in (
         ({"split": [1, 2, 3]}, None),
         ({}, lambda: DataLoader(range(4), sampler=torch.utils.data.DistributedSampler(range(4), 2, RANK))),
+        ({}, lambda: DataLoader(Stream([1, 2]), num_workers=RANK)),
     ):
         try:
             launched(BalancedDDPStrategy(**options)).setup_dataloaders(make())
@@ -299,6 +300,99 @@ def misused_sharing(folder: str) -> Any:
     with pytest.raises(TypeError, match="`uneven_inputs` is not needed"):
         BalancedDDPStrategy(uneven_inputs="stop")
     return said
+
+
+def times_of_other_loops_are_not_measured(folder: str) -> list[list[float]]:
+    """Evaluate in the middle of every step, on batches without a sample for rank 1; return the times of all steps."""
+    fabric = launched(BalancedDDPStrategy())
+    model = nn.Linear(5, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(*samples(12)[:1]), batch_size=12))
+    evaluated = fabric.setup_dataloaders(DataLoader(TensorDataset(*samples(2)), batch_size=1))
+    for _ in range(24):
+        for (features,) in loader:
+            loss = model(features.float()).square().mean()
+            for _ in evaluated:
+                time.sleep(0.002)
+            weight = fabric.strategy.batch_weight
+            assert weight == len(features)
+            fabric.backward(loss)
+            optimizer.step()
+    return [[*step.seconds.values()] for step in fabric.strategy.balancer.take_timed()]
+
+
+BATCHES = {"one": (8, 8), "same": (8, 8), "half": (4, 4), "other": (3, 4)}  # samples of two ranks
+
+
+def one_step(strategy: Any, names: tuple[str, ...], loop: str) -> Any:
+    """Make a step on a batch of each loader; return the gradient, or the error."""
+    fabric = launched(strategy)
+    is_shared = isinstance(strategy, BalancedDDPStrategy)
+    model = nn.Linear(1, 1, bias=False)
+    model = fabric.setup(model)
+    loaders = []
+    for name in names:
+        sizes = BATCHES[name]
+        data = torch.arange(1.0, 1 + sum(sizes))[:, None]
+        own = data if is_shared else data.split(sizes)[RANK]
+        size = sum(sizes) if is_shared else sizes[RANK]
+        data_loader = DataLoader(own, batch_size=size)
+        loaders.append(fabric.setup_dataloaders(data_loader, use_distributed_sampler=False))
+    try:
+        if loop == "zip":
+            for batches in zip(*loaders, strict=True):
+                fabric.backward(sum(model(batch).mean() for batch in batches))
+            assert fabric.strategy.batch_weight is None
+        elif loop == "accumulated":
+            iterators = [iter(loader) for loader in loaders]
+            with fabric.no_backward_sync(model):
+                fabric.backward(sum(model(next(one)).mean() for one in iterators[:2]) / 2)
+            fabric.backward(sum(model(next(one)).mean() for one in iterators[2:]) / 2)
+        elif loop == "left with break":
+            for batch in loaders[0]:
+                for _ in loaders[1]:
+                    break
+                fabric.backward(model(batch).mean())
+        elif loop == "alternating":
+            iterators = [iter(loader) for loader in loaders]
+            for one in iterators:
+                fabric.backward(model(next(one)).mean())
+        elif loop == "given weight":
+            for batches in zip(*loaders, strict=True):
+                for batch in batches:
+                    fabric.strategy.batch_weight = len(batch)
+                    fabric.backward(model(batch).mean())
+    except BatchSplitError as error:
+        return str(error)
+    return float(model.weight.grad)
+
+
+def steps_of_several_loaders(folder: str) -> Any:
+    strategies = {
+        "ddp_checkpoint": DDPCheckpointStrategy,
+        "ddp_join": DDPJoinStrategy,
+        "balanced_ddp": lambda: BalancedDDPStrategy(split=[1, 3]),
+    }
+    return {
+        (name, loop, names): one_step(make(), names, loop)
+        for name, make in strategies.items()
+        for loop, names in [*RIGHT_STEPS, *WRONG_STEPS]
+    }
+
+
+def mean(name: str) -> float:
+    return (1 + sum(BATCHES[name])) / 2  # of the numbers from 1
+
+
+RIGHT_STEPS = {
+    ("zip", ("one", "same")): 2 * mean("one"),
+    ("zip", ("one", "half")): mean("one") + mean("half"),
+    ("left with break", ("one", "other")): mean("one"),
+    ("accumulated", ("one", "half", "one", "half")): mean("one") + mean("half"),
+    ("alternating", ("one", "other")): mean("one") + mean("other"),
+    ("given weight", ("one", "other")): mean("one") + mean("other"),
+}
+WRONG_STEPS = [("zip", ("one", "other")), ("accumulated", ("one", "half", "half", "one"))]
 
 
 CASES = [
@@ -312,6 +406,8 @@ CASES = [
     shares_follow_the_speed,
     misused_sharing,
     windows_may_be_dropped,
+    times_of_other_loops_are_not_measured,
+    steps_of_several_loaders,
 ]
 
 
@@ -411,7 +507,23 @@ def test_shares_follow_the_speed_of_ranks(found):
     assert [one + other for one, other in zip(slow, fast, strict=True)] == [12] * 30
 
 
+def test_evaluations_within_a_step_are_not_measured(found):
+    for times in values_of(found, times_of_other_loops_are_not_measured):
+        assert len(times) == 24
+        assert all(seconds > 0 for step in times for seconds in step)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_checkpoint", "ddp_join", "balanced_ddp"])
+def test_a_step_on_several_loaders_is_exact_or_an_error(found, strategy):
+    for steps in values_of(found, steps_of_several_loaders):
+        for (loop, names), gradient in RIGHT_STEPS.items():
+            assert steps[strategy, loop, names] == pytest.approx(gradient), (loop, names)
+        for loop, names in WRONG_STEPS:
+            assert "but a rank has one weight in a step" in steps[strategy, loop, names], (loop, names)
+
+
 def test_misused_sharing_is_refused(found):
-    for number, sampler in values_of(found, misused_sharing):
+    for number, sampler, workers in values_of(found, misused_sharing):
         assert number.startswith("ValueError: `split=[1, 2, 3]` has 3 entries for 2 ranks")
         assert sampler.startswith("UnsupportedFeatureError: a loader has a `DistributedSampler` with `num_replicas=2`")
+        assert "the loaders of a stream have workers that fetch 0, 2 batches ahead on ranks 0 to 1" in workers

@@ -59,6 +59,7 @@ class Outcome:
     digests: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     shadows: list[bool] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     state: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -80,6 +81,7 @@ def loop(fabric: Fabric, batches: Any, windows: int, epochs: int = 2) -> Outcome
                 fabric.backward(loss / min(windows, len(loader) - number // windows * windows))
             outcome.losses.append(float(fabric.all_reduce(loss.detach().clone())))
             outcome.shadows.append(getattr(fabric.strategy, "is_shadow", False))
+            outcome.sizes.append(len(labels))
             if is_accumulating:
                 continue
             outcome.gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
@@ -221,12 +223,18 @@ class Shared:
         return loop(fabric, DataLoader(TensorDataset(*samples(14)), batch_size=4 * self.windows), 1)
 
 
+def rising(sample: Any) -> int:
+    """Return the cost of a sample: the last of four samples costs more than the others together."""
+    return 10 ** (int(sample[2]) % 4)
+
+
 SHARED = {
     "auto": Shared(),
     "even": Shared({"balance": "even"}),
     "split": Shared({"split": [1, 3, 2]}),
     "without data": Shared({"gpu0_batch_size": 0}),
     "windows": Shared({"split": [1, 3, 2]}, windows=2),
+    "cost": Shared({"balance": "even", "cost": rising}),
     "windows without data": Shared({"gpu0_batch_size": 0}, windows=2),
 }
 
@@ -244,6 +252,8 @@ def test_ranks_that_share_batches_train_as_one_process(world_size):
             last = None if case.windows == 1 else -5
             torch.testing.assert_close(outcome.state[:last], alone.state[:last], rtol=0, atol=1e-12)
             assert outcome.digests == outcomes[0].digests
+        if name == "cost" and world_size == 2:
+            assert [one.sizes[0] for one in outcomes] == [1, 3]
         if "without data" in name:
             assert outcomes[0].shadows == [True] * 8
             assert not any(outcomes[1].shadows)

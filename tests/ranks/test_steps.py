@@ -109,7 +109,7 @@ def run_loop_of_fabric(weights, accumulate=1, weight_by="equal"):
     """Do the same with the strategy for Fabric on a rank that sets its weights; return the reducer, too."""
     strategy, factors = DDPCheckpointStrategy(weight_by=weight_by), []
     strategy._reducer = reducer = RecordingReducer()
-    strategy._participation = StepParticipation(ACTIVE, is_shadow=False, is_uneven=False)
+    strategy._batches[0].participation = StepParticipation(ACTIVE, is_shadow=False, is_uneven=False)
     strategy.precision.backward = lambda loss, module: run_pass(reducer, loss)
     for index, strategy.batch_weight in enumerate(weights):
         loss, discarded = torch.tensor(1.0, requires_grad=True), reducer.discarded

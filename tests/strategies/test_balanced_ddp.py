@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency
-from lightning_ddp_ext.shares import table
+from lightning_ddp_ext.shares import balancer
 from tests.parity import CachesMask, normalised_network, quiet_trainer
 from tests.strategies.toolkit import (
     ALONE,
@@ -62,7 +62,7 @@ class Simulated(Sizes):
     def __init__(self, speeds: Any, late: int = 0) -> None:
         super().__init__()
         self.speeds, self.late = speeds, late
-        self.patch = mock.patch.object(table, "Timer", self.timer)
+        self.patch = mock.patch.object(balancer, "Timer", self.timer)
 
     def timer(self, device: Any) -> Any:
         sizes, begun, seen = self.trainer.strategy.rank_steps.shared.sizes, len(self.sizes), self.sizes

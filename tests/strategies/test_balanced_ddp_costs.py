@@ -58,8 +58,14 @@ def square(sample: Any) -> float:
     return len(sample["rows"]) ** 2
 
 
-def negative(sample: Any) -> float:
-    return -1.0
+def wrong_of_one(value: Any) -> Any:
+    """Return a function that is wrong for one sample, which the second rank measures."""
+    return lambda sample: value if int(sample["index"]) == 7 else 1.0
+
+
+class Unreadable(Sequences):
+    def __getitem__(self, index: int) -> Any:
+        return {}[index] if index == 7 else super().__getitem__(index)
 
 
 class SimulatedCosts(Simulated):
@@ -114,6 +120,8 @@ OTHERS = {
     "padded stream": Case({"balance": "even", "cost": "padded_length"}, {"num_workers": 1}, is_stream=True),
     "control": Case({"split": [1, 3], "cost": "length", "weight_by": "equal"}),
     "auto": Case({"cost": "length"}, speeds=(1, 3), epochs=6),
+    "few for rank 0": Case({"gpu0_batch_size": 2, "cost": "length"}),
+    "few for rank 0, padded": Case({"gpu0_batch_size": 2, "cost": "padded_length"}),
 }
 
 
@@ -150,10 +158,23 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
         "UnsupportedFeatureError: `cost` needs a dataset with the same `len` on every rank, and `Subset` has 9, 8 on",
     ),
     "several loaders": ("length", both, "BatchSplitError: the loaders of a step give 4 and 4 samples, in the shares"),
-    "negative": (
-        negative,
-        lambda: DataLoader(Sequences(), 4, collate_fn=concatenate),
-        "ValueError: `cost` returned -1.0 for a sample",
+    **{
+        f"returns {value}": (
+            wrong_of_one(value),
+            lambda: DataLoader(Sequences(), 4, collate_fn=concatenate),
+            f"ValueError: rank 1, sample 7: `cost` returned {value!r}. Return a finite number of at least 0",
+        )
+        for value in (-1.0, None, float("nan"), "9", (1, 2))
+    },
+    "stream": (
+        wrong_of_one(None),
+        lambda: DataLoader(Stream([Sequences()[index] for index in range(9)]), 4, collate_fn=concatenate),
+        ", batch 1, sample 3: `cost` returned None. Return a finite number",
+    ),
+    "unreadable sample": (
+        "length",
+        lambda: DataLoader(Unreadable(), 4, collate_fn=concatenate),
+        "ValueError: rank 1, sample 7: KeyError: 7",
     ),
 }
 
@@ -213,6 +234,15 @@ def test_costs_are_shared_in_proportion_and_the_gradient_is_the_one_of_the_whole
         assert digests == by_rank[0][2] != []
 
 
+@pytest.mark.parametrize("name", ["few for rank 0", "few for rank 0, padded"])
+def test_gpu0_batch_size_limits_samples_of_any_cost(found, name):
+    by_rank = values_of(found, name)
+    order = order_of(by_rank)
+    assert [len(by_rank[0][0][number]) for number in range(len(order))] == [2] * len(order)
+    for _, parameters, *_ in by_rank:
+        assert float((parameters - alone(order)).abs().max()) < 1e-10
+
+
 def test_costs_make_ranks_more_even_than_counts_and_equal_weights_are_wrong(found):
     assert 0 < 4 * unevenness(values_of(found, "length")) < unevenness(values_of(found, "counts"))
     by_rank = values_of(found, "control")
@@ -269,9 +299,9 @@ def test_length_is_the_one_of_the_longest_part_of_a_sample():
         (torch.zeros(5).numpy(), 5),
         ([], 0),
     ):
-        assert length(sample) == expected
+        assert length(sample, "") == expected
     with pytest.raises(ValueError, match=r"`cost` finds no array, text or list of numbers in a sample, a `d"):
-        length({"label": 1})
+        length({"label": 1}, "")
     with pytest.raises(
         ValueError, match='`cost` must be "length", "padded_length" or a function of one sample, got \'lengths\''
     ):

@@ -1,15 +1,16 @@
 """Shares that follow the speed of the ranks, in one process; the answers of the ranks are prepared."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
-from lightning_ddp_ext.ranks.sample_counts import SharedBatch
+from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.reducer.control import StepControl
-from lightning_ddp_ext.shares.table import ShareBalancer, ShareTable
+from lightning_ddp_ext.shares.balancer import ShareBalancer
+from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, check_shares
 
 RULE = ChunkRule(None, None, "auto")
 
@@ -20,11 +21,22 @@ class Run:
     def __init__(self, rule=RULE):
         self.said = []
         self.balancer = ShareBalancer(rule, 2, torch.device("cpu"), self.said.append)
-        self.table, self.control = ShareTable(RULE, 2), StepControl()
-        self.balancer.undrawn[self.table] = lambda: self.table.begun + 3
+        self.table, self.control = self.add(3), StepControl()
+
+    def add(self, lead):
+        table = ShareTable(RULE, 2)
+        table.lead = lead
+        self.balancer.add(table)
+        return table
 
     def begin(self, number, table=None):
-        self.balancer.begin_batch(table or self.table, SharedBatch(number, (6, 6), 40 + number, (6, 6)))
+        shared = SharedBatch(table or self.table, number, (6, 6), 40 + number, (6, 6))
+        self.balancer.begin_batch(shared)
+        return shared
+
+    def count(self, shared):
+        self.balancer.count_batch(self.control, shared)
+        assert self.control.drawn == shared.agreement
 
     def exchange(self, seconds=(0.0, 0.0), most=(-1, -1), ends_step=True, has_samples=True):
         @contextmanager
@@ -44,9 +56,7 @@ class Run:
 def test_shares_follow_times_from_the_first_batch_that_no_rank_has_drawn():
     run = Run()
     for number in range(10):
-        run.begin(number)
-        run.balancer.count_batch(run.control)
-        assert run.control.drawn == run.balancer.current[1].agreement
+        run.count(run.begin(number))
         run.exchange(seconds=(4.0, 1.0))
         assert len(run.balancer.take_timed()) == run.control.timed - number == 1
     (decision,) = run.said
@@ -61,10 +71,10 @@ def test_shares_follow_times_from_the_first_batch_that_no_rank_has_drawn():
 def test_limits_of_memory_hold_at_once_and_without_a_rule_nothing_changes():
     for rule, said, sizes in ((RULE, ["8 on rank 0"], (8, 4)), (None, [], (6, 6))):
         run = Run(rule)
-        run.begin(0)
         if rule is not None:
             run.balancer.controller.shares = [0.9, 0.1]
-        for _ in range(2):
+        for number in range(2):
+            run.count(run.begin(number))
             run.exchange(most=(8.0, -1.0))
         assert [one.rpartition("memory: ")[2] for one in run.said] == [f"{one}." for one in said]
         assert run.division() == sizes
@@ -73,20 +83,58 @@ def test_limits_of_memory_hold_at_once_and_without_a_rule_nothing_changes():
 
 def test_a_batch_is_part_of_one_step_although_an_evaluation_interrupts_it():
     run = Run()
-    run.begin(0)
-    outer = run.balancer.current
+    outer = run.begin(0)
+    run.balancer.start()
+    for _ in range(2):
+        with run.balancer.interrupted():
+            assert not run.balancer.stop()
+            run.begin(7, ShareTable(RULE, 2))
+            run.balancer.start()
     for is_last in (False, True):
-        run.balancer.count_batch(run.control)
-        run.balancer.start()
-        run.begin(7, ShareTable(RULE, 2))  # forgets the measurement
-        run.balancer.current = outer
-        run.exchange(ends_step=is_last, has_samples=not is_last)
-        assert run.balancer.stop() == (not is_last)
+        run.count(outer)
+        run.exchange(ends_step=is_last)
     (step,) = run.balancer.take_timed()
     assert [batch.number for batch in step.batches] == [0]
-    assert len(step.timers) == 1
+    assert len(step.timers) == 3  # before, between and after the evaluations
     run.exchange()  # a step without a batch is none
     assert run.balancer.take_timed() == []
+    run.begin(1)
+    assert not run.balancer.stop()
+    with run.balancer.interrupted():
+        pass
+    assert not run.balancer.stop()  # a rank without samples is not measured
+
+
+def test_a_step_that_a_rank_has_not_measured_decides_nothing():
+    run = Run()
+    for number in range(20):
+        run.count(run.begin(number))
+        run.exchange(seconds=(4.0, 0.0))
+    assert run.said == []
+
+
+def test_tables_of_the_same_steps_change_in_the_same_step_and_a_later_one_begins_with_the_present_shares():
+    run = Run()
+    other = run.add(0)
+    for number in range(10):
+        run.begin(number, other)
+        run.count(run.begin(number))
+        run.exchange(seconds=(4.0, 1.0))
+    assert run.table.held_from == other.held_from == 8 + 3
+    assert run.add(0).division(0, True).divide(12, None).sizes == run.division()
+
+
+@pytest.mark.parametrize("rule", [ChunkRule(None, None, "even"), RULE])
+def test_batches_of_a_step_need_equal_sizes_or_fixed_proportions(rule):
+    def batches(*sizes):
+        return [SharedBatch(ShareTable(rule, 2), 0, one, 0, one) for one in sizes]
+
+    check_shares(batches((2, 6), (2, 6)))
+    for sizes, is_right in (((1, 3), not rule.is_auto), ((2, 5), False), ((0, 4), False)):
+        with nullcontext() if is_right else pytest.raises(BatchSplitError, match="but a rank has one weight"):
+            check_shares(batches((2, 6), sizes))
+    with pytest.raises(BatchSplitError, match="a batch has no samples"):
+        check_shares(batches((0, 0)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
