@@ -61,16 +61,16 @@ def manual_step_progress(trainer: Trainer) -> Any:
 @contextmanager
 def without_batch_hooks(trainer: Trainer) -> Iterator[None]:
     """Call no batch hooks of evaluation in this block."""
-    module, owner = trainer.lightning_module, vars(trainer)
-    callbacks = owner["callbacks"]
+    # The callbacks stay in place, because Lightning calls their `on_exception` if an error ends the block.
+    owners = [vars(one) for one in (trainer.lightning_module, *vars(trainer)["callbacks"])]
     names = [f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")]
-    kept = {name: vars(module)[name] for name in names if name in vars(module)}
-    owner["callbacks"] = []
-    vars(module).update(dict.fromkeys(names, lambda *_: None))
+    kept = [{name: owner[name] for name in names if name in owner} for owner in owners]
+    for owner in owners:
+        owner.update(dict.fromkeys(names, lambda *_: None))
     try:
         yield
     finally:
-        owner["callbacks"] = callbacks
-        for name in names:
-            del vars(module)[name]
-        vars(module).update(kept)
+        for owner, own in zip(owners, kept, strict=True):
+            for name in names:
+                del owner[name]
+            owner.update(own)

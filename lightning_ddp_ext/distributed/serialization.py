@@ -7,7 +7,7 @@ import io
 import sys
 import threading
 import warnings
-from collections import UserDict
+from collections import UserDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
@@ -22,6 +22,7 @@ from lightning_ddp_ext.batches.containers import extra_names, fields, is_object,
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _NUMBERS = "biufc"  # kinds of numpy's dtypes
+_FACTORIES = (bool, int, float, str, list, tuple, dict, set)  # of values of a `defaultdict`
 _LOCK = threading.Lock()  # the functions that torch allows are a setting of the process
 
 
@@ -44,7 +45,7 @@ def pack(value: Any) -> Packed:
 
 def unpack(data: Tensor, fill: Mapping[str, Any] = MappingProxyType({})) -> tuple[Any, dict[str, str]]:
     """Return a value, and the class names of skipped objects by place; `fill.get(place)` takes the place of each."""
-    allowed: list[Any] = [_rebuild, _to_array, frozenset, (fill.get, f"{__name__}._fill")]
+    allowed: list[Any] = [_rebuild, _to_array, frozenset, deque, *_FACTORIES, (fill.get, f"{__name__}._fill")]
     with _LOCK, warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants")  # torch 2.14 says that it takes time
         value, skipped = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
@@ -73,14 +74,14 @@ class _Call:
 def _encode(value: Any, place: str, skipped: dict[str, Any]) -> Any:
     """Replace the objects that `weights_only=True` would refuse by calls that make them again."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN or (kind is type and value in _FACTORIES):
         return value
-    if isinstance(value, numpy.generic):
-        return _encode(value.item(), place, skipped)
+    if isinstance(value, numpy.generic) and _is_number(value.dtype):
+        return _Call(_rebuild, f"numpy:{kind.__name__}", [value.item()], [], [])
     for base in () if isinstance(value, Enum) else (str, int, float):
         if isinstance(value, base):
             return base(value)  # such as torch's version, whose class is its own
-    if isinstance(value, numpy.ndarray) and value.dtype.kind in _NUMBERS and value.dtype.isnative:
+    if isinstance(value, numpy.ndarray) and _is_number(value.dtype):
         return _Call(_to_array, torch.from_numpy(value.copy()))
     if isinstance(value, Tensor) and not value.is_nested and not value.is_meta:
         plain = value.detach()
@@ -88,6 +89,8 @@ def _encode(value: Any, place: str, skipped: dict[str, Any]) -> Any:
         return plain.cpu().clone()  # of a view, `torch.save` writes the whole storage
     if kind in (set, frozenset):
         return kind(_encode(item, place, skipped) for item in value)
+    if kind is deque:
+        return _Call(deque, [_encode(item, f"{place}[{at}]", skipped) for at, item in enumerate(value)], value.maxlen)
     parts = [_encode(item, place + suffix, skipped) for suffix, item in items(value)]
     is_mapping = isinstance(value, dict | UserDict)
     keys = [_encode(key, f"{place}[{key!r}], the key", skipped) for key in value] if is_mapping else []
@@ -97,14 +100,22 @@ def _encode(value: Any, place: str, skipped: dict[str, Any]) -> Any:
         return dict(zip(keys, parts, strict=True))
     path = f"{kind.__module__}:{kind.__qualname__}"
     if _look_up(path) is kind:
-        if isinstance(value, Enum):
+        if isinstance(value, Enum) and value.name in kind.__members__:  # not a combination of flags
             return _Call(_rebuild, path, [value.name], [], [])
         if is_mapping or is_object(value):
-            return _Call(_rebuild, path, parts, keys, list(extra_names(value) if is_mapping else fields(value)))
+            names = list(extra_names(value) if is_mapping else fields(value))
+            if isinstance(value, defaultdict):
+                names.append("default_factory")
+                parts.append(_encode(value.default_factory, f"{place}.default_factory", skipped))
+            return _Call(_rebuild, path, parts, keys, names)
         if isinstance(value, list) or is_record(value):
             return _Call(_rebuild, path, parts, [], [])
     skipped[place] = value
     return _Call(_fill, place)
+
+
+def _is_number(dtype: Any) -> bool:
+    return dtype.kind in _NUMBERS and dtype.isnative and dtype.itemsize <= 8 * (1 + (dtype.kind == "c"))
 
 
 def _fill(place: str) -> None:
@@ -121,6 +132,8 @@ def _rebuild(path: str, parts: Sequence[Any], keys: Sequence[Any], names: Sequen
     kind: Any = found if isinstance(found, type) else object
     if issubclass(kind, Enum):
         return kind.__members__[parts[0]]
+    if issubclass(kind, numpy.generic):
+        return kind(parts[0])
     if issubclass(kind, tuple):
         return tuple.__new__(kind, parts)
     if issubclass(kind, list | dict | UserDict):

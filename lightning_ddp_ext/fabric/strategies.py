@@ -176,6 +176,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
         self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
         self._guard = StepGuard(
+            self.global_rank,
             self._reducer,
             together.named_parameters,
             is_known=lambda optimizer: optimizer in self.optimizers,

@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
 from lightning_ddp_ext._compat.torch import are_identical, version_of, versions_of
+from lightning_ddp_ext.batches.containers import is_record
 from lightning_ddp_ext.batches.weights import SampleCounters
 from lightning_ddp_ext.consistency.fingerprints import checksums
 from lightning_ddp_ext.consistency.setups import find_ignored
@@ -226,7 +227,10 @@ class StepMirror:
 
     def _warn_of(self, place: Place, values: list[Any]) -> None:
         """Warn once of an attribute of the LightningModule, unless a batch has it (container, graph) or it is sent."""
-        silent = all(isinstance(value, _SILENT) or getattr(value, "requires_grad", False) for value in values)
+        silent = all(
+            (isinstance(value, _SILENT) and not is_record(value)) or getattr(value, "requires_grad", False)
+            for value in values
+        )
         if self._has_warned or silent or place[:2] != ("module", ""):
             return
         self._has_warned = True

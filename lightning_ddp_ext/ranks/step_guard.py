@@ -23,6 +23,7 @@ class StepGuard:
     of other parameters are not checked.
 
     Args:
+        rank: The rank, for errors.
         reducer: The reducer of the gradients.
         named_parameters: Returns the parameters at the moment, with the names that errors use.
         is_known: Returns True for an optimizer that was set up with Lightning.
@@ -33,6 +34,7 @@ class StepGuard:
 
     def __init__(
         self,
+        rank: int,
         reducer: GradientReducer,
         named_parameters: Callable[[], Iterable[tuple[str, Tensor]]],
         is_known: Callable[[Optimizer], bool],
@@ -40,8 +42,8 @@ class StepGuard:
         synchronize_by: str,
         create_in: str,
     ) -> None:
+        self._rank = rank
         self._reducer = reducer
-        self._rank = dist.get_rank(reducer.process_group)
         self._named_parameters = named_parameters
         self._is_known = is_known
         self._weigh_loss = weigh_loss

@@ -178,6 +178,7 @@ class RankGradient:
         self._active: Sequence[int] = ()  # the ranks that have a batch in this step
         self._is_added = False  # the micro-batch is in the window
         self._guard = StepGuard(
+            trainer.global_rank,
             reducer,
             self._module.named_parameters,
             is_known=lambda optimizer: optimizer in trainer.optimizers,

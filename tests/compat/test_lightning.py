@@ -380,15 +380,30 @@ def test_batches_of_a_loader_of_predictions_are_replaced():
 
 def test_batch_hooks_of_evaluation_are_silenced():
     called = []
-    module, trainer = BoringModel(), make_trainer(callbacks=[Callback()])
+
+    class Recording(Callback):
+        def on_validation_batch_start(self, *_):
+            called.append("callback")
+
+        def on_exception(self, trainer, module, exception):
+            called.append(str(exception))
+
+    module, trainer = BoringModel(), make_trainer(callbacks=[Recording()])
     module.on_validation_batch_start = lambda *_: called.append("hook")
     trainer.strategy.connect(module)
-    with lightning_loops.without_batch_hooks(trainer):
+
+    def run(error=None):
         module.on_validation_batch_start(None, 0)
-        assert trainer.callbacks == []
-    module.on_validation_batch_start(None, 0)
-    assert called == ["hook"]
-    assert trainer.callbacks
+        for callback in trainer.callbacks:
+            callback.on_validation_batch_start(trainer, module, None, 0)
+            if error:
+                callback.on_exception(trainer, module, error)
+
+    with lightning_loops.without_batch_hooks(trainer):
+        run(ArithmeticError("boom"))
+    assert called == ["boom"]
+    run()
+    assert called == ["boom", "hook", "callback"]
 
 
 def test_manual_steps_are_counted_where_expected():

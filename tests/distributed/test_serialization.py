@@ -37,6 +37,11 @@ class Kind(enum.Enum):
     IMAGE = 1
 
 
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+
 class Point(NamedTuple):
     x: Any
     y: Any
@@ -73,7 +78,11 @@ def sendable() -> dict[str, Any]:
             torch.empty(0, 4), torch.tensor([1 + 1j]), torch.tensor(1.5, dtype=torch.bfloat16),
             torch.arange(6).reshape(2, 3).T, torch.nn.Parameter(torch.ones(2)), torch.tensor([1 + 1j]).conj(),
         ),
-        "arrays": [numpy.arange(3, dtype=numpy.float32), numpy.float32(0.5), numpy.int64(7)],
+        "arrays": [
+            numpy.arange(3, dtype=numpy.float32), numpy.float32(0.5), numpy.float64(0.1), numpy.int64(7), numpy.True_,
+        ],
+        "queue": collections.deque([1, Point(2, torch.ones(1))], maxlen=3),
+        "default": collections.defaultdict(list, a=[1]),
         "torch": [torch.float16, torch.device("cpu"), torch.Size([2, 3])],
         "point": Point(torch.ones(2), {"y": 1}),
         "sample": Sample(torch.zeros(3), 4, [Kind.IMAGE]),
@@ -93,10 +102,10 @@ def same(one, other):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, numpy.ndarray):
         return one.dtype == other.dtype and numpy.array_equal(one, other)
-    if isinstance(one, numpy.generic):
-        return one.item() == other
-    if type(one) is not type(other):
+    if type(one) is not type(other) or getattr(one, "default_factory", 0) is not getattr(other, "default_factory", 0):
         return False
+    if isinstance(one, collections.deque):
+        return one.maxlen == other.maxlen and same([*one], [*other])
     if isinstance(one, dict | Encoding):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, Sample):
@@ -148,6 +157,10 @@ def test_objects_that_cannot_be_sent_are_skipped_named_and_can_be_filled_in():
         (torch.empty(2, device="meta"), ""),
         (numpy.array(["text"]), ""),
         (make_local(), ""),
+        (Flags.A | Flags.B, ""),
+        (numpy.longdouble(1), ""),
+        (numpy.ones(1, numpy.longdouble), ""),
+        (collections.defaultdict(lambda: 0), ".default_factory"),
     ):
         packed = pack(value)
         assert list(packed.skipped) == [place]

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -267,6 +268,23 @@ def test_a_tensor_that_may_matter_to_training_is_named_once(ranks, in_place):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         changes(active, step)
+
+
+class Range(NamedTuple):
+    low: float
+    high: float
+
+
+def test_a_named_tuple_is_named_although_other_tuples_may_belong_to_a_batch(ranks):
+    active, _ = ranks
+    active.module.range, active.module.outputs = Range(0, 0), (torch.zeros(1),)
+
+    def step(module):
+        module.outputs = (torch.ones(1),)
+        module.range = Range(0, module.range.high + 1)
+
+    with pytest.warns(UserWarning, match="`training_step` changes `self.range`, of type `Range`"):
+        assert changes(active, step) is None
 
 
 def test_a_change_through_data_is_noticed_in_every_step(ranks):
