@@ -182,7 +182,8 @@ class RankGradient:
             reducer,
             self._module.named_parameters,
             is_known=lambda optimizer: optimizer in trainer.optimizers,
-            weigh_loss=lambda: (self.weight, rule.is_sum),
+            # Not of `self`: in a cycle with it, the process group would outlive the run.
+            weigh_loss=lambda: (cast(Any, trainer.strategy).batch_weight, rule.is_sum),
             synchronize_by="Call `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one"
             " before a step out of `toggle_model(sync_grad=False)`.",
             create_in="in `__init__`, `configure_model` or `setup` of the module",
