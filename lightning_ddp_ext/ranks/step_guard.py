@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,6 +27,7 @@ class StepGuard:
         named_parameters: Returns the parameters at the moment, with the names that errors use.
         is_known: Returns True for an optimizer that was set up with Lightning.
         weigh_loss: Returns the weight of the current batch, and whether its loss is a sum.
+        add_up: Adds up values over the ranks that run the step.
         synchronize_by: What to do about gradients that are not synchronised, for the error.
         create_in: Where to create parameters, for the error.
     """
@@ -39,6 +39,7 @@ class StepGuard:
         named_parameters: Callable[[], Iterable[tuple[str, Tensor]]],
         is_known: Callable[[Optimizer], bool],
         weigh_loss: Callable[[], tuple[float, bool]],
+        add_up: Callable[[Tensor], Tensor],
         synchronize_by: str,
         create_in: str,
     ) -> None:
@@ -47,6 +48,7 @@ class StepGuard:
         self._named_parameters = named_parameters
         self._is_known = is_known
         self._weigh_loss = weigh_loss
+        self._add_up = add_up
         self._synchronize_by = synchronize_by
         self._create_in = create_in
         before_step = weakref.WeakMethod(self._before_step)  # the hook must not keep the module alive
@@ -106,13 +108,8 @@ class StepGuard:
         """Return the loss of the whole batch, in the widest type: a rank without data may not know the type."""
         weight, is_sum = self._weigh_loss()
         value = torch.as_tensor(loss).detach().reshape(1)
-
-        def add_up(values: Tensor) -> Tensor:
-            dist.all_reduce(values, group=self._reducer.process_group)
-            return values
-
         # A loss that stands in for one has no weight, and is in no sum.
-        sums, means = sums_and_means(value, None if is_sum and not weight else weight, add_up)
+        sums, means = sums_and_means(value, None if is_sum and not weight else weight, self._add_up)
         return (sums if is_sum else means)[0]
 
 

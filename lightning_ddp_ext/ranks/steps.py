@@ -184,10 +184,12 @@ class RankGradient:
             is_known=lambda optimizer: optimizer in trainer.optimizers,
             # Not of `self`: in a cycle with it, the process group would outlive the run.
             weigh_loss=lambda: (cast(Any, trainer.strategy).batch_weight, rule.is_sum),
+            add_up=lambda values: trainer.strategy.reduce(values, reduce_op="sum"),
             synchronize_by="Call `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one"
             " before a step out of `toggle_model(sync_grad=False)`.",
             create_in="in `__init__`, `configure_model` or `setup` of the module",
         )
+        self._batch = -1  # number of the batch in the run
         self._passes = 0  # synchronised backward passes of this batch
 
     def begin(self, batch: Any, active: Sequence[int]) -> None:
@@ -209,7 +211,8 @@ class RankGradient:
         if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
             self.window.begin()
         self._is_added = False
-        self._passes = 0
+        if self._batch != self._trainer.fit_loop.epoch_loop.total_batch_idx:  # no closure that runs again
+            self._batch, self._passes = self._trainer.fit_loop.epoch_loop.total_batch_idx, 0
 
     def _add(self) -> None:
         """Add the micro-batch to the window, once until a synchronisation."""

@@ -129,6 +129,7 @@ def test_each_batch_is_sent_with_its_weight_and_position(make_gradient):
 def test_an_optimizer_that_calls_its_closure_again_needs_a_window_of_one_batch(make_gradient, accumulate):
     gradient, loop = make_gradient(float, accumulate=accumulate)
     run_batches(gradient, loop, [3, 5, 4, 2][: 2 * accumulate], accumulate)
+    gradient.begin(2, ACTIVE)  # the closure runs `training_step` again
     gradient.weigh(torch.tensor(1.0, requires_grad=True))
     with pytest.raises(UnsupportedFeatureError, match=r"rank 0: .*more than once") if accumulate > 1 else nullcontext():
         gradient.synchronize()

@@ -4,6 +4,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.strategies.toolkit import (
     COUNTS,
     RANK,
     Classifier,
+    Polyak,
     assert_identical,
     fit,
     loader,
@@ -295,9 +297,30 @@ class SteppingItself(Classifier):
         self.steps += 1  # after the last synchronisation of the step
 
 
+class SteppingByTheLoss(Classifier):
+    """Calls a closure, on whose loss the step depends, with Lightning's optimizer or with torch's."""
+
+    def __init__(self, is_raw: bool) -> None:
+        super().__init__(Polyak)
+        self.automatic_optimization, self.is_raw = False, is_raw
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=not self.is_raw)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
 OPTIMIZED: dict[str, tuple[Callable[[], Classifier], str, float]] = {  # module, precision, tolerance
     "second order in another precision": (SecondOrder, "32-true", 1e-6),
     "lists in the state, and a buffer changed last": (SteppingItself, "64-true", 1e-12),
+    "by the loss, manually": (partial(SteppingByTheLoss, False), "64-true", 1e-12),
+    "by the loss, with torch's optimizer": (partial(SteppingByTheLoss, True), "64-true", 1e-12),
 }
 
 
