@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, get_args
 
 import torch
@@ -35,7 +36,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.step_guard import StepGuard
-from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
+from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientMark, GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies.base import describe_versions_of_run
 
@@ -136,6 +137,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._accumulating: tuple[object, ...] = ()  # the modules that `no_backward_sync` names at the moment
         self._window_modules: tuple[object, ...] = ()
         self._window = AccumulationWindow()
+        self._mark: GradientMark | None = None  # while the window is unfinished
 
     # ------------------------------------------------------------ set-up
 
@@ -277,8 +279,9 @@ class DDPCheckpointStrategy(DDPStrategy):
                 "`fabric.backward` needs the weight of the batch. Pass the loader to `fabric.setup_dataloaders`, or set"
                 " `fabric.strategy.batch_weight` before, such as `len(batch)`."
             )
-        if window.total and not reducer.has_gradients():
+        if self._mark is not None and self._mark.lift():
             window.begin()
+        self._mark = None
         if not window.length:
             self._window_modules = self._accumulating
         elif self._accumulating not in ((), self._window_modules):
@@ -297,6 +300,15 @@ class DDPCheckpointStrategy(DDPStrategy):
             factor *= self.world_size if self._participation is None else len(self._participation.active)
         with self._synchronizing(reducer):
             super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
+        if window.length:
+            self._mark = self._mark_gradient(reducer)
+
+    def _mark_gradient(self, reducer: GradientReducer) -> GradientMark | None:
+        """Mark a gradient that `zero_grad` drops together with the unfinished window."""
+        named = [module for module in self._window_modules if isinstance(module, nn.Module)]
+        parameters = chain.from_iterable(module.parameters() for module in named or self.modules)
+        marked = [*reducer.unsynchronized_parameters(), *(one for one in parameters if one.requires_grad)]
+        return GradientMark(marked[0]) if marked else None
 
     def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block, unless that is postponed."""

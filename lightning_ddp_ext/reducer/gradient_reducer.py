@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import steps_in_backward
+from lightning_ddp_ext._compat.torch import steps_in_backward, version_of
 from lightning_ddp_ext._validation import check_bucket_cap
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_module, fixed_parameters, shared_parameters
 from lightning_ddp_ext.distributed.exchange import destroy_group, digest, group_with_cpu, own_group
@@ -151,9 +151,10 @@ class GradientReducer:
                     " `register_post_accumulate_grad_hook`, which sees the gradient of all ranks."
                 )
 
-    def has_gradients(self) -> bool:
-        """Return True if any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._known.values())
+    def unsynchronized_parameters(self) -> list[Tensor]:
+        """Return the parameters with a gradient that is newer than its last synchronisation."""
+        unsynchronized = self._scheduler.unsynchronized()
+        return [parameter for number, parameter in self._known.items() if number in unsynchronized]
 
     @contextmanager
     def discard_gradients(self) -> Iterator[None]:
@@ -347,6 +348,29 @@ class GradientReducer:
         difference.pack_all(self._factor)
         dist.all_reduce(difference.buffer(), group=self._group)
         bucket.buffer().add_(difference.buffer())
+
+
+class GradientMark:
+    """Notices if the gradients of an unfinished window are dropped, as by `zero_grad` of a module or an optimizer.
+
+    Without a gradient, such as on a rank without data, zeros stand in for it until `lift`.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        self._stands_in = gradient is None
+        if gradient is None:
+            parameter.grad = gradient = torch.zeros_like(parameter)
+        self._parameter, self._gradient = parameter, gradient
+        self._version = version_of(gradient)
+
+    def lift(self) -> bool:
+        """Remove the mark; return True if the gradient has been dropped."""
+        gradient = self._parameter.grad
+        is_dropped = gradient is None or (version_of(gradient) != self._version and not gradient.any())
+        if self._stands_in and gradient is self._gradient:
+            self._parameter.grad = None
+        return is_dropped
 
 
 class AccumulationWindow:

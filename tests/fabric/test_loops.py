@@ -1,7 +1,7 @@
 """Loops of Fabric on ranks: data, checkpoints, several models, values of ranks, and misuse. One launch."""
 
 import time
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -146,18 +146,26 @@ def two_models_have_one_order_of_messages(folder: str) -> Any:
 
 
 def windows_may_be_dropped(folder: str) -> Any:
-    """Accumulate windows of 2 of 3 batches, of which only rank 0 has any; return the gradients that a hook sees."""
+    """Accumulate windows of 2 of 3 batches, of which rank 1 has 0 or 2; return the gradients that a hook sees."""
+    options = product((0, 2), (True, False), (False, True))
+    return [(number, drop_windows(number, *others)) for number, *others in options]
+
+
+def drop_windows(of_rank_1: int, set_to_none: bool, has_other_gradients: bool) -> list[float]:
     fabric, seen = launched(DDPJoinStrategy()), []
     model = fabric.setup(nn.Linear(1, 1, bias=False))
+    if has_other_gradients:
+        other = fabric.setup(nn.Linear(1, 1))
+        fabric.strategy.batch_weight = 1.0
+        fabric.backward(other(torch.ones(1, 1)).sum())
     model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(float(parameter.grad)))
-    batches = [torch.full((size, 1), value) for size, value in ((4, 1.0), (2, 2.0), (1, 7.0))]
-    loader = fabric.setup_dataloaders(
-        DataLoader(batches if RANK == 0 else [], batch_size=None), use_distributed_sampler=False
-    )
+    filled = ((4, 1.0), (2, 2.0), (1, 7.0)) if RANK == 0 else ((1, 3.0), (3, 5.0))[:of_rank_1]
+    batches = [torch.full((size, 1), value) for size, value in filled]
+    loader = fabric.setup_dataloaders(DataLoader(batches, batch_size=None), use_distributed_sampler=False)
     for _ in range(2):
         for number, batch in enumerate(loader):
             if number % 2 == 0:
-                model.zero_grad()
+                model.zero_grad(set_to_none=set_to_none)
             with fabric.no_backward_sync(model, enabled=number % 2 == 0):
                 fabric.backward(model(batch).mean() / 2)
     return seen
@@ -456,8 +464,11 @@ def test_ranks_with_two_models_stay_identical(found):
 
 
 def test_a_window_that_is_dropped_has_no_weight_and_hooks_see_the_gradient_of_all_ranks(found):
-    for gradients in values_of(found, windows_may_be_dropped):
-        assert gradients == pytest.approx([(4 * 1 + 2 * 2) / 6] * 2)
+    for of_rank in values_of(found, windows_may_be_dropped):
+        assert len(of_rank) == 8
+        for of_rank_1, gradients in of_rank:
+            expected = (4 * 1 + 2 * 2) / 6 if of_rank_1 == 0 else (4 * 1 + 2 * 2 + 1 * 3 + 3 * 5) / 10
+            assert gradients == pytest.approx([expected] * 2)
 
 
 def test_misuse_ends_in_an_error_with_a_remedy(found):

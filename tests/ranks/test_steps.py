@@ -46,8 +46,8 @@ class RecordingReducer:
     def unmanaged_parameters(self, parameters):
         return []
 
-    def has_gradients(self):
-        return True
+    def unsynchronized_parameters(self):
+        return []
 
     def defer_hooks(self):
         self.defers_hooks = True
