@@ -62,7 +62,8 @@ def manual_step_progress(trainer: Trainer) -> Any:
 def without_batch_hooks(trainer: Trainer) -> Iterator[None]:
     """Call no batch hooks of evaluation in this block."""
     # The callbacks stay in place, because Lightning calls their `on_exception` if an error ends the block.
-    owners = [vars(one) for one in (trainer.lightning_module, *vars(trainer)["callbacks"])]
+    hooked = {id(one): one for one in (trainer.lightning_module, *vars(trainer)["callbacks"])}  # each once
+    owners = [vars(one) for one in hooked.values()]
     names = [f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")]
     kept = [{name: owner[name] for name in names if name in owner} for owner in owners]
     for owner in owners:

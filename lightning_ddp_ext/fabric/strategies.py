@@ -3,7 +3,6 @@
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from typing import Any, get_args
 
@@ -24,7 +23,7 @@ from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
-from lightning_ddp_ext.distributed.exchange import add_up, gather_integer, gather_objects, own_group
+from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, LoopBatch, without_first, without_rng
 from lightning_ddp_ext.join.lockstep_loader import (
@@ -184,7 +183,6 @@ class DDPCheckpointStrategy(DDPStrategy):
             together.named_parameters,
             is_known=lambda optimizer: optimizer in self.optimizers,
             weigh_loss=lambda: (self.batch_weight or 0.0, self._rule.is_sum),
-            add_up=partial(add_up, group=self._reducer.process_group),
             synchronize_by="Call `fabric.backward(loss)` instead of `loss.backward()`, and leave the last one before a"
             " step out of `fabric.no_backward_sync`.",
             create_in="of a module before `fabric.setup`",

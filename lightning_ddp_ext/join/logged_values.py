@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_ddp_ext._compat.lightning_logging import (
     set_latest,
 )
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects
+from lightning_ddp_ext.distributed.exchange import add_up, gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError
 from lightning_ddp_ext.ranks.sample_counts import StepParticipation, sums_and_means
 
@@ -146,7 +147,9 @@ class LoggedValues:
         device = self._module.device
         own = [value.detach().to(device, widest_float(device), non_blocking=True) for value in values]
         stacked = torch.stack(own)
-        sums, means = sums_and_means(stacked, None if self._participation().is_shadow else weight, self._add_up)
+        sums, means = sums_and_means(
+            stacked, None if self._participation().is_shadow else weight, partial(add_up, group=self._group)
+        )
         largest = torch.stack(
             [-one if operation == "min" else one for one, operation in zip(own, operations, strict=True)]
         )
@@ -159,10 +162,6 @@ class LoggedValues:
             reduced[operation][position].to(value)
             for position, (value, operation) in enumerate(zip(values, operations, strict=True))
         ]
-
-    def _add_up(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
 
     def _compare(self, hashes: Sequence[float], keys: Sequence[str] | None = None) -> None:
         """Raise if ranks are about to reduce different values, of these keys or of all keys of the epoch."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_ddp_ext.distributed.exchange import add_up
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
 from lightning_ddp_ext.ranks.sample_counts import sums_and_means
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
@@ -27,7 +28,6 @@ class StepGuard:
         named_parameters: Returns the parameters at the moment, with the names that errors use.
         is_known: Returns True for an optimizer that was set up with Lightning.
         weigh_loss: Returns the weight of the current batch, and whether its loss is a sum.
-        add_up: Adds up values over the ranks that run the step.
         synchronize_by: What to do about gradients that are not synchronised, for the error.
         create_in: Where to create parameters, for the error.
     """
@@ -39,7 +39,6 @@ class StepGuard:
         named_parameters: Callable[[], Iterable[tuple[str, Tensor]]],
         is_known: Callable[[Optimizer], bool],
         weigh_loss: Callable[[], tuple[float, bool]],
-        add_up: Callable[[Tensor], Tensor],
         synchronize_by: str,
         create_in: str,
     ) -> None:
@@ -48,7 +47,6 @@ class StepGuard:
         self._named_parameters = named_parameters
         self._is_known = is_known
         self._weigh_loss = weigh_loss
-        self._add_up = add_up
         self._synchronize_by = synchronize_by
         self._create_in = create_in
         before_step = weakref.WeakMethod(self._before_step)  # the hook must not keep the module alive
@@ -91,7 +89,7 @@ class StepGuard:
         def run_and_check() -> Any:
             loss = closure()
             self.check(optimizer)
-            return self._of_all_ranks(loss) if loss is not None and self._shares_loss(optimizer) else loss
+            return loss if loss is None or not self._shares_loss(optimizer) else self._of_all_ranks(loss, optimizer)
 
         if is_positional:
             return (args[0], run_and_check, *args[2:]), kwargs
@@ -104,12 +102,13 @@ class StepGuard:
         parameters = _parameters(optimizer)
         return len(self._reducer.unmanaged_parameters(parameters)) < len(parameters)
 
-    def _of_all_ranks(self, loss: Any) -> Tensor:
+    def _of_all_ranks(self, loss: Any, optimizer: Optimizer) -> Tensor:
         """Return the loss of the whole batch, in the widest type: a rank without data may not know the type."""
         weight, is_sum = self._weigh_loss()
-        value = torch.as_tensor(loss).detach().reshape(1)
-        # A loss that stands in for one has no weight, and is in no sum.
-        sums, means = sums_and_means(value, None if is_sum and not weight else weight, self._add_up)
+        value = torch.as_tensor(loss, device=_parameters(optimizer)[0].device).detach().reshape(1)
+        # A loss that stands in for one has no weight, and is in no sum. Inside of an uneven step the ranks are those
+        # that run it, since collectives are redirected.
+        sums, means = sums_and_means(value, None if is_sum and not weight else weight, add_up)
         return (sums if is_sum else means)[0]
 
 

@@ -184,7 +184,6 @@ class RankGradient:
             is_known=lambda optimizer: optimizer in trainer.optimizers,
             # Not of `self`: in a cycle with it, the process group would outlive the run.
             weigh_loss=lambda: (cast(Any, trainer.strategy).batch_weight, rule.is_sum),
-            add_up=lambda values: trainer.strategy.reduce(values, reduce_op="sum"),
             synchronize_by="Call `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one"
             " before a step out of `toggle_model(sync_grad=False)`.",
             create_in="in `__init__`, `configure_model` or `setup` of the module",
@@ -207,12 +206,13 @@ class RankGradient:
 
     def _begin(self, active: Sequence[int]) -> None:
         self._active = active
-        index = self._trainer.fit_loop.epoch_loop.batch_idx
+        loop = self._trainer.fit_loop.epoch_loop
+        index = loop.batch_idx
         if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
             self.window.begin()
         self._is_added = False
-        if self._batch != self._trainer.fit_loop.epoch_loop.total_batch_idx:  # no closure that runs again
-            self._batch, self._passes = self._trainer.fit_loop.epoch_loop.total_batch_idx, 0
+        if self._batch != loop.total_batch_idx:  # no closure that runs again
+            self._batch, self._passes = loop.total_batch_idx, 0
 
     def _add(self) -> None:
         """Add the micro-batch to the window, once until a synchronisation."""

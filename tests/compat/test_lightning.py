@@ -388,7 +388,8 @@ def test_batch_hooks_of_evaluation_are_silenced():
         def on_exception(self, trainer, module, exception):
             called.append(str(exception))
 
-    module, trainer = BoringModel(), make_trainer(callbacks=[Recording()])
+    recording = Recording()
+    module, trainer = BoringModel(), make_trainer(callbacks=[recording, recording])
     module.on_validation_batch_start = lambda *_: called.append("hook")
     trainer.strategy.connect(module)
 
@@ -401,9 +402,9 @@ def test_batch_hooks_of_evaluation_are_silenced():
 
     with lightning_loops.without_batch_hooks(trainer):
         run(ArithmeticError("boom"))
-    assert called == ["boom"]
+    assert called == ["boom", "boom"]
     run()
-    assert called == ["boom", "hook", "callback"]
+    assert called == ["boom", "boom", "hook", "callback", "callback"]
 
 
 def test_manual_steps_are_counted_where_expected():
