@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -102,12 +103,13 @@ class LoopWindow(AccumulationWindow):
 
     def end_pass(self, reducer: GradientReducer, modules: Iterable[nn.Module]) -> None:
         """End a backward pass of modules; mark a gradient that is dropped together with the window."""
+        if not self.length and self._ended[1] == 1:
+            return  # a further pass would be a window like this one
         named = [module for module in self._modules if isinstance(module, nn.Module)]
-        parameters: list[Tensor] = [
-            parameter for module in named or modules for parameter in module.parameters() if parameter.requires_grad
-        ]
+        parameters = chain.from_iterable(module.parameters() for module in named or modules)
+        trained = (parameter for parameter in parameters if parameter.requires_grad)
         if self.length:
-            marked = [*reducer.unsynchronized_parameters(), *parameters]
+            marked = next(chain(reducer.unsynchronized_parameters(), trained), None)
         else:
-            marked = [parameter for parameter in parameters if parameter.grad is not None and self._ended[1] > 1]
-        self._mark = GradientMark(marked[0]) if marked else None
+            marked = next((parameter for parameter in trained if parameter.grad is not None), None)
+        self._mark = None if marked is None else GradientMark(marked)
