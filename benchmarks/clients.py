@@ -481,7 +481,10 @@ def norm_of_difference(ones: dict[str, Any], others: dict[str, Any]) -> float:
 def prepare(name: str) -> Path:
     """Return the interpreter of an application's environment, which falls back to the packages of this one."""
     client = CLIENTS[name]
-    base = Path(sys.executable) if not client.row else versions.prepare(versions.ROWS[client.row])
+    base = Path(sys.executable)
+    if client.row:
+        ((row, interpreter),) = versions.find_interpreters([versions.ROWS[client.row]], may_replace=False)
+        base = versions.prepare(row, interpreter)
     script = "import site; print(site.getsitepackages()[0])"
     below = subprocess.run([base, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
     requirements = client.requirements or (name,)
