@@ -24,8 +24,12 @@ class LoopBatch:
     weight: float | None = None  # on this rank
     participation: StepParticipation | None = None  # None if every rank has a batch
     shares: Any = None  # the `SharedBatch` of `shares/table.py`, if ranks share the batch
+    number: int = 0  # of batches that the loader has given
     is_new: bool = False  # since the last backward pass
     has_given_weight: bool = False  # by the user
+    is_reweighted: bool = False  # by the user, since the last backward pass
+    has_skipped: bool = False  # the loader has given a batch of another weight that no backward pass followed
+    has_evaluated: bool = False  # a loop over another loader has begun and ended since
 
 
 class BatchUser(Protocol):
@@ -56,6 +60,7 @@ class FabricLoader:
         self._user = user
         self._device = device
         self._rng = ResumableRng(device)
+        self._given = 0  # batches, by this process
         self._epoch = 0  # iterations that have begun
         self._used: int | None = None  # batches of this epoch that the loop has got; None between epochs
         self._skip = 0
@@ -84,6 +89,8 @@ class FabricLoader:
                 if step is None:
                     break
                 self._used += 1
+                self._given += 1
+                current.number = self._given
                 self._user.begin_batch(current, *step)
                 yield step[0]
             self._used = None

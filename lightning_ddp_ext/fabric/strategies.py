@@ -1,9 +1,9 @@
 """`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from itertools import chain
 from typing import Any, get_args
 
 import torch
@@ -25,6 +25,7 @@ from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.fabric.accumulation import LoopWindow
 from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, LoopBatch, without_first, without_rng
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
@@ -35,7 +36,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.step_guard import StepGuard
-from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientMark, GradientReducer
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies.base import describe_versions_of_run
 
@@ -134,9 +135,8 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._guard: StepGuard | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._accumulating: tuple[object, ...] = ()  # the modules that `no_backward_sync` names at the moment
-        self._window_modules: tuple[object, ...] = ()
-        self._window = AccumulationWindow()
-        self._mark: GradientMark | None = None  # while the window is unfinished
+        self._window = LoopWindow(self._rule.is_sum)
+        self._has_warned = False
 
     # ------------------------------------------------------------ set-up
 
@@ -182,11 +182,16 @@ class DDPCheckpointStrategy(DDPStrategy):
             self._reducer,
             together.named_parameters,
             is_known=lambda optimizer: optimizer in self.optimizers,
-            weigh_loss=lambda: (self.batch_weight or 0.0, self._rule.is_sum),
+            weigh_loss=lambda: (self._loss_weight(), self._rule.is_sum),
             synchronize_by="Call `fabric.backward(loss)` instead of `loss.backward()`, and leave the last one before a"
             " step out of `fabric.no_backward_sync`.",
             create_in="of a module before `fabric.setup`",
         )
+
+    def _loss_weight(self) -> float:
+        """Return the weight of the loss that a closure returns: that of its backward passes, if it has any."""
+        batch = self._batches[-1]
+        return (batch.weight or 0.0) if batch.is_new or batch.is_reweighted else self._window.last_total
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -214,11 +219,13 @@ class DDPCheckpointStrategy(DDPStrategy):
     @contextmanager
     def iterating(self) -> Generator[LoopBatch, None, None]:
         """Iterate over a loader in the block, inside of a loop over another one or in turn with it."""
-        current = LoopBatch()
+        current, outer = LoopBatch(), self._batches[-1]
+        number = outer.number
         try:
             yield current
         finally:
             self._forget(current)
+            outer.has_evaluated |= outer is self._batches[-1] and outer.number == number
 
     def _forget(self, current: LoopBatch) -> None:
         self._batches = [other for other in self._batches if other is not current]
@@ -228,8 +235,9 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._forget(current)
         self._batches.append(current)
         current.participation, current.shares = fetched.participation, fetched.shares
-        current.is_new, current.has_given_weight = True, False
-        current.weight = self._weigh(batch, fetched)
+        weight = self._weigh(batch, fetched)
+        current.has_skipped |= current.is_new and current.weight != weight
+        current.weight, current.is_new, current.has_given_weight, current.has_evaluated = weight, True, False, False
 
     def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
         if self.is_shadow:
@@ -249,7 +257,8 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     @batch_weight.setter
     def batch_weight(self, weight: float | None) -> None:
-        self._batches[-1].weight, self._batches[-1].has_given_weight = weight, True
+        batch = self._batches[-1]
+        batch.weight, batch.has_given_weight, batch.is_reweighted = weight, True, True
 
     @property
     def _participation(self) -> StepParticipation | None:
@@ -271,48 +280,43 @@ class DDPCheckpointStrategy(DDPStrategy):
         reducer = self._reducer
         if reducer is None:
             raise RuntimeError("`fabric.backward` needs a module. Call `model = fabric.setup(model)` first.")
-        window, weight = self._window, self.batch_weight
-        if weight is None:
+        batch = self._batches[-1]
+        if batch.weight is None:
             raise RuntimeError(
-                "`fabric.backward` needs the weight of the batch. Pass the loader to `fabric.setup_dataloaders`, or set"
-                " `fabric.strategy.batch_weight` before, such as `len(batch)`."
-            )
-        if self._mark is not None and self._mark.lift():
-            window.begin()
-        self._mark = None
-        if not window.length:
-            self._window_modules = self._accumulating
-        elif self._accumulating not in ((), self._window_modules):
-            raise UnsupportedFeatureError(
-                "`fabric.no_backward_sync` names another module than in the last backward pass, whose gradients are not"
-                " synchronised yet, and the gradients of all modules are synchronised together. End the accumulation of"
-                " one module before that of the next begins, or name both modules each time."
+                "`fabric.backward` needs the weight of the batch: no loop over a loader of `fabric.setup_dataloaders`"
+                " is at a batch. Call it inside of such a loop, or set `fabric.strategy.batch_weight` before, such as"
+                " `len(batch)`."
             )
         new = self._new_batches()
-        has_given_weight = self._batches[-1].has_given_weight
-        window.add(weight, () if has_given_weight else [one.weight or 0.0 for one in new])
+        self._warn_of_skipped(new)
+        active = range(self.world_size) if self._participation is None else self._participation.active
+        factor = self._window.begin_pass(batch, new, active, self._accumulating)
         for one in new:
-            one.is_new = False
-        factor = window.weigh(weight)
-        if self._rule.is_sum:
-            factor *= self.world_size if self._participation is None else len(self._participation.active)
+            one.is_new = one.has_skipped = False
+        batch.is_reweighted = False
         with self._synchronizing(reducer):
             super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
-        if window.length:
-            self._mark = self._mark_gradient(reducer)
+        self._window.end_pass(reducer, self.modules)
 
-    def _mark_gradient(self, reducer: GradientReducer) -> GradientMark | None:
-        """Mark a gradient that `zero_grad` drops together with the unfinished window."""
-        named = [module for module in self._window_modules if isinstance(module, nn.Module)]
-        parameters = chain.from_iterable(module.parameters() for module in named or self.modules)
-        marked = [*reducer.unsynchronized_parameters(), *(one for one in parameters if one.requires_grad)]
-        return GradientMark(marked[0]) if marked else None
+    def _warn_of_skipped(self, new: Sequence[LoopBatch]) -> None:
+        if any(one.has_skipped and not one.has_given_weight for one in new) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"rank {self.global_rank}: a loader has given several batches of different weights since the last"
+                f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Set"
+                " `fabric.strategy.batch_weight` before each `fabric.backward` if your loop takes batches ahead of"
+                " their use.",
+                category=UserWarning,
+                stacklevel=3,
+            )
 
     def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
-        window = self._window
-        scale = window.first * window.length  # the user has divided each loss by the length
-        return window.synchronize(reducer, window.total, scale, None, reducer.control.position + 1)
+        return self._window.synchronizing(reducer, self.position(self._batches[-1]))
+
+    def position(self, batch: LoopBatch) -> int:
+        """Return a number that is the same on all ranks when they synchronise gradients with a batch."""
+        return 0
 
     @contextmanager
     def accumulating(self, module: object, is_postponed: bool) -> Generator[None, None, None]:
@@ -448,6 +452,10 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
         return None if lengths is None else int(number_of_steps(lengths, self.uneven_inputs))
 
     @override
+    def position(self, batch: LoopBatch) -> int:
+        return batch.number  # ranks have the same number of batches
+
+    @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or self._is_even(group):
             return super().all_reduce(tensor, group, reduce_op)
@@ -464,7 +472,10 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
         return gathered[list(self._participation.active)]
 
     def _is_even(self, group: Any) -> bool:
-        return self._participation is None or not self._participation.is_uneven or group not in (None, dist.group.WORLD)
+        """Whether a value is that of all ranks; after an evaluation within a step, it may be the result of that."""
+        batch = self._batches[-1]
+        is_of_step = batch.participation is not None and batch.participation.is_uneven and not batch.has_evaluated
+        return not is_of_step or group not in (None, dist.group.WORLD)
 
 
 def _gather_lengths(length: int | None) -> list[int] | None:

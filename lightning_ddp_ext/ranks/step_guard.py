@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,15 +86,17 @@ class StepGuard:
         if closure is None:
             self.check(optimizer)
             return None
-
-        def run_and_check() -> Any:
-            loss = closure()
-            self.check(optimizer)
-            return loss if loss is None or not self._shares_loss(optimizer) else self._of_all_ranks(loss, optimizer)
-
+        if isinstance(closure, _CheckedClosure) and closure.is_checked_by(self):
+            return None  # a subclass calls `step` of its base class
+        checked = _CheckedClosure(closure, optimizer, self)
         if is_positional:
-            return (args[0], run_and_check, *args[2:]), kwargs
-        return args, {**kwargs, "closure": run_and_check}
+            return (args[0], checked, *args[2:]), kwargs
+        return args, {**kwargs, "closure": checked}
+
+    def end_closure(self, optimizer: Optimizer, loss: Any) -> Any:
+        """Check the gradients after a closure; return its loss, of the whole batch if the step may depend on it."""
+        self.check(optimizer)
+        return loss if loss is None or not self._shares_loss(optimizer) else self._of_all_ranks(loss, optimizer)
 
     def _shares_loss(self, optimizer: Optimizer) -> bool:
         """Return True if the step may depend on the loss. Of torch's optimizers, only that of L-BFGS does."""
@@ -110,6 +113,23 @@ class StepGuard:
         # that run it, since collectives are redirected.
         sums, means = sums_and_means(value, None if is_sum and not weight else weight, add_up)
         return (sums if is_sum else means)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedClosure:
+    """A closure that a guard checks."""
+
+    closure: Callable[[], Any]
+    optimizer: Optimizer
+    guard: StepGuard
+
+    def __call__(self) -> Any:
+        return self.guard.end_closure(self.optimizer, self.closure())
+
+    def is_checked_by(self, guard: StepGuard) -> bool:
+        """Return True if this guard checks the closure too, as one of several guards."""
+        inner = self.closure
+        return self.guard is guard or (isinstance(inner, _CheckedClosure) and inner.is_checked_by(guard))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -360,12 +360,17 @@ class GradientMark:
         if gradient is None:
             parameter.grad = gradient = torch.zeros_like(parameter)
         self._parameter, self._gradient = parameter, gradient
-        self._version = version_of(gradient)
+        self._versions = version_of(parameter), version_of(gradient)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the parameter has changed, as in a step of its optimizer."""
+        return version_of(self._parameter) != self._versions[0]
 
     def lift(self) -> bool:
         """Remove the mark; return True if the gradient has been dropped."""
         gradient = self._parameter.grad
-        is_dropped = gradient is None or (version_of(gradient) != self._version and not gradient.any())
+        is_dropped = gradient is None or (version_of(gradient) != self._versions[1] and not gradient.any())
         if self._stands_in and gradient is self._gradient:
             self._parameter.grad = None
         return is_dropped
@@ -380,7 +385,7 @@ class AccumulationWindow:
 
     def __init__(self) -> None:
         self.is_postponed = False  # the synchronisation is, so that the window continues
-        self._is_weightless = False  # the next backward pass is
+        self.skips_pass = False  # the next backward pass has no weight
         self.begin()
 
     def begin(self) -> None:
@@ -403,7 +408,7 @@ class AccumulationWindow:
     def weigh(self, weight: float) -> float:
         """Return the factor of the loss of a micro-batch that was added with this weight, before its backward pass."""
         factor = weight / self.first if self.first else 0.0
-        self._is_weightless = not factor
+        self.skips_pass = not factor
         return factor
 
     @contextmanager
@@ -425,7 +430,7 @@ class AccumulationWindow:
         backward pass has to run nevertheless, since it may communicate.
         """
         reducer.defer_hooks()  # in passes that are not synchronised too, for hooks that the step has added
-        is_weightless, self._is_weightless = self._is_weightless, False
+        is_weightless, self.skips_pass = self.skips_pass, False
         if is_weightless:
             with reducer.discard_gradients():
                 yield

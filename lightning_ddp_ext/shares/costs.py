@@ -31,7 +31,10 @@ class SampleCost:
 
     def __call__(self, sample: Any, place: str) -> float:
         """Return the cost of a sample; `place` names it in an error."""
-        value = self._function(sample)
+        try:
+            value = self._function(sample)
+        except Exception as error:
+            raise ValueError(f"{place}: `cost` raises {type(error).__name__}: {error}") from error
         cost = _as_number(value)
         if not 0 <= cost < math.inf:
             raise ValueError(

@@ -174,5 +174,6 @@ def check_shares(taken: Sequence[SharedBatch]) -> None:
             raise BatchSplitError(
                 f"the loaders of a step give {total} and {number} samples, in the shares {list(first.sizes)}"
                 f" and {list(other.sizes)}, but a rank has one weight in a step. Give all loaders the same `batch_size`"
-                " and `drop_last=True`, and leave `cost` out."
+                " and `drop_last=True`, leave `cost` out, and if they are not all used in every step, use"
+                ' `balance="even"`.'
             )

@@ -1,6 +1,7 @@
 """Loops of Fabric on ranks: data, checkpoints, several models, values of ranks, and misuse. One launch."""
 
 import time
+import warnings
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ from lightning.fabric import Fabric, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import BatchSplitError, UnevenInputsError, UnsupportedFeatureError, UnsynchronizedGradientsError
+from lightning_ddp_ext import (
+    BatchSplitError,
+    RanksOutOfStepError,
+    UnevenInputsError,
+    UnsupportedFeatureError,
+    UnsynchronizedGradientsError,
+)
 from lightning_ddp_ext.fabric import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from tests.strategies.toolkit import RANK, WORLD_SIZE, Stream, digest_of, gather, run_on_ranks, samples, values_of
 
@@ -100,20 +107,19 @@ def values_are_those_of_the_active_ranks(folder: str) -> Any:
     fabric = launched()
     batches = [torch.full((1,), float(10 * RANK + number)) for number in range(2 - min(RANK, 1))]
     loader = fabric.setup_dataloaders(DataLoader(batches, batch_size=None), use_distributed_sampler=False)
+    evaluated = fabric.setup_dataloaders(DataLoader(batches[:1], batch_size=None), use_distributed_sampler=False)
     found = []
     for batch in loader:
-        inner = fabric.setup_dataloaders(DataLoader(batches[:1], batch_size=None), use_distributed_sampler=False)
-        for _ in inner:  # as an evaluation in the middle of an epoch
-            every = fabric.all_gather(batch).flatten().tolist()
         found.append(
             {
-                "in the inner loop": every,
                 "gathered": fabric.all_gather(batch).flatten().tolist(),
                 **{
                     name: float(fabric.all_reduce(batch.clone(), reduce_op=name))
                     for name in ("mean", "sum", "max", "min")
                 },
                 "whole numbers": float(fabric.all_reduce(batch.long())),
+                "evaluated": [fabric.all_gather(other).flatten().tolist() for other in evaluated],
+                "after the evaluation": fabric.all_gather(batch).flatten().tolist(),
             }
         )
     found.append(fabric.all_gather(torch.tensor(RANK)).tolist())
@@ -169,6 +175,98 @@ def drop_windows(of_rank_1: int, set_to_none: bool, has_other_gradients: bool) -
             with fabric.no_backward_sync(model, enabled=number % 2 == 0):
                 fabric.backward(model(batch).mean() / 2)
     return seen
+
+
+# The samples of two micro-batches on two ranks, and those of a rank without the second one.
+EVEN, UNEVEN = ([[1.0], [2.0, 4.0]], [[3.0, 5.0, 7.0], [6.0]]), ([[1.0], [2.0, 4.0]], [[3.0, 5.0, 7.0]])
+LOOPS = ("two losses", "two losses, one of them synchronised", "another step", "another step with the old gradient")
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the loss that its closure returns."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.loss = float(super().step(closure))
+
+
+def accumulate(strategy: Any, batches: Any, loop: str) -> tuple[float, float]:
+    """Accumulate the gradients of two losses, w * x and w * x ** 2; return the gradient, and the loss of a closure."""
+    fabric = launched(strategy)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer = fabric.setup(model, Recorder(model.parameters(), lr=0.0))
+    own = [torch.tensor(batch)[:, None] for batch in batches[RANK]]
+    loader = fabric.setup_dataloaders(DataLoader(own, batch_size=None), use_distributed_sampler=False)
+    combine = torch.sum if strategy.weight_by == "sum" else torch.mean
+
+    def accumulate_all() -> float:
+        total = 0.0
+        for number, batch in enumerate(loader):
+            losses = [combine(model(batch)) / 2, combine(model(batch**2)) / 2]
+            total += 0.0 if fabric.strategy.is_shadow else float(sum(losses))
+            for place, loss in enumerate(losses):
+                is_postponed = number == 0 or (place == 0 and "one of them" in loop)
+                with fabric.no_backward_sync(model, enabled=is_postponed):
+                    fabric.backward(loss)
+            if "another step" in loop and number == 1:
+                optimizer.optimizer.loss = 0.0
+                super(Recorder, optimizer.optimizer).step()
+                if "old gradient" not in loop:
+                    optimizer.zero_grad()
+                fabric.backward(combine(model(batch)))
+        return total
+
+    if "another step" in loop:
+        accumulate_all()
+        return float(model.weight.grad), 0.0
+    optimizer.optimizer.step(accumulate_all)
+    return float(model.weight.grad), optimizer.optimizer.loss
+
+
+def windows_with_several_backward_passes(folder: str) -> Any:
+    return {
+        (rule, batches is EVEN, loop): accumulate(DDPJoinStrategy(weight_by=rule), batches, loop)
+        for rule in ("samples", "sum")
+        for batches in (EVEN, UNEVEN)
+        for loop in LOOPS
+    }
+
+
+def of_one_process(rule: str, batches: Any, loop: str) -> float:
+    """Return the gradient of one process on the samples of all ranks."""
+    every = torch.tensor([*chain(*chain(*batches))])
+    last = torch.tensor([*chain(*(own[1] for own in batches if len(own) > 1))])
+    combine = torch.sum if rule == "sum" else torch.mean
+    # The mean over samples, and half of the sum over samples, since the losses of micro-batches were halved.
+    whole = combine(every + every**2) / (2 if rule == "sum" else 1)
+    return float({"another step": combine(last), LOOPS[3]: whole + combine(last)}.get(loop, whole))
+
+
+def loops_that_differ(folder: str) -> Any:
+    """Leave out different batches on the ranks, and take batches ahead; return the errors and the warning."""
+    said = {}
+    for name, make in (("ddp_join", DDPJoinStrategy), ("balanced_ddp", lambda: BalancedDDPStrategy(split=[1, 1]))):
+        fabric = launched(make())
+        model = fabric.setup(nn.Linear(1, 1))
+        loader = fabric.setup_dataloaders(DataLoader(torch.ones(12, 1), batch_size=3))
+        with pytest.raises(RanksOutOfStepError) as error:  # noqa: PT012
+            for number, batch in enumerate(loader):
+                if number != RANK:
+                    fabric.backward(model(batch).mean())
+        said[name] = str(error.value)
+    fabric = launched(DDPJoinStrategy())
+    model = fabric.setup(nn.Linear(1, 1))
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(10, 1), batch_size=2))  # 2, 2 and 1 on a rank
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            batches = iter(loader)
+            for taken in ([next(batches)], [next(batches), next(batches)]):
+                for batch in taken:
+                    fabric.backward(model(batch).mean())
+    said["ahead"] = [str(one.message) for one in caught if "batch_weight" in str(one.message)]
+    return said
 
 
 def errors_say_what_to_do(folder: str) -> Any:
@@ -414,6 +512,8 @@ CASES = [
     shares_follow_the_speed,
     misused_sharing,
     windows_may_be_dropped,
+    windows_with_several_backward_passes,
+    loops_that_differ,
     times_of_other_loops_are_not_measured,
     steps_of_several_loaders,
 ]
@@ -448,11 +548,12 @@ def test_ranks_share_the_samples(found):
 def test_ranks_without_data_are_left_out_of_values(found):
     for first, second, after in values_of(found, CASES[2]):
         assert first == {
-            "in the inner loop": [0, 10], "gathered": [0, 10], "mean": 5, "sum": 10, "max": 10, "min": 0,
-            "whole numbers": 5,
+            "gathered": [0, 10], "mean": 5, "sum": 10, "max": 10, "min": 0, "whole numbers": 5,
+            "evaluated": [[0, 10]], "after the evaluation": [0, 10],
         }  # fmt: skip
         assert second == {
-            "in the inner loop": [1, 10], "gathered": [1], "mean": 1, "sum": 1, "max": 1, "min": 1, "whole numbers": 1,
+            "gathered": [1], "mean": 1, "sum": 1, "max": 1, "min": 1, "whole numbers": 1,
+            "evaluated": [[0, 10]], "after the evaluation": [1, 10],
         }  # fmt: skip
         assert after == [0, 1]
 
@@ -471,12 +572,35 @@ def test_a_window_that_is_dropped_has_no_weight_and_hooks_see_the_gradient_of_al
             assert gradients == pytest.approx([expected] * 2)
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("rule", ["samples", "sum"])
+@pytest.mark.parametrize("batches", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_micro_batches_count_once_and_a_window_ends_with_the_next_batch(found, rule, batches, loop):
+    for gradients in values_of(found, windows_with_several_backward_passes):
+        gradient, loss = gradients[rule, batches is EVEN, loop]
+        assert gradient == pytest.approx(of_one_process(rule, batches, loop))
+        if "another" not in loop:
+            # Each rank returns the sum over its micro-batches of the halved losses, with weight of all its samples.
+            own = [sum(sum(x + x**2 for x in part) / (2 * (1 if rule == "sum" else len(part))) for part in parts)
+                   for parts in batches]  # fmt: skip
+            sizes = [1 if rule == "sum" else sum(map(len, parts)) for parts in batches]
+            total = sum(one * size for one, size in zip(own, sizes, strict=True))
+            assert loss == pytest.approx(total / (1 if rule == "sum" else sum(sizes)))
+
+
+def test_loops_that_differ_between_ranks_end_in_an_error(found):
+    for said in values_of(found, loops_that_differ):
+        for name in ("ddp_join", "balanced_ddp"):
+            assert "synchronises gradients at position" in said[name]
+            assert "Run equally many batches" in said[name]
+        (warning,) = said["ahead"]
+        assert "uses the weight of the last one, 1." in warning
+
+
 def test_misuse_ends_in_an_error_with_a_remedy(found):
     for said in values_of(found, CASES[4]):
         assert "Call `model = fabric.setup(model)` first" in said["no module"]
-        assert (
-            "Pass the loader to `fabric.setup_dataloaders`, or set `fabric.strategy.batch_weight`" in said["no weight"]
-        )
+        assert "Call it inside of such a loop, or set `fabric.strategy.batch_weight`" in said["no weight"]
         assert "leave the last one before a step out of `fabric.no_backward_sync`" in said["not synchronised"]
         for name in ("no parameter of a module", "the same, without Fabric"):
             assert "a parameter of shape [1], which was not part of the module" in said[name]

@@ -143,7 +143,7 @@ def test_a_window_is_sent_once_with_the_sum_of_its_weights(make_gradient):
     assert of_trainer == of_fabric[:4] == [0.0, 1.0, 0.0, 2.0]
     sent = (9.0, 3.0 * 4, None)  # Lightning, or the loop, has divided losses by 4
     assert [one[:3] for one in gradient.reducer.sent] == [sent]
-    assert reducer.sent == [(*sent, 1), (0.0, 0.0, None, 2)]
+    assert reducer.sent == [(*sent, 0), (0.0, 0.0, None, 0)]
     # Lightning drops the gradients of an unfinished window.
     assert run_batches(gradient, loop, [5], accumulate=4) == run_batches(gradient, loop, [2], accumulate=1) == [1.0]
     assert gradient.reducer.sent[1][0] == 2.0
@@ -171,7 +171,7 @@ def test_sums_are_not_divided_by_the_ranks(make_gradient, automatic, sent):
 def test_sums_are_not_divided_by_the_ranks_under_fabric():
     factors, reducer = run_loop_of_fabric([1.0, 0.0], weight_by="sum")
     assert factors == [2.0, 0.0]
-    assert [one[:3] for one in reducer.sent] == [(1.0, 1.0, None), (0.0, 0.0, None)]
+    assert [one[:3] for one in reducer.sent] == [(1.0, None, None), (0.0, None, None)]
 
 
 def test_blocks_that_postpone_synchronisation_may_contain_each_other():

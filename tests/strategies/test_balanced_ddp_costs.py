@@ -171,6 +171,11 @@ REFUSED: dict[str, tuple[Any, Callable[[], Any], str]] = {
         lambda: DataLoader(Stream([Sequences()[index] for index in range(9)]), 4, collate_fn=concatenate),
         ", batch 1, sample 3: `cost` returned None. Return a finite number",
     ),
+    "a stream, and an error": (
+        lambda sample: float(sample["absent"]),
+        lambda: DataLoader(Stream([Sequences()[index] for index in range(9)]), 4, collate_fn=concatenate),
+        ", batch 0, sample 0: `cost` raises KeyError: 'absent'",
+    ),
     "unreadable sample": (
         "length",
         lambda: DataLoader(Unreadable(), 4, collate_fn=concatenate),
