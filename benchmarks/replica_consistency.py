@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_ddp_ext.callbacks import ReplicaConsistency
-from lightning_ddp_ext.consistency.fingerprints import fingerprint_all
+from lightning_ddp_ext.consistency import fingerprint_all
 from tests.support.processes import run_processes
 
 _MEGABYTES = 100

@@ -23,17 +23,15 @@ from lightning_ddp_ext.errors import (
 )
 
 if TYPE_CHECKING:
-    from lightning_ddp_ext.batches.label_weights import ClassWeights, TokenCount
     from lightning_ddp_ext.batches.token_batches import TokenBudgetBatchSampler
-    from lightning_ddp_ext.clusters.manual import ManualEnvironment
-    from lightning_ddp_ext.clusters.slurm import CheckedSLURMEnvironment
+    from lightning_ddp_ext.batches.weights import ClassWeights, TokenCount
+    from lightning_ddp_ext.clusters.environments import CheckedSLURMEnvironment, ManualEnvironment
     from lightning_ddp_ext.distributed.exchange import scatter_objects
     from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
     from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
     from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
-    from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
     from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
-    from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+    from lightning_ddp_ext.strategies.explicit_ddp import DDPCheckpointStrategy, ExplicitDDPStrategy
 
 __version__ = "0.1.0"
 

@@ -29,15 +29,15 @@ LIBRARIES = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})  #
 PUBLIC = {
     "BalancedDDPStrategy": "strategies.balanced_ddp",
     "BalancedDataParallelStrategy": "strategies.balanced_dp",
-    "CheckedSLURMEnvironment": "clusters.slurm",
-    "ClassWeights": "batches.label_weights",
-    "DDPCheckpointStrategy": "strategies.ddp_checkpoint",
+    "CheckedSLURMEnvironment": "clusters.environments",
+    "ClassWeights": "batches.weights",
+    "DDPCheckpointStrategy": "strategies.explicit_ddp",
     "DDPJoinStrategy": "strategies.ddp_join",
     "ExplicitDDPStrategy": "strategies.explicit_ddp",
     "GradientReducer": "reducer.gradient_reducer",
-    "ManualEnvironment": "clusters.manual",
+    "ManualEnvironment": "clusters.environments",
     "TokenBudgetBatchSampler": "batches.token_batches",
-    "TokenCount": "batches.label_weights",
+    "TokenCount": "batches.weights",
     "scatter_objects": "distributed.exchange",
 }
 STRATEGIES = {

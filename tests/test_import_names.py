@@ -93,13 +93,13 @@ def test_both_registries_have_the_class_of_their_package():
 def make_objects(lightning):
     package = package_of(lightning)
     environment = package.ManualEnvironment(num_nodes=1, node_rank=0, main_address="node1")
-    builtin = importlib.import_module(f"{package.__name__}.strategies.builtin")
+    base = importlib.import_module(f"{package.__name__}.strategies.base")
     derived = type("Derived", (package.DDPJoinStrategy,), {})
     return [
         ("strategy", package.DDPJoinStrategy(), "DDPJoinStrategy"),
         ("strategy", package.BalancedDataParallelStrategy(), "BalancedDataParallelStrategy"),
         ("strategy", derived(), "DDPJoinStrategy"),
-        ("strategy", builtin.ConnectedDDPStrategy(), "strategies.builtin.ConnectedDDPStrategy"),
+        ("strategy", base.ConnectedDDPStrategy(), "strategies.base.ConnectedDDPStrategy"),
         ("plugins", environment, "ManualEnvironment"),
         ("plugins", [environment], "ManualEnvironment"),
         ("callbacks", package.callbacks.JoinReport(), "callbacks.JoinReport"),
@@ -136,7 +136,7 @@ def test_errors_and_what_needs_no_lightning_are_shared():
 def test_every_module_has_a_second_name():
     assert len(WITH_LIGHTNING) > 40
     assert {"strategies.ddp_join", "cli.train", "_compat.lightning"} <= {*WITH_LIGHTNING}
-    assert not {"errors", "cli.main", "cli.errors", "reducer.gradient_reducer"} & {*WITH_LIGHTNING}
+    assert not {"errors", "cli.main", "cli.settings", "reducer.gradient_reducer"} & {*WITH_LIGHTNING}
     for name in all_modules():
         ours, theirs = (importlib.import_module(f"{package}.{name}") for package in _import_names.PACKAGES.values())
         is_copied = name in WITH_LIGHTNING or hasattr(ours, "__path__")

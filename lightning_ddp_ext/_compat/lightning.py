@@ -1,4 +1,4 @@
-"""Private names of Lightning's Trainer, modules and strategies. Checked on lightning 2.6.6."""
+"""Private names of Lightning's Trainer, Fabric, modules and strategies. Checked on lightning 2.6.6."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -154,3 +156,19 @@ def _run_within(
 ) -> Any:
     with surround():
         return function(*args, **kwargs)
+
+
+class _Postponing(_BackwardSyncControl):
+    def __init__(self, accumulate: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
+        self._accumulate = accumulate
+
+    @override
+    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
+        return self._accumulate(module, enabled)
+
+
+def postpone_synchronization(
+    strategy: FabricStrategy, accumulate: Callable[[Any, bool], AbstractContextManager[None]]
+) -> None:
+    """Let `fabric.no_backward_sync(module, enabled)` run its block in the context of a function of both."""
+    strategy._backward_sync_control = _Postponing(accumulate)

@@ -1,12 +1,25 @@
-"""Private names of Lightning's loops and signal handling. Checked on lightning 2.6.6."""
+"""Private names of Lightning's loops: batches, signals, logged values, exact resume. Checked on lightning 2.6.6."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
 
-from lightning_ddp_ext._compat.lightning import replace_attributes
+from lightning_ddp_ext._compat.lightning import is_hook_of_loop, replace_attributes
 
 
 def logs_now(trainer: Trainer) -> bool:
@@ -75,3 +88,294 @@ def without_batch_hooks(trainer: Trainer) -> Iterator[None]:
             for name in names:
                 del owner[name]
             owner.update(own)
+
+
+def current_results(trainer: Trainer) -> _ResultCollection | None:
+    """Return the results that `self.log` adds to at the moment."""
+    return trainer._results
+
+
+def watch_logging(
+    cleanup: ExitStack,
+    trainer: Trainer,
+    update: Callable[[str, _ResultMetric, Callable[[], None]], None],
+    count: Callable[[Any], int | None],
+    end_batch: Callable[[], None],
+    end_epoch: Callable[[], None] = lambda: None,
+    reduced: Callable[[], None] = lambda: None,
+) -> None:
+    """Intercept logging in every loop until `cleanup` closes.
+
+    `update` replaces each update, and gets the key, the record and the original function. `count` returns the number
+    of samples of a batch, or None for Lightning's own count; an explicit `batch_size` wins. `end_batch` runs after the
+    last hook of a batch, `end_epoch` before any hook sees the values of an epoch, `reduced` after their reduction.
+    """
+    fit_loop = trainer.fit_loop
+    for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        _watch(cleanup, loop._results, update, count)
+    connector = trainer._logger_connector
+
+    def surround(name: str, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+        original = getattr(type(connector), name).__get__(connector)
+
+        def method() -> None:
+            before()
+            original()
+            after()
+
+        replace_attributes(cleanup, connector, **{name: method})
+
+    surround("on_batch_end", end_batch)
+    surround("epoch_end_reached", end_epoch)
+    surround("on_epoch_end", lambda: None, reduced)
+
+
+def _watch(
+    cleanup: ExitStack,
+    results: _ResultCollection,
+    update: Callable[[str, _ResultMetric, Callable[[], None]], None],
+    count: Callable[[Any], int | None],
+) -> None:
+    def update_metrics(key: str, value: Any, batch_size: int) -> None:
+        update(key, results[key], lambda: _ResultCollection.update_metrics(results, key, value, batch_size))
+
+    def extract_batch_size(metric: _ResultMetric, batch_size: int | None, meta: _Metadata) -> int:
+        if batch_size is None and results.batch_size is None and results.batch is not None:
+            results.batch_size = count(results.batch)  # until the end of the batch
+        return _ResultCollection._extract_batch_size(results, metric, batch_size, meta)
+
+    replace_attributes(cleanup, results, update_metrics=update_metrics, _extract_batch_size=extract_batch_size)
+
+
+def is_synchronised(metric: _ResultMetric, *, on_step: bool) -> bool:
+    """Return True if Lightning reduces a logged value over all ranks, in the step or at the end of the epoch."""
+    sync = metric.meta.sync
+    wanted = metric.meta.on_step if on_step else metric.meta.on_epoch
+    return bool(metric.is_tensor and wanted and sync.should and not sync.rank_zero_only and sync.group is None)
+
+
+def set_latest(metric: _ResultMetric, value: Tensor) -> None:
+    """Set the value that was logged in the last step."""
+    metric._forward_cache = value
+    if not metric.meta.on_epoch:
+        metric.value = value
+
+
+def latest(metric: _ResultMetric) -> Tensor:
+    """Return the value that was logged in the last step."""
+    value = metric._forward_cache
+    assert isinstance(value, Tensor)
+    return value
+
+
+def describe_logged(key: str, metric: _ResultMetric, *, with_value: bool) -> dict[str, Any]:
+    """Describe a logged value for another rank, as JSON types; the host waits for the value."""
+    meta = {
+        field.name: getattr(metric.meta, field.name)
+        for field in dataclasses.fields(_Metadata)
+        if field.name not in ("_sync", "reduce_fx")
+    }
+    cache = metric._forward_cache if with_value else None
+    return {
+        "key": key,
+        "meta": meta,
+        "reduce_fx": metric.meta.reduce_fx.__name__,
+        "sync": [metric.meta.sync.should, metric.meta.sync.rank_zero_only],
+        "is_tensor": metric.is_tensor,
+        "dtype": _name(metric.value.dtype) if metric.is_tensor else None,
+        "latest": (cache.item(), _name(cache.dtype)) if isinstance(cache, Tensor) and cache.numel() == 1 else None,
+        "is_shared": not metric.is_tensor and metric.value.dist_sync_on_step,
+    }
+
+
+def adopt_logged(
+    results: _ResultCollection, described: dict[str, Any], module: LightningModule, sync: Callable[..., Any]
+) -> None:
+    """Add a value that only another rank has logged, from its `describe_logged`; `sync` reduces it."""
+    key = described["key"]
+    metric = results.get(key)
+    if metric is None:
+        should, rank_zero_only = described["sync"]
+        meta = _Metadata(**described["meta"], reduce_fx=getattr(torch, described["reduce_fx"]))
+        meta.sync = _Sync(fn=sync, _should=should, rank_zero_only=rank_zero_only)
+        metric = results[key] = _ResultMetric(meta, described["is_tensor"])
+        metric.to(module.device)
+    if metric.is_tensor:
+        metric.value = metric.value.to(getattr(torch, described["dtype"]))
+    elif metric.meta.metric_attribute is not None:
+        metric.value = module.get_submodule(metric.meta.metric_attribute)
+    metric._computed = None  # a rank with a cached value would skip the reduction that other ranks run
+    if described["latest"] is not None and (metric._forward_cache is None or described["is_shared"]):
+        value, dtype = described["latest"]
+        metric._forward_cache = torch.tensor(value, dtype=getattr(torch, dtype), device=module.device)
+    metric.has_reset = False
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Position of the training loop when a checkpoint was saved."""
+
+    # The last completed unit: a "batch" with everything after it, a "step" without a validation that may be due, that
+    # "validation", or an "epoch" except for its last hooks. None: anything else, such as a part of a batch.
+    done: Literal["batch", "step", "validation", "epoch"] | None
+    is_last_batch: bool
+
+    @property
+    def is_after_batch(self) -> bool:
+        """Whether the work after a batch comes next."""
+        return self.done in ("step", "validation")
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether no batch of the epoch comes next."""
+        return self.done == "epoch" or (self.is_after_batch and self.is_last_batch)
+
+
+def find_progress(trainer: Trainer) -> Progress:
+    """Return the position of the training loop, in a hook that saves a checkpoint or between two batches."""
+    return Progress(_find_done(trainer), trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def _find_done(trainer: Trainer) -> Literal["batch", "step", "validation", "epoch"] | None:
+    loop = trainer.fit_loop
+    batches: Any = loop.epoch_loop.batch_progress.current
+    epochs: Any = loop.epoch_progress.total
+    if epochs.completed == epochs.started:
+        return None
+    if epochs.processed == epochs.started:
+        return "epoch"
+    if batches.processed != batches.ready:
+        return None
+    if trainer.validating:  # an interrupted validation has not been made
+        return "validation" if is_hook_of_loop(trainer.lightning_module, "on_validation_end") else "step"
+    return "batch" if batches.completed == batches.processed else "step"
+
+
+def end_epoch(trainer: Trainer, is_last_batch: bool) -> None:
+    """Finish an epoch whose last hook saved the checkpoint; at the real end of an epoch, step `ReduceLROnPlateau`.
+
+    Lightning would skip that step and, with `max_steps`, end the epoch twice. Call after loops and data are loaded.
+    """
+    loop = trainer.fit_loop
+    loop.epoch_loop.val_loop._has_run = False  # in a run before this one
+    for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        part._restarting = False
+    if is_last_batch:
+        # Values that the module logs in `on_train_epoch_end` are missing, because callbacks saved before it.
+        with _without_strictness(trainer.lr_scheduler_configs):
+            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+
+@contextmanager
+def _without_strictness(configs: Sequence[LRSchedulerConfig]) -> Iterator[None]:
+    """Have schedulers whose monitored value is missing warn instead of raise."""
+    given = [config.strict for config in configs]
+    for config in configs:
+        config.strict = False
+    try:
+        yield
+    finally:
+        for config, strict in zip(configs, given, strict=True):
+            config.strict = strict
+
+
+def complete_batch(trainer: Trainer, is_last_batch: bool) -> None:
+    """Mark the batch of the checkpoint as completed, so that the work after it comes next.
+
+    Lightning would skip that work, and continue the batch count of an epoch in the next epoch.
+    """
+    loop = trainer.fit_loop
+    loop.epoch_loop.val_loop._has_run = False  # in a run before this one
+    total: Any = loop.epoch_loop.batch_progress.total
+    current: Any = loop.epoch_loop.batch_progress.current
+    total.completed = total.processed
+    if is_last_batch and loop.max_batches != float("inf"):
+        current.ready = current.started = current.processed = int(loop.max_batches)
+    current.completed = current.processed
+
+
+def advance(trainer: Trainer, progress: Progress) -> None:
+    """Let the resumed epoch continue and end as any other; call before its first fetch, after `complete_batch`.
+
+    Lightning would skip `ReduceLROnPlateau` at its end, and repeat the end of the last batch.
+    """
+    trainer.fit_loop._restarting = False
+    loop = trainer.fit_loop.epoch_loop
+    if progress.done == "batch":
+        loop._restarting = False
+    if progress.is_after_batch:
+        loop.batch_progress.is_last_batch = progress.is_last_batch
+        loop.val_loop.restarting = False
+        loop._skip_next_val = progress.done == "validation"
+
+
+def restore_callback_metrics(trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
+    """Give callbacks and schedulers the values that were logged before the interruption."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def resume_training_data(
+    cleanup: ExitStack, trainer: Trainer, ends_epoch: Callable[[], bool], after_setup: Callable[[], None]
+) -> None:
+    """Start the training data at the position of a checkpoint; `ends_epoch` returns True if that is an epoch's end.
+
+    Lightning keeps loaders that `estimated_stepping_batches` set up before the loops were loaded, iterates before
+    samplers know the epoch, and warns of loaders without `_Stateful`, although they resume. `after_setup` runs once the
+    data of the resumed epoch is set up.
+    """
+    loop = trainer.fit_loop
+    setup, load, reset = loop.setup_data, loop._load_combined_loader_states, loop.epoch_loop.reset
+    is_set_up = False
+
+    def is_resuming() -> bool:  # Lightning 2.5.3 has a property for it
+        return bool(getattr(loop, "is_resuming", loop._loaded_from_state_dict))
+
+    def setup_data() -> None:
+        nonlocal is_set_up
+        if not is_resuming() or is_set_up:
+            setup()
+            return
+        is_set_up = True
+        loop._combined_loader = None
+        setup()
+        after_setup()
+
+    def load_states() -> None:
+        assert loop._combined_loader is not None
+        if is_resuming() and ends_epoch():
+            loop._combined_loader_states_to_load = []
+        epoch: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        for loader in loop._combined_loader.flattened:
+            for owner in (loader, getattr(loader, "batch_sampler", None)):
+                sampler: Any = getattr(owner, "sampler", None)
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
+        load()
+
+    def reset_epoch() -> None:
+        with warnings.catch_warnings():
+            message = "You're resuming from a checkpoint that ended before"
+            warnings.filterwarnings("ignore", message, PossibleUserWarning)
+            reset()
+
+    replace_attributes(cleanup, loop, setup_data=setup_data, _load_combined_loader_states=load_states)
+    replace_attributes(cleanup, loop.epoch_loop, reset=reset_epoch)
+
+
+def reload_training_data_after_epoch(trainer: Trainer, before: Callable[[], None]) -> None:
+    """Have the training loop of a resumed run set up its loaders again after this epoch, and call `before` first."""
+    loop, epoch = trainer.fit_loop, trainer.current_epoch
+    original = loop.setup_data
+
+    def setup_data() -> None:
+        if trainer.current_epoch != epoch:
+            loop.setup_data = original  # type: ignore[method-assign]
+            loop._combined_loader = None
+            before()
+        original()
+
+    loop.setup_data = setup_data  # type: ignore[method-assign]

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_batch_idx, takes_dataloader_iter
-from lightning_ddp_ext._compat.torch import BatchNorm
-from lightning_ddp_ext._compat.torch_collectives import replaced_collectives
+from lightning_ddp_ext._compat.torch import BatchNorm, replaced_collectives
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import count_samples, join_batches

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_choice, check_flag, check_integer
-from lightning_ddp_ext.consistency.replica_differences import ReplicaDifference, find_difference, name_training_state
+from lightning_ddp_ext.consistency import ReplicaDifference, find_difference, name_training_state
 from lightning_ddp_ext.errors import ReplicaMismatchError
 
 _REACTIONS = ("raise", "warn")

@@ -28,10 +28,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from lightning_ddp_ext.cli.errors import LaunchError, describe
 from lightning_ddp_ext.cli.report import two_columns
 from lightning_ddp_ext.cli.selftest import run_trials
-from lightning_ddp_ext.cli.settings import check_settings
+from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe
 from lightning_ddp_ext.cli.validate import (
     check_run,
     find_slurm_problems,
@@ -39,14 +38,13 @@ from lightning_ddp_ext.cli.validate import (
     make_trainer,
     prepare_config,
 )
+from lightning_ddp_ext.clusters.environments import summarize
 from lightning_ddp_ext.clusters.launchers import is_started_alone, launched_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection
-from lightning_ddp_ext.clusters.slurm import summarize
 from lightning_ddp_ext.conf.schemas import use_lightning
-from lightning_ddp_ext.consistency.setups import compare_setups
+from lightning_ddp_ext.consistency import compare_setups
 from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
-from lightning_ddp_ext.distributed.interfaces import interface_addresses
-from lightning_ddp_ext.distributed.network_choice import ChosenNetwork, NodeNetwork
+from lightning_ddp_ext.distributed.network import ChosenNetwork, NodeNetwork, interface_addresses
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, ReplicaMismatchError
 from lightning_ddp_ext.strategies.base import describe_versions_of_run

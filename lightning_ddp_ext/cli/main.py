@@ -15,8 +15,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ddp_ext._import_names import PACKAGES, find_lightning
-from lightning_ddp_ext.cli.errors import LaunchError, describe
-from lightning_ddp_ext.cli.settings import check_settings
+from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe
 from lightning_ddp_ext.clusters.launchers import SRUN, find_launcher, in_sweep
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"

@@ -32,11 +32,11 @@ from typing_extensions import override
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.clusters.launchers import PREFIXES
 from lightning_ddp_ext.clusters.process_group_options import Connection, device_type_of
-from lightning_ddp_ext.consistency.replica_differences import find_difference
+from lightning_ddp_ext.consistency import find_difference
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects, own_group
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
-from lightning_ddp_ext.strategies.ddp_checkpoint import DDPCheckpointStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import DDPCheckpointStrategy
 
 LIMIT = 60.0  # seconds of a trial
 _CONNECT_LIMIT = 30.0  # seconds in which ranks have to find each other

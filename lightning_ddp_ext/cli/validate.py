@@ -16,14 +16,13 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_ddp_ext._devices import find_accelerator
 from lightning_ddp_ext._import_names import lightning_of
 from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.cli.errors import LaunchError
+from lightning_ddp_ext.cli.settings import LaunchError
+from lightning_ddp_ext.clusters.environments import ManualEnvironment, find_problems
 from lightning_ddp_ext.clusters.launchers import SET_BY_HAND, TERMINAL, find_launcher
-from lightning_ddp_ext.clusters.manual import ManualEnvironment
-from lightning_ddp_ext.clusters.slurm import find_problems
 from lightning_ddp_ext.demo.digits import check_fractions
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
-from lightning_ddp_ext.strategies.builtin import single_device_strategy
+from lightning_ddp_ext.strategies.base import single_device_strategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 
 _Part = TypeVar("_Part")

@@ -17,11 +17,10 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ddp_ext._compat.lightning import start_method_of
 from lightning_ddp_ext._validation import check_choice, check_integer, check_text
+from lightning_ddp_ext.clusters.environments import check_tasks, rendezvous_port
 from lightning_ddp_ext.clusters.launchers import check_mpirun, in_sweep
-from lightning_ddp_ext.clusters.slurm import check_tasks, rendezvous_port
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, check_backend
-from lightning_ddp_ext.distributed.interfaces import check_interface
-from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
+from lightning_ddp_ext.distributed.network import ChosenNetwork, check_interface
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.distributed.stores import parse_init_method

@@ -276,7 +276,7 @@ _EXPLICIT_DDP = "lightning_ddp_ext.ExplicitDDPStrategy"
 def make_schemas() -> dict[str, type]:
     """Return all schemas, by group and name."""
     callbacks, demo = "lightning_ddp_ext.callbacks", "lightning_ddp_ext.demo"
-    builtin = "lightning_ddp_ext.strategies.builtin"
+    connected = "lightning_ddp_ext.strategies.base"
     return {
         "train": TrainConfig,
         "strategy/balanced_dp": make_schema("lightning_ddp_ext.BalancedDataParallelStrategy", without=OBJECTS),
@@ -286,16 +286,16 @@ def make_schemas() -> dict[str, type]:
             "lightning_ddp_ext.BalancedDDPStrategy", base=_EXPLICIT_DDP, without=(*OBJECTS, "prefetch")
         ),
         "strategy/ddp": make_schema(
-            f"{builtin}.ConnectedDDPStrategy",
+            f"{connected}.ConnectedDDPStrategy",
             start_method="popen",
             find_unused_parameters=False,
             static_graph=False,
             gradient_as_bucket_view=False,
         ),
         "strategy/fsdp": make_schema(
-            f"{builtin}.ConnectedFSDPStrategy", base=f"{builtin}.ConnectedDDPStrategy", cpu_offload=False
+            f"{connected}.ConnectedFSDPStrategy", base=f"{connected}.ConnectedDDPStrategy", cpu_offload=False
         ),
-        "strategy/single": make_schema(f"{builtin}.single_device_strategy"),
+        "strategy/single": make_schema(f"{connected}.single_device_strategy"),
         "process_group/process_group": ProcessGroupConfig,
         "network/network": NetworkConfig,
         "cluster/local": ClusterConfig,

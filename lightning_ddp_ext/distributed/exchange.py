@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_ddp_ext._compat.torch_collectives import cloned_store
-from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
-from lightning_ddp_ext.distributed.connections import tracked_connections
+from lightning_ddp_ext._compat.torch import cloned_store
+from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, tracked_connections
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import OtherRankError
 

@@ -6,17 +6,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed.backends import check_backend, connects_without_store, runs_on_streams
-from lightning_ddp_ext.distributed.connections import break_rest, tracked_connections
+from lightning_ddp_ext.distributed.backends import (
+    break_rest,
+    check_backend,
+    connects_without_store,
+    runs_on_streams,
+    tracked_connections,
+)
 from lightning_ddp_ext.distributed.exchange import destroy_group
-from lightning_ddp_ext.distributed.interfaces import (
+from lightning_ddp_ext.distributed.network import (
     AUTO,
+    ChosenNetwork,
     check_gloo_variable,
     check_interface,
     pin_interface,
     unpin_interface,
 )
-from lightning_ddp_ext.distributed.network_choice import ChosenNetwork
 from lightning_ddp_ext.distributed.rendezvous import RendezvousInfo, RendezvousProgress, rendezvous
 from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, parse_init_method
 from lightning_ddp_ext.errors import BackendError, DDPExtError, NetworkInterfaceError, RendezvousError

@@ -18,23 +18,24 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from lightning_ddp_ext.distributed.backends import includes_gloo
-from lightning_ddp_ext.distributed.interfaces import (
-    Interface,
-    external_addresses,
-    interface_addresses,
-    interface_with,
-    loopback_address,
-)
-from lightning_ddp_ext.distributed.network_choice import (
+from lightning_ddp_ext.distributed.network import (
+    CONNECT_LIMIT,
     ChosenNetwork,
+    Interface,
     NodeNetwork,
+    Target,
     check_no_loopback,
     choose_for_one_node,
     choose_interface,
+    explain_failures,
+    external_addresses,
+    interface_addresses,
     interface_towards,
+    interface_with,
+    listen,
+    loopback_address,
     machine_id,
 )
-from lightning_ddp_ext.distributed.ports import CONNECT_LIMIT, Target, explain_failures, listen
 from lightning_ddp_ext.distributed.stores import (
     OpenStore,
     RendezvousEndpoint,

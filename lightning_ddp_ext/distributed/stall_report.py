@@ -23,9 +23,8 @@ _EXCHANGING = tuple(
     f"{_OURS}.{module}"
     for module in (
         "reducer.",
-        "consistency.",
+        "consistency",
         "distributed.exchange",
-        "distributed.flat_tensors",
         "join.active_ranks",
     )
 )

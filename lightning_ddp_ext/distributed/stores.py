@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext._validation import check_host
-from lightning_ddp_ext.distributed.connections import spare_port
-from lightning_ddp_ext.distributed.interfaces import is_local, is_loopback, loopback_address, resolve
-from lightning_ddp_ext.distributed.ports import listen, port_error
+from lightning_ddp_ext.distributed.backends import spare_port
+from lightning_ddp_ext.distributed.network import is_local, is_loopback, listen, loopback_address, port_error, resolve
 from lightning_ddp_ext.errors import RendezvousError
 
 _FORMS = "`env://`, `tcp://host:port` or `file:///path`"

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp_ext._compat.torch_collectives import abort_groups, keeps_store_in_file, port_of_store
-from lightning_ddp_ext.distributed.backends import uses_sockets_only
-from lightning_ddp_ext.distributed.connections import break_connections, count_received
+from lightning_ddp_ext._compat.torch import abort_groups, keeps_store_in_file, port_of_store
+from lightning_ddp_ext.distributed.backends import break_connections, count_received, uses_sockets_only
 from lightning_ddp_ext.distributed.heartbeats import Failure, Heartbeats
 from lightning_ddp_ext.distributed.stall_report import (
     StallDetector,

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_ddp_ext.ranks.sample_counts import CountedLoader, FetchedBatch, StepParticipation
-from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
+from lightning_ddp_ext.resume.resumable_loader import FetchRecord, ResumableRng
 
 EPOCH, USED, RNG = "epoch", "used", "rng"
 Batches = Iterable[tuple[Any, float | None]]

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_fabric import postpone_synchronization
+from lightning_ddp_ext._compat.lightning import postpone_synchronization
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
-from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
+from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, choose_start_method
-from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
+from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext._compat.torch_collectives import replaced_collectives
-from lightning_ddp_ext.distributed.connections import tracked_connections
+from lightning_ddp_ext._compat.torch import replaced_collectives
+from lightning_ddp_ext.distributed.backends import tracked_connections
 from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
 from lightning_ddp_ext.errors import RankJoinedError
 

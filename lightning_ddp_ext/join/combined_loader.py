@@ -22,8 +22,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
 )
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, FetchedBatch
-from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, state_with_position
-from lightning_ddp_ext.resume.resumable_rng import ResumableRng
+from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 
 _UNLIMITED = float("inf")
 _UNKNOWN = -1

@@ -17,17 +17,19 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_logging import watch_logging
-from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
-from lightning_ddp_ext._compat.lightning_resuming import reload_training_data_after_epoch
+from lightning_ddp_ext._compat.lightning_loops import (
+    leaves_out_backward,
+    reload_training_data_after_epoch,
+    watch_logging,
+    without_batch_hooks,
+)
 from lightning_ddp_ext._compat.torchmetrics import forget_computed, watch_synchronization
 from lightning_ddp_ext.distributed.exchange import StoreMailbox, destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
 from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, SteppedCombinedLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
-from lightning_ddp_ext.join.logged_values import LoggedValues
-from lightning_ddp_ext.join.metric_states import synchronize_states
+from lightning_ddp_ext.join.metrics import LoggedValues, synchronize_states
 from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.join.step_mirror import StepMirror
 from lightning_ddp_ext.ranks.sample_counts import (
@@ -39,7 +41,7 @@ from lightning_ddp_ext.ranks.sample_counts import (
 )
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, zero_loss
-from lightning_ddp_ext.resume.resumable_rng import ResumableRng
+from lightning_ddp_ext.resume.resumable_loader import ResumableRng
 
 
 class LockstepSteps(RankSteps):

@@ -19,11 +19,10 @@ from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
 from lightning_ddp_ext._compat.torch import are_identical, version_of, versions_of
 from lightning_ddp_ext.batches.containers import is_record
 from lightning_ddp_ext.batches.weights import SampleCounters
-from lightning_ddp_ext.consistency.fingerprints import checksums
-from lightning_ddp_ext.consistency.setups import find_ignored
-from lightning_ddp_ext.distributed.flat_tensors import overwrite
+from lightning_ddp_ext.consistency import checksums, find_ignored
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.reducer.buckets import overwrite
 from lightning_ddp_ext.reducer.buffer_synchronizer import find_different
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 

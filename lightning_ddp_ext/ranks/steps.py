@@ -16,8 +16,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
-from lightning_ddp_ext._compat.lightning_logging import watch_logging
-from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward
+from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, watch_logging
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import (

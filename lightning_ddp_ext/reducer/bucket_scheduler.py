@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp_ext._compat.torch import post_accumulate_hooks
-from lightning_ddp_ext._compat.torch_collectives import count_collectives
+from lightning_ddp_ext._compat.torch import count_collectives, post_accumulate_hooks
+from lightning_ddp_ext.reducer.all_reduce import BucketTransport
 from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout, is_packed_alone
-from lightning_ddp_ext.reducer.comm_hooks import BucketTransport
 
 NEVER = -1
 _KINDS = 16  # remembered kinds of backward pass; a model with more of them overlaps less

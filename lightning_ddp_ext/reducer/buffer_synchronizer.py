@@ -19,10 +19,9 @@ from lightning_ddp_ext._compat.torch import (
     is_persistent,
 )
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.consistency.fingerprints import describe, fingerprint
-from lightning_ddp_ext.consistency.setups import compare_setups, find_ignored
+from lightning_ddp_ext.consistency import compare_setups, describe, find_ignored, fingerprint
 from lightning_ddp_ext.distributed.exchange import gather_integers, gather_objects
-from lightning_ddp_ext.distributed.flat_tensors import overwrite
+from lightning_ddp_ext.reducer.buckets import overwrite
 from lightning_ddp_ext.reducer.control import ExchangedControl
 
 _Spec = tuple[torch.Size, torch.dtype, torch.device]

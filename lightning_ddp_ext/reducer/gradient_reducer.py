@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext._compat.torch import steps_in_backward, version_of
 from lightning_ddp_ext._validation import check_bucket_cap
-from lightning_ddp_ext.consistency.setups import compare_setups, describe_module, fixed_parameters, shared_parameters
+from lightning_ddp_ext.consistency import compare_setups, describe_module, fixed_parameters, shared_parameters
 from lightning_ddp_ext.distributed.exchange import destroy_group, digest, group_with_cpu, own_group
-from lightning_ddp_ext.distributed.flat_tensors import broadcast_all
 from lightning_ddp_ext.errors import RanksOutOfStepError, UnsupportedFeatureError
+from lightning_ddp_ext.reducer.all_reduce import BucketTransport, CommHook, SparseGradients
 from lightning_ddp_ext.reducer.bucket_scheduler import BucketScheduler
-from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout
+from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout, broadcast_all
 from lightning_ddp_ext.reducer.buffer_synchronizer import BufferSynchronizer
-from lightning_ddp_ext.reducer.comm_hooks import BucketTransport, CommHook
 from lightning_ddp_ext.reducer.control import ControlMessage, ExchangedControl, RankFindings, StepControl
-from lightning_ddp_ext.reducer.sparse_gradients import SparseGradients
 
 
 class GradientReducer:

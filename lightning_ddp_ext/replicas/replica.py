@@ -23,9 +23,9 @@ from lightning_ddp_ext._compat.torch import (
     versions_of,
 )
 from lightning_ddp_ext._compat.torchmetrics import forget_compute_groups, move_keeping_dtype
-from lightning_ddp_ext.consistency.fingerprints import fingerprint_all
-from lightning_ddp_ext.distributed.flat_tensors import send_all
+from lightning_ddp_ext.consistency import fingerprint_all
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.reducer.buckets import send_all
 from lightning_ddp_ext.reducer.buffer_synchronizer import same_values
 from lightning_ddp_ext.replicas.references import References
 

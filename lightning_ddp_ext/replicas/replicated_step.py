@@ -22,12 +22,10 @@ from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.replicas.buffer_merger import BatchNormObserver, BufferMerger
-from lightning_ddp_ext.replicas.log_replay import LogReplay
-from lightning_ddp_ext.replicas.metric_merger import MetricMerger
+from lightning_ddp_ext.replicas.metrics import LogReplay, MetricMerger
 from lightning_ddp_ext.replicas.references import entries_of
 from lightning_ddp_ext.replicas.replica import Replicas
-from lightning_ddp_ext.replicas.shared_state import SharedState, refuse_changed_settings
-from lightning_ddp_ext.replicas.workers import ReplicaWorkers, current_replica
+from lightning_ddp_ext.replicas.workers import ReplicaWorkers, SharedState, current_replica, refuse_changed_settings
 
 
 def _observable_parts(chunks: Sequence[Any]) -> list[Any]:

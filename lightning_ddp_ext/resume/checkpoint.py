@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import give_checkpoint_io, given_checkpoint_io
 from lightning_ddp_ext._compat.lightning_loaders import training_loader
-from lightning_ddp_ext._compat.lightning_loops import before_each_batch
-from lightning_ddp_ext._compat.lightning_resuming import (
+from lightning_ddp_ext._compat.lightning_loops import (
     Progress,
     advance,
+    before_each_batch,
     complete_batch,
     end_epoch,
     find_progress,
@@ -31,7 +31,7 @@ from lightning_ddp_ext._compat.lightning_resuming import (
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.preemption import PreemptionHandler
-from lightning_ddp_ext.resume.resumable_rng import FetchRecord, ResumableRng
+from lightning_ddp_ext.resume.resumable_loader import FetchRecord, ResumableRng
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._devices import reports_memory
-from lightning_ddp_ext.batches.device_memory import PeakMemory
+from lightning_ddp_ext.batches.balance_controller import PeakMemory
 from lightning_ddp_ext.join.predictions import none_finished
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
 from lightning_ddp_ext.ranks.sample_counts import (
@@ -23,7 +23,7 @@ from lightning_ddp_ext.ranks.sample_counts import (
 )
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient
-from lightning_ddp_ext.resume.resumable_rng import ResumableRng
+from lightning_ddp_ext.resume.resumable_loader import ResumableRng
 from lightning_ddp_ext.shares.balancer import ShareBalancer
 from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
 from lightning_ddp_ext.shares.table import SharedBatch, ShareTable

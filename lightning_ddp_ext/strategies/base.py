@@ -1,4 +1,4 @@
-"""Safe loading of checkpoints, connection, versions and reduction, shared by the strategies."""
+"""Connection, reduction and safe loading of checkpoints of all strategies, also of Lightning's DDP and FSDP."""
 
 import contextlib
 import inspect
@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from typing_extensions import override
 
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext._import_names import DISTRIBUTIONS
-from lightning_ddp_ext._validation import as_timeout
-from lightning_ddp_ext.clusters.process_group_options import Connection, choose_start_method
-from lightning_ddp_ext.consistency.setups import describe_versions
+from lightning_ddp_ext._validation import as_timeout, check_choice
+from lightning_ddp_ext.clusters.process_group_options import Connection, choose_start_method, device_type_of
+from lightning_ddp_ext.consistency import describe_versions
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
-from lightning_ddp_ext.errors import CheckpointRefusedError
+from lightning_ddp_ext.errors import CheckpointRefusedError, UnsupportedFeatureError
 
 _NAMED = 3  # in a message
 _GLOBAL = re.compile(r"GLOBAL (\S+)")  # how torch names what it refuses
@@ -153,3 +154,45 @@ class ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
     def _strategy(self) -> DDPStrategy | FSDPStrategy:
         assert isinstance(self, DDPStrategy | FSDPStrategy)
         return self
+
+
+class ConnectedDDPStrategy(ConnectedStrategy, DDPStrategy):
+    """Lightning's `DDPStrategy` over a chosen network."""
+
+    @override
+    def setup_distributed(self) -> None:
+        self._connect()
+        super().setup_distributed()
+
+
+class ConnectedFSDPStrategy(ConnectedStrategy, FSDPStrategy):
+    """Lightning's `FSDPStrategy` over a chosen network."""
+
+    def __init__(self, *, sharding_strategy: Any = "FULL_SHARD", state_dict_type: str = "full", **options: Any) -> None:
+        if not isinstance(sharding_strategy, Enum):  # torch's enumeration is accepted too
+            name = sharding_strategy.upper() if isinstance(sharding_strategy, str) else sharding_strategy
+            from torch.distributed.fsdp import ShardingStrategy  # takes long, and few programs need it
+
+            check_choice(
+                "sharding_strategy", name, [*ShardingStrategy.__members__], "Leave it out to shard everything."
+            )
+        check_choice("state_dict_type", state_dict_type, ("full", "sharded"), 'Use "full" for one file.')
+        super().__init__(sharding_strategy=sharding_strategy, state_dict_type=state_dict_type, **options)
+
+    @override
+    def _configure_launcher(self) -> None:
+        if device_type_of(self) == "cpu":
+            raise UnsupportedFeatureError("`fsdp` shards over accelerators, got the CPU. Use `strategy=ddp` there.")
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.accelerator is not None  # as in Lightning's class
+        self.accelerator.setup_device(self.root_device)
+        self._connect()
+        super().setup_environment()
+
+
+def single_device_strategy() -> str:
+    """Return the name by which the Trainer chooses its strategy for one device."""
+    return "auto"

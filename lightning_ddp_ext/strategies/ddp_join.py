@@ -21,7 +21,7 @@ from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictio
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
-from lightning_ddp_ext.reducer.comm_hooks import takes_group
+from lightning_ddp_ext.reducer.all_reduce import takes_group
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 

@@ -1,4 +1,4 @@
-"""Base of the strategies with one process per device: explicit gradient synchronisation after any backward pass."""
+"""Explicit gradient synchronisation after any backward pass: `ddp_checkpoint`, and the base of the DDP strategies."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -30,17 +30,17 @@ from lightning_ddp_ext._compat.lightning import (
 )
 from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, replace_loaders
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
-from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing, ActivationCheckpointingPolicy
+from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
-from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments
+from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, combine_counted
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import EvenSteps, RankGradient, RankSteps
-from lightning_ddp_ext.reducer.comm_hooks import CommHook
+from lightning_ddp_ext.reducer.all_reduce import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
@@ -433,3 +433,19 @@ def _unshare(parts: Sequence[object]) -> None:
             with torch.no_grad():
                 value.set_(storages[shared.data_ptr()], value.storage_offset(), value.size(), value.stride())
         values += vars(value).values() if isinstance(value, Module | Callback) else (one for _, one in items(value))
+
+
+class DDPCheckpointStrategy(ExplicitDDPStrategy):
+    """One process per device, for models that recompute activations or have more than one backward pass in a step.
+
+    torch's `DistributedDataParallel` assumes that each parameter gets its gradient once per backward pass. Activation
+    checkpointing (also called gradient checkpointing), several losses, alternating tasks and layers that are frozen or
+    thawed violate that, with an error or silently. Here they are supported without any flag.
+
+    Registered as `"ddp_checkpoint"`. It has the arguments of `ExplicitDDPStrategy`.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_ddp_ext import DDPCheckpointStrategy
+        >>> trainer = Trainer(strategy=DDPCheckpointStrategy(), accelerator="cpu", devices=2, logger=False)
+    """

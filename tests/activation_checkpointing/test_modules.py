@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_ext.activation_checkpointing.checkpointed_forward import CheckpointedForward
-from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
+from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, CheckpointedForward
 from lightning_ddp_ext.errors import ActivationCheckpointingError
 
 STEPS = 3
@@ -132,7 +131,7 @@ def test_the_test_fails_if_masks_are_drawn_anew(monkeypatch):
     def forgetful(*args, **kwargs):
         return checkpoint(*args, **kwargs, preserve_rng_state=False)
 
-    monkeypatch.setattr("lightning_ddp_ext.activation_checkpointing.checkpointed_forward.checkpoint", forgetful)
+    monkeypatch.setattr("lightning_ddp_ext.activation_checkpointing.checkpoint", forgetful)
     model = Transformer().double()
     checkpointed, _ = with_checkpointing(model, Block)
     assert difference(train(checkpointed, tokens), train(model, tokens)) > 1e-3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.activation_checkpointing.policy import ActivationCheckpointing
+from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing
 from lightning_ddp_ext.errors import ActivationCheckpointingError
 from tests.activation_checkpointing.test_modules import (
     Normalised,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext.callbacks import GradientCheck, gradient_check
 from lightning_ddp_ext.callbacks.gradient_check import GradientComparison
-from lightning_ddp_ext.consistency.replica_differences import name_training_state
+from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.resume.rng_state import capture_rng_state
 from tests.parity import CLASSES, FEATURES, quiet_trainer
 from tests.support.processes import run_processes

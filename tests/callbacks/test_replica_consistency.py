@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency, replica_consistency
-from lightning_ddp_ext.consistency.replica_differences import name_training_state
+from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.distributed.exchange import gather_objects
 from lightning_ddp_ext.errors import ReplicaMismatchError
 from tests.parity import CLASSES, FEATURES, Classifier, batches, dataset, quiet_trainer

@@ -17,10 +17,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 
 from lightning_ddp_ext.callbacks import BalanceReport
-from lightning_ddp_ext.callbacks.balance_report import ReplicaRecord
+from lightning_ddp_ext.callbacks.reports import ReplicaRecord
 from lightning_ddp_ext.cli import validate
-from lightning_ddp_ext.cli.errors import LaunchError
 from lightning_ddp_ext.cli.report import draw_run
+from lightning_ddp_ext.cli.settings import LaunchError
 from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
 from lightning_ddp_ext.cli.validate import (
     check_run,
@@ -66,8 +66,8 @@ def test_strategies_with_a_process_group_are_known_by_their_class():
         "lightning.pytorch.strategies.SingleDeviceStrategy": False,
         "lightning_ddp_ext.DDPJoinStrategy": True,
         "lightning_ddp_ext.BalancedDataParallelStrategy": False,
-        "lightning_ddp_ext.strategies.builtin.ConnectedDDPStrategy": True,
-        "lightning_ddp_ext.strategies.builtin.single_device_strategy": False,
+        "lightning_ddp_ext.strategies.base.ConnectedDDPStrategy": True,
+        "lightning_ddp_ext.strategies.base.single_device_strategy": False,
         "nosuch.Strategy": True,  # an error of the run, which has its own message
     }.items():
         assert has_process_group(OmegaConf.create({"strategy": {"_target_": target}})) == expected, target

@@ -6,7 +6,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import BackendError, ClusterError, ManualEnvironment, NetworkInterfaceError
 from lightning_ddp_ext.distributed import backends
-from lightning_ddp_ext.strategies.builtin import ConnectedDDPStrategy
+from lightning_ddp_ext.strategies.base import ConnectedDDPStrategy
 
 
 def trainer(strategy, **options):

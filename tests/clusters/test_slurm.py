@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from lightning_ddp_ext.clusters.slurm import find_problems, step_port, summarize, tasks_per_node
+from lightning_ddp_ext.clusters.environments import find_problems, step_port, summarize, tasks_per_node
 
 # What SLURM 22.05 gives `sbatch --nodes=2 --ntasks-per-node=2`: to the script, and to the tasks that `srun` starts.
 SCRIPT = {

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import CheckedSLURMEnvironment, ClusterError
-from lightning_ddp_ext.clusters.slurm import rendezvous_port
+from lightning_ddp_ext.clusters.environments import rendezvous_port
 
 SOON = 5.0  # seconds
 

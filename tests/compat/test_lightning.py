@@ -28,9 +28,7 @@ from lightning_ddp_ext import strategies
 from lightning_ddp_ext._compat import (
     lightning,
     lightning_loaders,
-    lightning_logging,
     lightning_loops,
-    lightning_resuming,
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.strategies import balanced_dp
@@ -246,7 +244,7 @@ def test_the_progress_is_known_in_every_hook_that_saves():
     found = []
 
     def looking(name):
-        return lambda self, trainer, *_: found.append((name, lightning_resuming.find_progress(trainer).done))
+        return lambda self, trainer, *_: found.append((name, lightning_loops.find_progress(trainer).done))
 
     hooks = ("on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end")
     callback = type("Looking", (Callback,), {hook: looking(hook) for hook in hooks})()
@@ -261,11 +259,11 @@ def test_a_run_may_begin_at_the_end_of_an_epoch():
     trainer.fit(BoringModel())
     loop = trainer.fit_loop.epoch_loop
     assert {"_skip_next_val", "_restarting"} <= vars(loop).keys()
-    lightning_resuming.complete_batch(trainer, is_last_batch=True)
+    lightning_loops.complete_batch(trainer, is_last_batch=True)
     current = loop.batch_progress.current
     assert current.ready == current.started == current.processed == current.completed == 3
     loop.batch_progress.is_last_batch = False
-    lightning_resuming.advance(trainer, lightning_resuming.Progress("validation", is_last_batch=True))
+    lightning_loops.advance(trainer, lightning_loops.Progress("validation", is_last_batch=True))
     assert loop.batch_progress.is_last_batch
     assert loop._skip_next_val
 
@@ -430,10 +428,10 @@ def test_logging_is_followed_and_described():
     def update(key, metric, proceed):
         proceed()
         events.append(key)
-        described.append(json.dumps(lightning_logging.describe_logged(key, metric, with_value=True)))
+        described.append(json.dumps(lightning_loops.describe_logged(key, metric, with_value=True)))
 
     cleanup = ExitStack()
-    lightning_logging.watch_logging(
+    lightning_loops.watch_logging(
         cleanup,
         trainer,
         update,
@@ -446,12 +444,12 @@ def test_logging_is_followed_and_described():
     key = "training_step.loss"
     assert events == [key, "batch", key, "batch", "epoch", "end"]
     results = trainer.fit_loop.epoch_loop._results
-    assert lightning_logging.is_synchronised(results[key], on_step=True) is False  # with one device
+    assert lightning_loops.is_synchronised(results[key], on_step=True) is False  # with one device
     results.clear()
-    lightning_logging.adopt_logged(results, json.loads(described[-1]), module, sum)
-    assert lightning_logging.latest(results[key]) == 3
-    lightning_logging.set_latest(results[key], torch.tensor(5.0))
-    assert lightning_logging.latest(results[key]) == 5
+    lightning_loops.adopt_logged(results, json.loads(described[-1]), module, sum)
+    assert lightning_loops.latest(results[key]) == 3
+    lightning_loops.set_latest(results[key], torch.tensor(5.0))
+    assert lightning_loops.latest(results[key]) == 5
     results.batch = torch.zeros(2)
     metric = results[key]
     assert [results._extract_batch_size(metric, given, metric.meta) for given in (3, None)] == [3, 7]

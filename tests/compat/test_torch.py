@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import dataloader as torchs
 
 from lightning_ddp_ext._compat import torch as compat_torch
-from lightning_ddp_ext._compat import torch_collectives
 from lightning_ddp_ext.join.active_ranks import ProcessGroupRedirect
 
 
@@ -168,9 +167,9 @@ def test_every_method_of_a_process_group_is_redirected_or_refused_on_purpose():
         "new_window", "reconfigure", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced",
         "split_group",
     }  # fmt: skip
-    methods = set(torch_collectives.find_collectives())
+    methods = set(compat_torch.find_collectives())
     assert {"allreduce", "_allgather_base", "alltoall"} <= methods
-    public = {torch_collectives._PUBLIC_NAMES.get(name, name) for name in methods}
+    public = {compat_torch._PUBLIC_NAMES.get(name, name) for name in methods}
     assert public - ProcessGroupRedirect._HANDLERS.keys() - refused == set()
 
 
@@ -178,7 +177,7 @@ def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
     monkeypatch.setattr(dist.ProcessGroup, "all_shuffle", lambda group: "shuffled", raising=False)  # a later torch's
     monkeypatch.setattr(dist, "all_shuffle", lambda: dist.group.WORLD.all_shuffle(), raising=False)
     for name in ("find_collectives", "find_unknown_functions"):
-        monkeypatch.setattr(torch_collectives, name, getattr(torch_collectives, name).__wrapped__)
+        monkeypatch.setattr(compat_torch, name, getattr(compat_torch, name).__wrapped__)
     seen = []
 
     def find(found, name):
@@ -187,7 +186,7 @@ def test_collectives_are_replaced_within_a_block_only(group, monkeypatch):
 
     value = torch.ones(2)
     before = dict(vars(dist.ProcessGroup))
-    with torch_collectives.replaced_collectives(find, lambda found: found, lambda: seen.append("group"), seen.append):
+    with compat_torch.replaced_collectives(find, lambda found: found, lambda: seen.append("group"), seen.append):
         dist.all_reduce(value)
         dist.broadcast(value, 0)
         dist.new_group()
@@ -213,7 +212,7 @@ def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
         asked.append(found is group)
         return found
 
-    with torch_collectives.replaced_collectives(lambda *_: None, resolve, lambda: None, asked.append):
+    with compat_torch.replaced_collectives(lambda *_: None, resolve, lambda: None, asked.append):
         for given in (group, group.group_name, mesh):
             assert functional_collectives.all_reduce(torch.ones(2), "sum", given).tolist() == [1, 1]
     assert asked == [True, True, True]
@@ -221,7 +220,7 @@ def test_functional_collectives_ask_for_their_group_however_it_is_given(group):
 
 def test_objects_are_read_and_nothing_is_none(group):
     objects = [None]
-    with torch_collectives.replaced_collectives(lambda *_: None, lambda found: found, lambda: None, objects.append):
+    with compat_torch.replaced_collectives(lambda *_: None, lambda found: found, lambda: None, objects.append):
         dist.all_gather_object(objects, {"a": 1})
         assert c10d._tensor_to_object(torch.empty(0, dtype=torch.uint8), 0, group) is None
     assert objects == [{"a": 1}]
@@ -230,13 +229,13 @@ def test_objects_are_read_and_nothing_is_none(group):
 
 
 def test_the_store_of_a_group_is_cloned_and_gloo_ignores_an_abort(group):
-    """Once gloo aborts collectives, `distributed.connections` is no longer needed."""
-    store = torch_collectives.cloned_store(group)
+    """Once gloo aborts collectives, the end of connections in `distributed.backends` is no longer needed."""
+    store = compat_torch.cloned_store(group)
     store.set("a", "b")
     assert store.get("a") == b"b"
-    assert torch_collectives.keeps_store_in_file(dist.PrefixStore("a", store))
-    assert not torch_collectives.keeps_store_in_file(dist.PrefixStore("a", dist.HashStore()))
-    torch_collectives.abort_groups()
+    assert compat_torch.keeps_store_in_file(dist.PrefixStore("a", store))
+    assert not compat_torch.keeps_store_in_file(dist.PrefixStore("a", dist.HashStore()))
+    compat_torch.abort_groups()
     value = torch.ones(1)
     dist.all_reduce(value)
     assert value.item() == 1
@@ -249,8 +248,8 @@ def test_errors_of_communication_are_recognised():
         "NCCL communicator was aborted on rank 0.",
     ]
     errors = [*map(RuntimeError, lost), dist.DistStoreError("wait timeout"), dist.DistNetworkError("broken")]
-    assert [error for error in errors if not torch_collectives.is_lost_connection(error)] == []
+    assert [error for error in errors if not compat_torch.is_lost_connection(error)] == []
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50)
     others = [*map(ValueError, lost), RuntimeError("boom"), caught.value]
-    assert [error for error in others if torch_collectives.is_lost_connection(error)] == []
+    assert [error for error in others if compat_torch.is_lost_connection(error)] == []

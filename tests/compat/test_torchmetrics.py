@@ -7,7 +7,7 @@ import torchmetrics
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat import torchmetrics as compat_torchmetrics
-from lightning_ddp_ext.replicas.metric_merger import has_mergeable_state, merge_states
+from lightning_ddp_ext.replicas.metrics import has_mergeable_state, merge_states
 
 
 def test_states_of_metrics_are_merged_in_order_and_written():

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.consistency import fingerprints
-from lightning_ddp_ext.consistency.fingerprints import describe, fingerprint, fingerprint_all
+from lightning_ddp_ext import consistency
+from lightning_ddp_ext.consistency import describe, fingerprint, fingerprint_all
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
     torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
-BLOCK = fingerprints._BYTES
+BLOCK = consistency._BYTES
 SIZES = [1, 7, 8, 9, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5]
 
 
@@ -50,7 +50,7 @@ def test_a_change_of_one_bit_is_seen_in_any_block_hashed_alone_or_with_others(si
         data[position] ^= 1 << bit
         assert fingerprint(data) != original
         data[position] ^= 1 << bit
-    monkeypatch.setitem(fingerprints._BLOCKS_AT_ONCE, "cpu", 2)  # as on other devices than the CPU
+    monkeypatch.setitem(consistency._BLOCKS_AT_ONCE, "cpu", 2)  # as on other devices than the CPU
     assert fingerprint(data) == original
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.consistency.replica_differences import find_difference
+from lightning_ddp_ext.consistency import find_difference
 from lightning_ddp_ext.distributed.exchange import exchange_device, gather_integer, gather_objects
 from tests.support.processes import run_processes
 

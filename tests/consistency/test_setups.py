@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ddp_ext.consistency.setups import compare_setups, describe_arguments, describe_module, describe_versions
+from lightning_ddp_ext.consistency import compare_setups, describe_arguments, describe_module, describe_versions
 from lightning_ddp_ext.errors import ReplicaMismatchError
 from tests.support.processes import run_processes
 

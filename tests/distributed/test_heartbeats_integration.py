@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext._compat.torch_collectives import cloned_store, is_lost_connection
+from lightning_ddp_ext._compat.torch import cloned_store, is_lost_connection
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.distributed.watchdog import STALL_EXIT_CODE, Interruption, RunWatch
 from lightning_ddp_ext.errors import OtherRankError

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed import backends, network_choice, rendezvous
+from lightning_ddp_ext.distributed import backends, network, rendezvous
 from lightning_ddp_ext.distributed.backends import check_backend
-from lightning_ddp_ext.distributed.interfaces import Interface
-from lightning_ddp_ext.distributed.ports import explain_failures, listen, port_error
+from lightning_ddp_ext.distributed.network import Interface, explain_failures, listen, port_error
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, connect_store, parse_init_method
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError
@@ -159,8 +158,8 @@ def test_a_device_is_bound_unless_gloo_serves_it(monkeypatch, tmp_path, backend,
 
 def test_the_interface_of_a_route_is_not_the_one_of_an_address_that_other_nodes_have_too(monkeypatch):
     routes = {"172.17.0.1": "172.17.0.1", "10.0.0.1": "10.0.0.2"}
-    monkeypatch.setattr(network_choice, "address_towards", routes.get)
-    monkeypatch.setattr(network_choice, "interface_with", lambda address: Interface(f"of {address}", (address,)))
-    assert network_choice.interface_towards(routes, rank=1).name == "of 10.0.0.2"
+    monkeypatch.setattr(network, "address_towards", routes.get)
+    monkeypatch.setattr(network, "interface_with", lambda address: Interface(f"of {address}", (address,)))
+    assert network.interface_towards(routes, rank=1).name == "of 10.0.0.2"
     with pytest.raises(NetworkInterfaceError, match=r"rank 1, has no route to the other nodes \(none given\)\. Set"):
-        network_choice.interface_towards([], rank=1)
+        network.interface_towards([], rank=1)

@@ -27,9 +27,9 @@ from lightning_ddp_ext.distributed.exchange import (
     gather_objects,
     scatter_objects,
 )
-from lightning_ddp_ext.distributed.flat_tensors import divide_into_buckets, send_all
 from lightning_ddp_ext.distributed.serialization import _Call, _rebuild, name_skipped, pack, unpack
 from lightning_ddp_ext.errors import OtherRankError
+from lightning_ddp_ext.reducer.buckets import divide_into_buckets, send_all
 from tests.support.processes import run_processes
 
 

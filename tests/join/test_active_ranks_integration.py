@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
-from lightning_ddp_ext._compat.torch_collectives import KNOWN_FUNCTIONS
+from lightning_ddp_ext._compat.torch import KNOWN_FUNCTIONS
 from lightning_ddp_ext.distributed.exchange import scatter_objects
 from lightning_ddp_ext.errors import RankJoinedError
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives

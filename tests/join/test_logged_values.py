@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_ddp_ext._compat.lightning_logging import watch_logging
+from lightning_ddp_ext._compat.lightning_loops import watch_logging
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.join.logged_values import LoggedValues
+from lightning_ddp_ext.join.metrics import LoggedValues
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, StepParticipation
 from tests.support.fake_group import run_ranks
 

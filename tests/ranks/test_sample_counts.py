@@ -10,8 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, CountedCombinedLoader, CountedLoader, combine_counted
-from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader
-from lightning_ddp_ext.resume.resumable_rng import ResumableRng
+from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader, ResumableRng
 
 
 class Numbers(Dataset):

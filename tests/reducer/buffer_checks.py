@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_ext.consistency.replica_differences import name_training_state
+from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.reducer.checking import EXACT, batch, check, net, says, spread, step

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ddp_ext._compat.torch_collectives import count_collectives
+from lightning_ddp_ext._compat.torch import count_collectives
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.support.processes import RankError, run_processes
 

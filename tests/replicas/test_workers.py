@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext._compat.torch import recompile_limit, recompile_limit_of
-from lightning_ddp_ext.replicas.shared_state import SharedState
-from lightning_ddp_ext.replicas.workers import ReplicaWorkers
+from lightning_ddp_ext.replicas.workers import ReplicaWorkers, SharedState
 
 CPU = torch.device("cpu")
 

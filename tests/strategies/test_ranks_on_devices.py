@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
-from lightning_ddp_ext.join import logged_values
+from lightning_ddp_ext.join import metrics
 from lightning_ddp_ext.ranks import sample_counts
 from lightning_ddp_ext.reducer import buffer_synchronizer
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
@@ -102,7 +102,7 @@ def without_double_precision():
 
     virtual_accelerator.load()
     device = torch.device("virtual", RANK)
-    for module in (buffer_synchronizer, logged_values, sample_counts):
+    for module in (buffer_synchronizer, metrics, sample_counts):
         module.widest_float = lambda device: torch.float64 if device.type == "cpu" else torch.float32
     torch.accelerator.set_device_index(device)
     dist.init_process_group("cpu:gloo,virtual:virtual_ccl")

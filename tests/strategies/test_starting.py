@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.strategies.builtin import ConnectedDDPStrategy, ConnectedFSDPStrategy
+from lightning_ddp_ext.strategies.base import ConnectedDDPStrategy, ConnectedFSDPStrategy
 from tests.parity import quiet_trainer
 
 OURS = [DDPCheckpointStrategy, DDPJoinStrategy]

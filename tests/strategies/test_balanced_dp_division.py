@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lightning_ddp_ext._devices import peak_memory
-from lightning_ddp_ext.batches.device_memory import DeviceMemory
-from lightning_ddp_ext.replicas.batch_division import BatchDivision
+from lightning_ddp_ext.batches.balance_controller import DeviceMemory
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
+from lightning_ddp_ext.strategies.balanced_dp import BatchDivision
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ class FakeMemory:
 @pytest.fixture
 def memory(monkeypatch):
     fake = FakeMemory()
-    for module in ("_devices", "batches.device_memory"):
+    for module in ("_devices", "batches.balance_controller"):
         monkeypatch.setattr(f"lightning_ddp_ext.{module}.memory_statistics", lambda device: fake)
-    monkeypatch.setattr("lightning_ddp_ext.replicas.batch_division.reports_memory", lambda device: True)
+    monkeypatch.setattr("lightning_ddp_ext.strategies.balanced_dp.reports_memory", lambda device: True)
     monkeypatch.setattr("lightning_ddp_ext._devices._earlier_peaks", {})
     return fake
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from lightning_ddp_ext.distributed import connections
-from lightning_ddp_ext.distributed.connections import (
+from lightning_ddp_ext.distributed import backends
+from lightning_ddp_ext.distributed.backends import (
     break_connections,
     break_rest,
     count_received,
@@ -19,9 +19,9 @@ from lightning_ddp_ext.distributed.connections import (
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch):
-    monkeypatch.setattr(connections, "_tracked", {})
-    monkeypatch.setattr(connections, "_spared_ports", set())
-    monkeypatch.setattr(connections, "_has_broken", False)
+    monkeypatch.setattr(backends, "_tracked", {})
+    monkeypatch.setattr(backends, "_spared_ports", set())
+    monkeypatch.setattr(backends, "_has_broken", False)
 
 
 @pytest.fixture

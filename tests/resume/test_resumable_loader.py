@@ -10,8 +10,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
-from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader
-from lightning_ddp_ext.resume.resumable_rng import ResumableRng
+from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader, ResumableRng
 
 
 class Noise(Dataset):

@@ -1,4 +1,4 @@
-"""SLURM jobs: their tasks are compared with the processes of a run, and their numbers give the rendezvous port."""
+"""Cluster environments: SLURM jobs, checked against the processes of a run, and nodes that are started by hand."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from typing_extensions import override
 
+from lightning_ddp_ext._validation import check_host, check_integer
 from lightning_ddp_ext.clusters.launchers import SET_BY_HAND, SRUN, TERMINAL, TORCHRUN_ID, check_num_nodes
 from lightning_ddp_ext.errors import ClusterError
 
@@ -254,3 +255,54 @@ def _find_signal(chosen: str | signal.Signals) -> signal.Signals:
         return signal.Signals[chosen]
     except KeyError:
         raise ValueError(f"`requeue_signal={chosen}` is not a signal. Use `SIGUSR1`.") from None
+
+
+_LAST_PORT = 2**16 - 1
+_MOST_NODES = 2**16
+
+
+class ManualEnvironment(LightningEnvironment):
+    """Position of a node in a run that somebody starts by hand, once on every node.
+
+    Lightning starts the processes of each node, as on a single one. Pass it to the Trainer,
+    `Trainer(plugins=[ManualEnvironment(...)], num_nodes=2)`.
+
+    Args:
+        num_nodes: Number of nodes.
+        node_rank: The number of this node, 0 for the one that others connect to.
+        main_address: Name or address of node 0.
+        main_port: A free port there, the same on all nodes.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If a number is out of range, or the address is malformed.
+    """
+
+    def __init__(self, *, num_nodes: int, node_rank: int, main_address: str, main_port: int = 29500) -> None:
+        super().__init__()
+        check_integer("num_nodes", num_nodes, least=1, most=_MOST_NODES, remedy="Use the number of nodes.")
+        check_integer("node_rank", node_rank, most=num_nodes - 1, remedy="Number the nodes from 0.")
+        check_host("main_address", main_address, "Use a name or an address of the node with `node_rank=0`.")
+        check_integer("main_port", main_port, least=1, most=_LAST_PORT, remedy="Use 29500 if unsure.")
+        self._num_nodes = num_nodes
+        self._node_rank = node_rank
+        self._address = main_address
+        self._port = main_port
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return self._address
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return self._port
+
+    @override
+    def node_rank(self) -> int:
+        return self._node_rank
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        check_num_nodes(num_nodes, self._num_nodes)

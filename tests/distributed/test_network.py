@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from lightning_ddp_ext.distributed import interfaces
-from lightning_ddp_ext.distributed.interfaces import (
+from lightning_ddp_ext.distributed import network
+from lightning_ddp_ext.distributed.network import (
     address_towards,
     check_gloo_variable,
     check_interface,
@@ -33,7 +33,7 @@ def _clean_environment(monkeypatch):
 def invented(monkeypatch):
     """Interfaces that this machine does not have."""
     found = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2", "fd00::2"], "ib0": ["fe80::1%ib0"], "down0": []}
-    monkeypatch.setattr(interfaces, "interface_addresses", lambda: found)
+    monkeypatch.setattr(network, "interface_addresses", lambda: found)
 
 
 def loopback():
@@ -65,7 +65,7 @@ def test_an_interface_that_is_missing_or_has_no_address_is_an_error_that_lists_t
 
 @pytest.mark.usefixtures("invented")
 def test_an_interface_is_found_by_any_of_its_addresses_and_has_the_one_that_gloo_takes():
-    assert interface_with("fd00::2") == interface_with("10.0.0.2") == interfaces.Interface("eth0", ("10.0.0.2",))
+    assert interface_with("fd00::2") == interface_with("10.0.0.2") == network.Interface("eth0", ("10.0.0.2",))
     assert interface_with("fe80::1").name == "ib0"
     assert interface_with("10.0.0.3") is None
 
@@ -79,12 +79,12 @@ def test_addresses_are_resolved_and_routed():
 
 @pytest.mark.usefixtures("invented")
 def test_gloo_takes_the_interface_of_its_variable_and_otherwise_the_address_of_the_nodes_name(monkeypatch):
-    monkeypatch.setattr(interfaces, "resolve", lambda host: ["192.0.2.1", "fd00::2"])
-    assert default_gloo_interface() == interfaces.Interface(None, ("fd00::2",))
-    monkeypatch.setattr(interfaces, "resolve", lambda host: [])
-    assert default_gloo_interface() == interfaces.Interface(None, ("127.0.0.1",))
+    monkeypatch.setattr(network, "resolve", lambda host: ["192.0.2.1", "fd00::2"])
+    assert default_gloo_interface() == network.Interface(None, ("fd00::2",))
+    monkeypatch.setattr(network, "resolve", lambda host: [])
+    assert default_gloo_interface() == network.Interface(None, ("127.0.0.1",))
     monkeypatch.setenv(GLOO, "eth0,lo")
-    assert default_gloo_interface() == interfaces.Interface("eth0,lo", ("10.0.0.2", "127.0.0.1"))
+    assert default_gloo_interface() == network.Interface("eth0,lo", ("10.0.0.2", "127.0.0.1"))
     check_gloo_variable("gloo", "auto")
     monkeypatch.setenv(GLOO, "eth7")
     with pytest.raises(NetworkInterfaceError, match=r"`eth7` in the environment variable `GLOO_.*Unset the variable"):

@@ -1,1 +1,0 @@
-"""Activation checkpointing of modules, exact with buffers and RNG state. Plain torch: never imports Lightning."""

@@ -1,1 +1,0 @@
-"""Comparison of settings, parameters and training state between ranks. Plain torch: never imports Lightning."""
