@@ -8,12 +8,16 @@ import re
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import lightning_ddp_ext
+from tests.strategies.toolkit import run_on_ranks, values_of
+from tests.support.ports import free_port
+from tests.support.programs import UNLAUNCHED, run_program
 from tests.versions.run import ROWS, describe, lower_bounds, supported_versions
 
 ROOT = Path(__file__).parent.parent
@@ -104,37 +108,66 @@ def test_the_examples_of_docstrings_are_true():
         assert results.failed == 0, path
 
 
+ALONE = ("own_module", "detection_batches", "metrics")
+ON_RANKS = (
+    "multi_task_checkpointing", "gan", "plain_torch_loop", "uneven_streams", "exact_evaluation",
+    "finetune_language_model", "fabric_loop",
+)  # fmt: skip
+PAGES = {"ddp_checkpoint": 1, "ddp_join": 1, "balanced_ddp": 1, "gradient_reducer": 0, "fabric": 0}
+
+
+def program_of_page(page):
+    """Return the program of a page, and the text of the page after it."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    return re.findall(r"```python\n(.*?)```(.*?)(?=```python|\Z)", text, re.DOTALL)[PAGES[page]]
+
+
+@pytest.fixture(scope="module")
+def printed_alone():
+    """The output of programs of one process."""
+    cases = {name: partial(run_program, f"{ROOT}/examples/{name}.py", None) for name in ALONE}
+    return run_on_ranks(1, cases, env=UNLAUNCHED)
+
+
+@pytest.fixture(scope="module")
+def printed_on_ranks(tmp_path_factory):
+    """The output of programs on two ranks."""
+    folder = tmp_path_factory.mktemp("programs")
+    for page in PAGES:
+        (folder / f"{page}.py").write_text(program_of_page(page)[0])
+    paths = [ROOT / "examples" / f"{name}.py" for name in (*ON_RANKS, "unequal_gpus")]
+    paths += [folder / f"{page}.py" for page in PAGES]
+    return run_on_ranks(2, {path.stem: partial(run_program, str(path), free_port()) for path in paths})
+
+
 @pytest.mark.slow
-def test_examples_of_replicas_print_that_they_agree_with_one_device():
-    printed = run("examples/own_module.py")
+def test_examples_of_replicas_print_that_they_agree_with_one_device(printed_alone):
+    printed = {name: values_of(printed_alone, name)[0] for name in ALONE}
     for line in ("one device: {'loss': '0.187834'", "two replicas: {'loss': '0.187834'"):
-        assert line in printed
-    printed = run("examples/detection_batches.py")
+        assert line in printed["own_module"]
     for line in ("one device: loss 0.547670", "weight_by=count_boxes: loss 0.547670", 'weight_by="samples": loss 0.55'):
-        assert line in printed
-    rows = [line for line in run("examples/metrics.py").splitlines() if re.search(r"\de[+-]\d\d$", line)]
+        assert line in printed["detection_batches"]
+    rows = [line for line in printed["metrics"].splitlines() if re.search(r"\de[+-]\d\d$", line)]
     assert len(rows) > 50
     assert max(float(line.split()[-1]) for line in rows) < 1e-9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "multi_task_checkpointing",
-        "gan",
-        "plain_torch_loop",
-        "uneven_streams",
-        "exact_evaluation",
-        "finetune_language_model",
-        "fabric_loop",
-    ],
-)
-def test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with_one_process(name):
-    printed = run(f"examples/{name}.py")
+def check_agreement(printed):
     between_ranks, to_one_process = re.search(r"between the ranks (\S+), to one process (\S+)", printed).groups()
     assert float(between_ranks) == 0
     assert float(to_one_process) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_an_example_on_two_ranks_prints_that_they_agree_with_each_other_and_with_one_process(printed_on_ranks, name):
+    check_agreement(values_of(printed_on_ranks, name)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gan", "fabric_loop", "plain_torch_loop"])
+def test_an_example_starts_its_second_rank(name):
+    check_agreement(run(f"examples/{name}.py"))
 
 
 NOTEBOOK = ROOT / "examples" / "digits.ipynb"
@@ -175,8 +208,8 @@ def test_the_notebook_prints_what_it_holds():
 
 
 @pytest.mark.slow
-def test_the_example_of_unequal_devices_prints_that_ddp_is_not_exact():
-    printed = run("examples/unequal_gpus.py")
+def test_the_example_of_unequal_devices_prints_that_ddp_is_not_exact(printed_on_ranks):
+    printed = values_of(printed_on_ranks, "unequal_gpus")[0]
     rows = re.findall(r"(\w+), (\d+) and (\d+) samples: .* difference to one process (\S+)", printed)
     runs = [("ddp_checkpoint", "16", "16"), ("ddp_checkpoint", "24", "8"), ("ddp", "24", "8")]
     assert [row[:3] for row in rows] == runs
@@ -185,27 +218,11 @@ def test_the_example_of_unequal_devices_prints_that_ddp_is_not_exact():
     assert float(shared) < 1e-9
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("page", "number", "launcher"),
-    [
-        ("ddp_checkpoint", 1, []),
-        ("ddp_join", 1, []),
-        ("balanced_ddp", 1, []),
-        ("gradient_reducer", 0, TORCHRUN),
-        ("fabric", 0, []),
-    ],
-)
-def test_the_program_of_a_page_prints_what_it_says(page, number, launcher, tmp_path):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    code, rest = re.findall(r"```python\n(.*?)```(.*?)(?=```python|\Z)", text, re.DOTALL)[number]
-    promised = re.search(r"```text\n(.*?)```", rest, re.DOTALL)[1]
-    program = tmp_path / "program.py"
-    program.write_text(code)
-    printed = run(*launcher, str(program)).splitlines()
+@pytest.mark.parametrize("page", PAGES)
+def test_the_program_of_a_page_prints_what_it_says(printed_on_ranks, page):
+    promised = re.search(r"```text\n(.*?)```", program_of_page(page)[1], re.DOTALL)[1]
+    printed = "".join(values_of(printed_on_ranks, page)).splitlines()
     for line in promised.splitlines():
         assert line.startswith("$") or any(_is_the_same(line, other) for other in printed), printed
 

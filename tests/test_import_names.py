@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -329,6 +330,14 @@ def test_the_version_report_needs_nothing_that_works(tmp_path):
     assert broken[len(lines) - 3 :] == ["torch cannot be used: OSError: libcudart.so.12 is missing"]
 
 
+def with_exhaustive(*slow, others):
+    """Return the values of a parameter of slow tests, and others that start processes in nearly the same way."""
+    return [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in slow),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in others),
+    ]
+
+
 RANKS = """
 import json
 import os
@@ -379,26 +388,26 @@ if __name__ == "__main__":
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("method", ["popen", "name", "torchrun", "spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", with_exhaustive("name", "torchrun", "spawn", others=("popen", "fork", "forkserver")))
 def test_ranks_import_the_lightning_of_the_program_only_and_train_alike(method, tmp_path):
-    results = {}
-    for lightning, libraries in ((FIRST, ["lightning"]), (SECOND, ["lightning_fabric", "pytorch_lightning"])):
+    def train_under(lightning):
         folder = tmp_path / lightning
         folder.mkdir()
         package = _import_names.PACKAGES[lightning]
         imports = f"import {package}\nimport {lightning} as pl"
         text = RANKS.format(imports=imports, package=package, libraries={*_import_names.LIBRARIES})
         (folder / "program.py").write_text(text)
-        arguments = [*TORCHRUN, "program.py", "name"] if method == "torchrun" else ["program.py", method]
-        run(arguments, cwd=folder)
-        ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-        assert [rank[0] for rank in ranks] == [libraries, libraries]
-        assert [rank[3] for rank in ranks] == [22, 20]
-        assert ranks[0][1:3] == ranks[1][1:3]
-        results[lightning] = [rank[1:] for rank in ranks]
-    assert results[FIRST] == results[SECOND]
+        run([*TORCHRUN, "program.py", "name"] if method == "torchrun" else ["program.py", method], cwd=folder)
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(train_under, (FIRST, SECOND))
+    assert [rank[0] for rank in first] == [["lightning"]] * 2
+    assert [rank[0] for rank in second] == [["lightning_fabric", "pytorch_lightning"]] * 2
+    assert [rank[3] for rank in first] == [22, 20]
+    assert first[0][1:3] == first[1][1:3]
+    assert [rank[1:] for rank in first] == [rank[1:] for rank in second]
 
 
 BOTH = """
@@ -448,19 +457,44 @@ ORDERS = [
 ]
 
 
+# What takes most of the time is imported once: torch, and parts of it that Lightning needs.
+EACH_ORDER = """
+import json
+import os
+import runpy
+import sys
+
+import torch._dynamo
+import torchmetrics
+
+assert not {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_ddp_ext"} & set(sys.modules)
+for number, order in enumerate(json.loads(sys.argv[1])):
+    if os.fork() == 0:
+        folder = f"order{number}"
+        os.mkdir(folder)
+        sys.path.insert(0, os.getcwd())
+        os.chdir(folder)
+        sys.argv = ["both.py", "balanced_dp", *order]
+        runpy.run_path("../both.py", run_name="__main__")
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(f"{order} failed")
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_the_readmes_program_trains_alike_under_both_names_whatever_is_imported_first(order, tmp_path):
+def test_the_readmes_program_trains_alike_under_both_names_whatever_is_imported_first(tmp_path):
     write_program_of_both_names(tmp_path)
-    run(["both.py", "balanced_dp"], *order, cwd=tmp_path)
-    first, second = json.loads((tmp_path / "rank0.json").read_text())
-    assert [line.partition(":")[0] for line in first] == ["SingleDeviceStrategy", "BalancedDataParallelStrategy"]
-    assert first == second
-    assert len({line.partition(":")[2] for line in first}) == 1
+    run(["-c", EACH_ORDER, json.dumps(ORDERS)], cwd=tmp_path)
+    for number, order in enumerate(ORDERS):
+        first, second = json.loads((tmp_path / f"order{number}" / "rank0.json").read_text())
+        names = [line.partition(":")[0] for line in first]
+        assert names == ["SingleDeviceStrategy", "BalancedDataParallelStrategy"], order
+        assert first == second, order
+        assert len({line.partition(":")[2] for line in first}) == 1, order
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["popen", "spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", with_exhaustive("popen", "forkserver", others=("spawn", "fork")))
 def test_the_readmes_program_trains_alike_under_both_names_on_two_ranks(method, tmp_path):
     write_program_of_both_names(tmp_path)
     run(["both.py", method], cwd=tmp_path)

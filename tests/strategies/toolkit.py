@@ -345,10 +345,11 @@ def run_on_ranks(
     cases: Mapping[str, Callable[[str], Any]] | Sequence[Callable[[str], Any]],
     folder: Any = "",
     timeout: float = 280,
+    **options: Any,
 ) -> dict[str, list[Any]]:
     """Run named cases, or functions with these names, in one launch; returns for each its values on all ranks."""
     named = cases if isinstance(cases, Mapping) else {case.__name__: case for case in cases}
-    by_rank = run_processes(run_cases, world_size, named, str(folder), timeout=timeout)
+    by_rank = run_processes(run_cases, world_size, named, str(folder), timeout=timeout, **options)
     return {name: [of_rank[name] for of_rank in by_rank] for name in named}
 
 
