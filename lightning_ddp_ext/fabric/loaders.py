@@ -106,7 +106,7 @@ class FabricLoader:
             yield batch, counts.pop()
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the data, and the RNG state with which it goes on, as plain values."""
+        """Return the position in the data, and the RNG state there, as plain values."""
         is_between = self._used is None
         epoch = self._epoch if is_between else self._epoch - 1
         return {EPOCH: epoch, USED: self._used, RNG: asdict(self._rng.record(self._used))}

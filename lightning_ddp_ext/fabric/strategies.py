@@ -189,7 +189,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         )
 
     def _loss_weight(self) -> float:
-        """Return the weight of the loss that a closure returns: that of its backward passes, if it has any."""
+        """Return the weight of a closure's loss: the total of its backward passes, or of the batch if it has none."""
         batch = self._batches[-1]
         return (batch.weight or 0.0) if batch.is_new or batch.is_reweighted else self._window.last_total
 
@@ -472,7 +472,7 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
         return gathered[list(self._participation.active)]
 
     def _is_even(self, group: Any) -> bool:
-        """Whether a value is that of all ranks; after an evaluation within a step, it may be the result of that."""
+        """Whether a value belongs to all ranks, as the result of an evaluation within a step does."""
         batch = self._batches[-1]
         is_of_step = batch.participation is not None and batch.participation.is_uneven and not batch.has_evaluated
         return not is_of_step or group not in (None, dist.group.WORLD)
