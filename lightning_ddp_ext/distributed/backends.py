@@ -1,4 +1,4 @@
-"""Backends of process groups: the devices that each name supports, and sockets, which are shut down to end a collective.
+"""Backends of process groups: the devices of each name, and sockets, which are shut down to end a collective.
 
 gloo cannot abort a collective, but gives up without its sockets.
 """

@@ -189,7 +189,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         )
 
     def _loss_weight(self) -> float:
-        """Return the weight of a closure's loss: the total of its backward passes, or of the batch if it has none."""
+        """Return the weight of a closure's loss: of its backward passes, or of the batch if it has none."""
         batch = self._batches[-1]
         return (batch.weight or 0.0) if batch.is_new or batch.is_reweighted else self._window.last_total
 
