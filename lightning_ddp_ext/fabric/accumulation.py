@@ -15,9 +15,9 @@ from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, Gradi
 class LoopWindow(AccumulationWindow):
     """The micro-batches whose gradients a loop of the user adds up before ranks synchronise them.
 
-    A micro-batch is weighted once, however many backward passes it has. `zero_grad` drops an unfinished window. A backward
-    pass that follows the synchronisation without a new batch belongs to the same window, until gradients are dropped or
-    parameters change.
+    A micro-batch is weighted once, however many backward passes it has. `zero_grad` drops an unfinished window. A
+    backward pass that follows the synchronisation without a new batch belongs to the same window, until gradients are
+    dropped or parameters change.
 
     Args:
         is_sum: Losses are added up, over micro-batches and ranks.
