@@ -494,7 +494,7 @@ def test_the_readmes_program_trains_alike_under_both_names_whatever_is_imported_
         assert len({line.partition(":")[2] for line in first}) == 1, order
 
 
-@pytest.mark.parametrize("method", with_exhaustive("popen", "forkserver", others=("spawn", "fork")))
+@pytest.mark.parametrize("method", with_exhaustive("popen", "fork", "forkserver", others=("spawn",)))
 def test_the_readmes_program_trains_alike_under_both_names_on_two_ranks(method, tmp_path):
     write_program_of_both_names(tmp_path)
     run(["both.py", method], cwd=tmp_path)

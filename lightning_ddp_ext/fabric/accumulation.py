@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
+from typing import NamedTuple
 
 from torch import nn
 from typing_extensions import override
@@ -10,6 +11,14 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import LoopBatch
 from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientMark, GradientReducer
+
+
+class _Synchronized(NamedTuple):
+    """A window that has been synchronised."""
+
+    total: float  # weight of this rank
+    length: int
+    ranks: int  # number of the ranks that had a batch
 
 
 class LoopWindow(AccumulationWindow):
@@ -28,7 +37,7 @@ class LoopWindow(AccumulationWindow):
         self._modules: tuple[object, ...] = ()  # that `no_backward_sync` names in the first pass
         self._mark: GradientMark | None = None  # if the next pass may belong to a window
         self._is_again = False  # the pass belongs to the window that has ended
-        self._ended: tuple[float, int, int] = (0.0, 0, 0)  # its total, its length and the number of its ranks
+        self._ended = _Synchronized(0.0, 0, 0)  # the last window
         super().__init__()
 
     @override
@@ -40,7 +49,7 @@ class LoopWindow(AccumulationWindow):
     @property
     def last_total(self) -> float:
         """Weight of this rank in the last synchronisation."""
-        return self._ended[0]
+        return self._ended.total
 
     def begin_pass(
         self, batch: LoopBatch, new: Sequence[LoopBatch], active: Iterable[int], modules: tuple[object, ...]
@@ -81,16 +90,16 @@ class LoopWindow(AccumulationWindow):
 
     def _weigh_again(self, weight: float) -> float:
         """Return the factor of another loss of the last micro-batch, whose window has been synchronised."""
-        total, length, ranks = self._ended
+        ended = self._ended
         self.skips_pass = not weight
         if self._is_sum:
-            return float(ranks) if weight else 0.0
-        return weight * length / total if total else 0.0
+            return float(ended.ranks) if weight else 0.0
+        return weight * ended.length / ended.total if ended.total else 0.0
 
-    def synchronizing(self, reducer: GradientReducer, position: int) -> AbstractContextManager[None]:
+    def synchronize_pass(self, reducer: GradientReducer, position: int) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block and end the window, unless that is postponed."""
         if self._is_again:
-            weight, scale = self._ended[0], None
+            weight, scale = self._ended.total, None
         elif self._is_sum:
             weight = min(self.total, 1.0)
             # Gradients that were synchronised before stay as they are only if the scale is the weight.
@@ -98,12 +107,12 @@ class LoopWindow(AccumulationWindow):
         else:
             weight, scale = self.total, self.first * self.length  # the user has divided each loss by the length
         if not (self.is_postponed or self._is_again):
-            self._ended = (weight, self.length, len(self._ranks))
+            self._ended = _Synchronized(weight, self.length, len(self._ranks))
         return self.synchronize(reducer, weight, scale, None, position)
 
     def end_pass(self, reducer: GradientReducer, modules: Iterable[nn.Module]) -> None:
         """End a backward pass of modules; mark a gradient that is dropped together with the window."""
-        if not self.length and self._ended[1] == 1:
+        if not self.length and self._ended.length == 1:
             return  # a further pass would be a window like this one
         named = [module for module in self._modules if isinstance(module, nn.Module)]
         parameters = chain.from_iterable(module.parameters() for module in named or modules)

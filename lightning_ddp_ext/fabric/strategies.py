@@ -312,7 +312,7 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
-        return self._window.synchronizing(reducer, self.position(self._batches[-1]))
+        return self._window.synchronize_pass(reducer, self.position(self._batches[-1]))
 
     def position(self, batch: LoopBatch) -> int:
         """Return a number that is the same on all ranks when they synchronise gradients with a batch."""

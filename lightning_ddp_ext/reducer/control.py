@@ -172,12 +172,11 @@ class ControlMessage:
             )
         if len({0.0, *proportions}) > 2 or _DIFFERENT in proportions:
             own = "; ".join(", ".join(f"{weight:g}" for weight in weights) for weights in control.loader_weights)
-            mine = proportions[self._rank]
-            others = [rank for rank, other in enumerate(proportions) if other not in (0.0, _DIFFERENT, mine)]
+            first, *others = (proportions.index(one) for one in dict.fromkeys(proportions) if one)
+            between = "micro-batches" if _DIFFERENT in proportions else f"ranks {first} and {others[0]}"
             raise BatchSplitError(
                 f"rank {self._rank}: the loaders of a step give batches of the weights {own or 0}, in proportions that"
-                f" differ from {f'those on rank {others[0]}' if others else 'micro-batch to micro-batch'}, but a rank"
-                " has one weight in a step.",
+                f" differ between {between}, but a rank has one weight in a step.",
                 "Give the loaders batch sizes in one proportion and `drop_last=True`, take a batch from each loader"
                 " right before its `fabric.backward`, or set `fabric.strategy.batch_weight`.",
             )

@@ -655,6 +655,9 @@ def test_a_step_on_several_loaders_is_exact_or_an_error(found, strategy):
             assert steps[strategy, loop, names] == pytest.approx(gradient), (loop, names)
         for loop, names in WRONG_STEPS:
             assert "but a rank has one weight in a step" in steps[strategy, loop, names], (loop, names)
+            if strategy != "balanced_ddp":
+                between = "between ranks 0 and 1" if loop == "zip" else "between micro-batches"
+                assert between in steps[strategy, loop, names]
 
 
 def test_misused_sharing_is_refused(found):
