@@ -21,7 +21,8 @@ Batches = Iterable[tuple[Any, float | None]]
 class LoopBatch:
     """The current batch of a loop over a loader."""
 
-    weight: float | None = None  # on this rank
+    weight: float | None = None  # on this rank; None if it is unknown
+    problem: Exception | None = None  # why the weight is unknown, an error once it is needed
     participation: StepParticipation | None = None  # None if every rank has a batch
     shares: Any = None  # the `SharedBatch` of `shares/table.py`, if ranks share the batch
     number: int = 0  # of batches that the loader has given
@@ -33,7 +34,7 @@ class LoopBatch:
 
 
 class BatchUser(Protocol):
-    """The strategy, which wants to know the batch that a loop is at."""
+    """What a loader calls on its strategy."""
 
     def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
         """Return the batches of this rank, without the first `skip`, and those that stand in for missing ones."""

@@ -235,9 +235,14 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._forget(current)
         self._batches.append(current)
         current.participation, current.shares = fetched.participation, fetched.shares
-        weight = self._weigh(batch, fetched)
+        weight, problem = None, None
+        try:
+            weight = self._weigh(batch, fetched)
+        except Exception as error:  # raised by `backward`: a batch of an evaluation needs no weight
+            problem = error
         current.has_skipped |= current.is_new and current.weight != weight
-        current.weight, current.is_new, current.has_given_weight, current.has_evaluated = weight, True, False, False
+        current.weight, current.problem = weight, problem
+        current.is_new, current.has_given_weight, current.has_evaluated = True, False, False
 
     def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
         if self.is_shadow:
@@ -252,13 +257,13 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     @property
     def batch_weight(self) -> float | None:
-        """Weight of the current batch on this rank; None before the first batch."""
+        """Weight of the current batch on this rank; None before the first batch, and if it cannot be weighed."""
         return self._batches[-1].weight
 
     @batch_weight.setter
     def batch_weight(self, weight: float | None) -> None:
         batch = self._batches[-1]
-        batch.weight, batch.has_given_weight, batch.is_reweighted = weight, True, True
+        batch.weight, batch.problem, batch.has_given_weight, batch.is_reweighted = weight, None, True, True
 
     @property
     def _participation(self) -> StepParticipation | None:
@@ -280,14 +285,15 @@ class DDPCheckpointStrategy(DDPStrategy):
         reducer = self._reducer
         if reducer is None:
             raise RuntimeError("`fabric.backward` needs a module. Call `model = fabric.setup(model)` first.")
-        batch = self._batches[-1]
+        batch, new = self._batches[-1], self._new_batches()
+        if problem := next((one.problem for one in (batch, *new) if one.problem is not None), None):
+            raise problem
         if batch.weight is None:
             raise RuntimeError(
                 "`fabric.backward` needs the weight of the batch: no loop over a loader of `fabric.setup_dataloaders`"
                 " is at a batch. Call it inside of such a loop, or set `fabric.strategy.batch_weight` before, such as"
                 " `len(batch)`."
             )
-        new = self._new_batches()
         self._warn_of_skipped(new)
         active = range(self.world_size) if self._participation is None else self._participation.active
         factor = self._window.begin_pass(batch, new, active, self._accumulating)
@@ -327,6 +333,18 @@ class DDPCheckpointStrategy(DDPStrategy):
                 yield
         finally:
             self._accumulating = outer
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+            return self._reduce(tensor, group, reduce_op)
+        # In place, so that the loss keeps its graph; with gloo, a mean would divide the gradient too.
+        self._reduce(tensor.detach(), group, reduce_op)
+        return tensor
+
+    def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
+        """Reduce a value without a graph; in place, unless the result is of another type."""
+        return super().all_reduce(tensor, group, reduce_op)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -374,10 +392,9 @@ class DDPCheckpointStrategy(DDPStrategy):
                 f"The checkpoint was saved by {len(of_ranks)} ranks, and {self.world_size} load it. Random numbers will"
                 " be others than without interruption."
             )
-            if self.shares_batches:
-                self._resumed = {"loaders": [without_rng(state) for state in of_ranks[0]["loaders"]]}
-                for index in range(len(self._loaders)):
-                    self._resume_loader(index)
+            self._resumed = {"loaders": [without_rng(state) for state in of_ranks[0]["loaders"]]}
+            for index in range(len(self._loaders)):
+                self._resume_loader(index)
             return
         self._resumed = own = of_ranks[self.global_rank]
         self.load_own_state(own)
@@ -456,12 +473,11 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
         return batch.number  # ranks have the same number of batches
 
     @override
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         if not isinstance(tensor, Tensor) or self._is_even(group):
-            return super().all_reduce(tensor, group, reduce_op)
-        rows = self.all_gather(tensor, group)
-        reduced = _reduce(rows, reduce_op)
-        return tensor.copy_(reduced) if reduced.dtype == tensor.dtype else reduced  # in place, as Fabric documents
+            return super()._reduce(tensor, group, reduce_op)
+        reduced = _reduce_rows(self.all_gather(tensor, group), reduce_op)
+        return tensor.copy_(reduced) if reduced.dtype == tensor.dtype else reduced
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -489,7 +505,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }  # fmt: skip
 
 
-def _reduce(rows: Tensor, reduce_op: Any) -> Tensor:
+def _reduce_rows(rows: Tensor, reduce_op: Any) -> Tensor:
     """Reduce the values of the active ranks."""
     name = reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2].lower()
     if name in ("mean", "avg"):

@@ -110,8 +110,12 @@ def values_are_those_of_the_active_ranks(folder: str) -> Any:
     evaluated = fabric.setup_dataloaders(DataLoader(batches[:1], batch_size=None), use_distributed_sampler=False)
     found = []
     for batch in loader:
+        factor = torch.ones(1, requires_grad=True)
+        loss = factor * batch
+        fabric.all_reduce(loss).sum().backward()
         found.append(
             {
+                "gradient": float(factor.grad),
                 "gathered": fabric.all_gather(batch).flatten().tolist(),
                 **{
                     name: float(fabric.all_reduce(batch.clone(), reduce_op=name))
@@ -300,10 +304,6 @@ def errors_say_what_to_do(folder: str) -> Any:
     with pytest.raises(UnsynchronizedGradientsError) as error:
         other.optimizer.step()
     said["the same, without Fabric"] = str(error.value)
-    loader = fabric.setup_dataloaders(DataLoader([{"name": "a"}], batch_size=None), use_distributed_sampler=False)
-    with pytest.raises(ValueError, match="cannot be counted") as error:
-        next(iter(loader))
-    said["no samples"] = str(error.value)
     fabric = launched(DDPCheckpointStrategy())
     models = [fabric.setup(nn.Linear(1, 1)) for _ in range(2)]
     fabric.strategy.batch_weight = 1.0
@@ -313,6 +313,13 @@ def errors_say_what_to_do(folder: str) -> Any:
     with pytest.raises(UnsupportedFeatureError) as error, fabric.no_backward_sync(models[1], enabled=False):
         fabric.backward(models[1](torch.ones(1, 1)).sum())
     said["two windows"] = str(error.value)
+    loader = fabric.setup_dataloaders(DataLoader([{"name": "a"}], batch_size=None), use_distributed_sampler=False)
+    batches = iter(loader)
+    assert next(batches) == {"name": "a"}  # an evaluation needs no weight
+    assert fabric.strategy.batch_weight is None
+    with pytest.raises(ValueError, match="cannot be counted") as error:
+        fabric.backward(models[0](torch.ones(1, 1)).sum())
+    said["no samples"] = str(error.value)
     fabric = launched(DDPJoinStrategy(uneven_inputs="error"))
     with pytest.raises(UnevenInputsError) as error:
         fabric.setup_dataloaders(DataLoader([0] * (1 + RANK)), use_distributed_sampler=False)
@@ -362,18 +369,34 @@ def shared_batches(folder: str) -> Any:
     return share(folder, None, resumes=False)
 
 
+def second_epoch(folder: str, resumes: bool) -> list[int]:
+    """Return the samples of this rank in the second epoch, which follows a checkpoint of two ranks if it `resumes`."""
+    fabric = launched()
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(*samples(13)), batch_size=4, shuffle=True))
+    path = Path(folder) / "between-epochs.ckpt"
+    if resumes:
+        fabric.load(path, {})
+    else:
+        list(loader)
+        fabric.save(path, {})
+    steps = [[] if fabric.strategy.is_shadow else indices.tolist() for _, _, indices in loader]
+    return list(chain(*steps))
+
+
 def shared_batches_until_a_checkpoint(folder: str) -> Any:
+    second_epoch(folder, resumes=False)
     share(folder, 6, resumes=False, own_generator=True)
     return share(folder, 6, resumes=False)
 
 
 def shared_batches_after_the_checkpoint(folder: str) -> Any:
+    second = second_epoch(folder, resumes=True)
     try:
         share(folder, None, resumes=True, own_generator=True)
         refused = ""
     except UnsupportedFeatureError as error:
         refused = str(error)
-    return *share(folder, None, resumes=True), refused
+    return *share(folder, None, resumes=True), refused, second
 
 
 def shares_follow_the_speed(folder: str) -> list[int]:
@@ -546,7 +569,9 @@ def test_ranks_share_the_samples(found):
 
 
 def test_ranks_without_data_are_left_out_of_values(found):
-    for first, second, after in values_of(found, CASES[2]):
+    for rank, (first, second, after) in enumerate(values_of(found, CASES[2])):
+        assert first.pop("gradient") == 10 * rank  # a reduced loss keeps the gradient of this rank
+        assert second.pop("gradient") == [1, 10][rank]
         assert first == {
             "gathered": [0, 10], "mean": 5, "sum": 10, "max": 10, "min": 0, "whole numbers": 5,
             "evaluated": [[0, 10]], "after the evaluation": [0, 10],
@@ -627,7 +652,9 @@ def test_shared_batches_go_on_with_another_number_of_ranks(found, folder, ranks)
     resumed = values_of(
         run_on_ranks(ranks, [shared_batches_after_the_checkpoint], folder), shared_batches_after_the_checkpoint
     )
-    seen, resumed_parameters, refused = zip(*resumed, strict=True)
+    seen, resumed_parameters, refused, second = zip(*resumed, strict=True)
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(1)).tolist()  # of Fabric's sampler in epoch 1
+    assert list(second) == [order[rank::ranks] for rank in range(ranks)] if ranks > 1 else len(second[0]) == 13
     assert of_all_ranks(seen) == wanted[6:]
     for own in resumed_parameters:
         assert own == pytest.approx(parameters[0], abs=1e-12)
