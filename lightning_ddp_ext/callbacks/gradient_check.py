@@ -64,7 +64,8 @@ class GradientRecord:
 class GradientCheck(Callback):
     """Compares the gradient of the parts of a batch with the gradient of the whole batch, in the first batches.
 
-    Parts are the chunks of `balanced_dp`, or the batches of the ranks of `ddp_checkpoint` and `ddp_join` in one step.
+    Parts are the chunks of `balanced_dp`, the shares of `balanced_ddp`, or the batches of the ranks of
+    `ddp_checkpoint` and `ddp_join` in one step.
     Each part runs `training_step` and a backward pass by itself; one device (rank 0) runs the whole batch, without the
     parts whose `training_step` returned None. A difference beyond rounding means that the loss, the model or
     `weight_by` does not have the form that the strategy needs: a warning gives the remedy.
@@ -189,7 +190,7 @@ def _check_run(trainer: Trainer, module: LightningModule) -> None:
     strategy = trainer.strategy
     if not isinstance(strategy, BalancedDataParallelStrategy | ExplicitDDPStrategy):
         raise _ImpossibleError(
-            f"{type(strategy).__name__} is not one of `balanced_dp`, `ddp_checkpoint` and `ddp_join`"
+            f"{type(strategy).__name__} is not one of `balanced_dp`, `balanced_ddp`, `ddp_checkpoint` and `ddp_join`"
         )
     if isinstance(strategy, ExplicitDDPStrategy) and trainer.world_size == 1:
         raise _ImpossibleError("there is one process")

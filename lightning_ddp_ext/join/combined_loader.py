@@ -87,7 +87,7 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._rng = rng
         self._steps: Iterator[tuple[tuple[Any, FetchedBatch], int, int]] = iter(())
-        self._before = 0  # steps of this epoch that other ranks made in an interrupted run, and that are not replayed
+        self._before = 0  # steps of this epoch from before its rest was dealt out to another number of ranks
         self._skip = self._position = 0
         self._has_ended = True
 

@@ -109,8 +109,8 @@ class StepGuard:
         """Return the loss of the whole batch, in the widest type: a rank without data may not know the type."""
         weight, is_sum = self._weigh_loss()
         value = torch.as_tensor(loss, device=_parameters(optimizer)[0].device).detach().reshape(1)
-        # A loss that stands in for one has no weight, and is in no sum. Inside of an uneven step the ranks are those
-        # that run it, since collectives are redirected.
+        # The loss of a shadow step has weight 0, and is left out of sums. In an uneven step of the Trainer, collectives
+        # are redirected to the ranks that run the step.
         sums, means = sums_and_means(value, None if is_sum and not weight else weight, add_up)
         return (sums if is_sum else means)[0]
 

@@ -34,7 +34,7 @@ _PASSES = 1000  # more than there are synchronised backward passes in a batch
 
 
 class RankSteps(ABC):
-    """The steps of one rank; the hooks of `ExplicitDDPStrategy` call it. torch's `JoinHook` is the model.
+    """The steps of one rank; the hooks of `ExplicitDDPStrategy` call it. Modelled on torch's `JoinHook`.
 
     Each batch of a loop begins with `begin_batch` and ends with `end_batch`, after its last hook. In between come
     `training_step` and `backward` in training, or `evaluation_step`. Implementations say how to run a step of the

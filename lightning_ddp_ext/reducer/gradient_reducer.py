@@ -108,9 +108,9 @@ class GradientReducer:
         self._message = ControlMessage(self._group)
         self._weight = self._scale = 1.0
         # A power of two near the total weight of the last synchronisation, so the same on every rank. Dividing by it
-        # keeps sums small and rounds nothing: gradients do not depend on earlier ones. It falls by half at most,
-        # because half precision overflows if a sum is far larger than the mean. When the usual weight returns after n
-        # lighter synchronisations, the sum is about 2**n times as large as the mean.
+        # keeps sums small and rounds nothing: gradients do not depend on earlier ones. It at most halves per
+        # synchronisation, so that one light synchronisation is not followed by an overflow in half precision. When the
+        # usual weight returns after n lighter synchronisations, the sum is about 2**n times as large as the mean.
         self._expected_total = 1.0
         self._synchronizations = 0
         broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.dense()], self._group)

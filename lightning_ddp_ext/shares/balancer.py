@@ -161,7 +161,7 @@ class ShareBalancer:
 
     def _change(self, controller: BalanceController, table: ShareTable, reason: str, changes: bool = True) -> None:
         self._inform(f'`balance="auto"`, batch {table.begun}: {reason}.')
-        # At the same distance in all tables, so that loaders of the same steps stay divided alike.
+        # Use one lead for all tables: loaders used in one step must be divided alike.
         lead = max(own.lead for own in self._tables)
         for own in self._tables if changes else ():
             own.change(own.begun + lead, controller.shares, controller.limits)

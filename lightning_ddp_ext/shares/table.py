@@ -87,7 +87,8 @@ class ShareTable:
         self._ranks = ranks
         self.avoids_single_samples = avoids_single_samples  # batch normalisation refuses them in training
         self._first = 0  # number of the first batch of this epoch
-        self._changes: list[tuple[int, list[float], list[int | None]]] = []  # with the first batch for which they hold
+        # (number of the first batch, shares, limits)
+        self._changes: list[tuple[int, list[float], list[int | None]]] = []
 
     def check_batch_size(self, batch_size: int) -> None:
         """Raise an error if a rank gets no sample of such batches, although the options give it a share."""
