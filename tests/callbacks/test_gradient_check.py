@@ -19,7 +19,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext import (
+    BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
+    DDPCheckpointStrategy,
+    DDPJoinStrategy,
+)
 from lightning_ddp_ext.callbacks import GradientCheck, gradient_check
 from lightning_ddp_ext.callbacks.gradient_check import GradientComparison
 from lightning_ddp_ext.consistency import name_training_state
@@ -147,6 +152,7 @@ ON_RANKS = [
         "random numbers",
     )),
     ("class weights", DDPCheckpointStrategy),
+    ("class weights", BalancedDDPStrategy),
 ]  # fmt: skip
 
 
@@ -316,8 +322,11 @@ def check_on_rank():
     found = {}
     for name, strategy in ON_RANKS:
         case = CASES[name]
-        built = strategy(process_group_backend="gloo", weight_by=case.weight_by)
-        found[name, strategy.__name__] = check(case.build(), built, loader(case, rank), precision=case.precision)
+        shares_batches = strategy is BalancedDDPStrategy
+        options = {"split": SIZES} if shares_batches else {}
+        built = strategy(process_group_backend="gloo", weight_by=case.weight_by, **options)
+        data = loader(case, None if shares_batches else rank)
+        found[name, strategy.__name__] = check(case.build(), built, data, precision=case.precision)
     even = loader(CASES["mean in float32"], rank)
     for build in (Communicating, Locked, ByHand):
         found[build.__name__] = check(build(), on_gloo(), even)
