@@ -12,6 +12,7 @@ from torch import Tensor
 Labels = str | int | Callable[[Any], Tensor | Sequence[Tensor]]
 
 _IGNORED = -100  # by default, in torch's losses
+_OF_DECODERS = ("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds")  # of encoder-decoder models
 
 
 @dataclass
@@ -52,7 +53,8 @@ class TokenCount:
     def __call__(self, batch: Any) -> float:
         """Return the number of labels of a batch that count."""
         labels = _find_labels(batch, self.labels, type(self).__name__)
-        inputs = _entry(batch, "input_ids") if len(labels) == 1 else None
+        is_causal = len(labels) == 1 and all(_entry(batch, name) is None for name in _OF_DECODERS)
+        inputs = _entry(batch, "input_ids") if is_causal else None
         is_comparable = isinstance(inputs, Tensor) and inputs.shape == labels[0].shape
         numbers = [self._count(part, inputs if is_comparable else None) for part in labels]
         every, later, differing = map(int, torch.stack(numbers).sum(dim=0).tolist())  # the host waits here
@@ -68,6 +70,8 @@ class TokenCount:
             return None
         labels = f"`{self.labels}`" if isinstance(self.labels, str | int) else "labels"
         first = " and the first of each row, as the loss of a causal language model" if shift else ""
+        if shift and self.shift is None:
+            first += "; if the model is none, pass `TokenCount(shift=False)`"
         return f"The weight of a batch is its number of {labels} without {self.ignore_index}{first}"
 
     def _count(self, labels: Tensor, inputs: Tensor | None) -> Tensor:

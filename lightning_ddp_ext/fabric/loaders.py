@@ -29,6 +29,7 @@ class LoopBatch:
     is_new: bool = False  # since the last backward pass
     has_given_weight: bool = False  # by the user
     is_reweighted: bool = False  # by the user, since the last backward pass
+    runs_ahead: bool = False  # the loader has once given a batch before the last one had a backward pass
     has_skipped: bool = False  # the loader has given a batch of another weight that no backward pass followed
     has_evaluated: bool = False  # a loop over another loader has begun and ended since
 

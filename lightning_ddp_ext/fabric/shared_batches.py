@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -163,6 +164,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
             self.balancer.start()  # an evaluation, which has no backward pass, never stops it
 
     @override
+    @wraps(DDPJoinStrategy.backward)
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         shares = [one.shares for one in self._new_batches() if one.shares is not None]
         if shares and self._reducer is not None:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any, get_args
 
 import torch
@@ -240,6 +241,7 @@ class DDPCheckpointStrategy(DDPStrategy):
             weight = self._weigh(batch, fetched)
         except Exception as error:  # raised by `backward`: a batch of an evaluation needs no weight
             problem = error
+        current.runs_ahead |= current.is_new
         current.has_skipped |= current.is_new and current.weight != weight
         current.weight, current.problem = weight, problem
         current.is_new, current.has_given_weight, current.has_evaluated = True, False, False
@@ -263,6 +265,11 @@ class DDPCheckpointStrategy(DDPStrategy):
     @batch_weight.setter
     def batch_weight(self, weight: float | None) -> None:
         batch = self._batches[-1]
+        if weight and self.is_shadow and not batch.runs_ahead:
+            raise ValueError(
+                f"rank {self.global_rank}: `batch_weight` was set to {weight:g} for a batch that stands in for missing"
+                " data. Leave the weight as it is, or set 0 if `fabric.strategy.is_shadow`."
+            )
         batch.weight, batch.problem, batch.has_given_weight, batch.is_reweighted = weight, None, True, True
 
     @property
@@ -281,6 +288,9 @@ class DDPCheckpointStrategy(DDPStrategy):
     # ------------------------------------------------------------ gradients
 
     @override
+    @wraps(
+        DDPStrategy.backward
+    )  # or Fabric would refuse `torch.autograd.grad` too; `StepGuard` notices `loss.backward`
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         reducer = self._reducer
         if reducer is None:
@@ -309,9 +319,10 @@ class DDPCheckpointStrategy(DDPStrategy):
             self._has_warned = True
             warnings.warn(
                 f"rank {self.global_rank}: a loader has given several batches of different weights since the last"
-                f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Set"
-                " `fabric.strategy.batch_weight` before each `fabric.backward` if your loop takes batches ahead of"
-                " their use.",
+                f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Ignore this if you left"
+                " batches out on purpose. If your loop takes batches ahead of their use, read"
+                " `fabric.strategy.batch_weight` after taking each one, and set it to this value before the"
+                " `fabric.backward` of the batch.",
                 category=UserWarning,
                 stacklevel=3,
             )
@@ -322,7 +333,8 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     def position(self, batch: LoopBatch) -> int:
         """Return a number that is the same on all ranks when they synchronise gradients with a batch."""
-        return 0
+        assert self._guard is not None
+        return self._guard.steps
 
     @contextmanager
     def accumulating(self, module: object, is_postponed: bool) -> Generator[None, None, None]:
@@ -355,6 +367,11 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._window.length:
+            rank_zero_warn(
+                "The checkpoint lacks the gradients that are not synchronised yet, so that a run that continues from it"
+                " differs. Save after an optimizer step."
+            )
         reducer = None if self._reducer is None else self._reducer.state_dict()
         of_rank = {
             "rng": capture_rng_state(self.root_device),

@@ -31,6 +31,9 @@ class StepGuard:
         weigh_loss: Returns the weight of the current batch, and whether its loss is a sum.
         synchronize_by: What to do about gradients that are not synchronised, for the error.
         create_in: Where to create parameters, for the error.
+
+    Attributes:
+        steps: Number of optimizer steps that have begun, the same on ranks that are in step.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class StepGuard:
         self._weigh_loss = weigh_loss
         self._synchronize_by = synchronize_by
         self._create_in = create_in
+        self.steps = 0
         before_step = weakref.WeakMethod(self._before_step)  # the hook must not keep the module alive
 
         def hook(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -81,6 +85,7 @@ class StepGuard:
         return f"a parameter of shape {list(parameter.shape)}" if name is None else f"`{name}`"
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.steps += self._has_managed_parameters(optimizer)
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if closure is None:
@@ -102,6 +107,9 @@ class StepGuard:
         """Return True if the step may depend on the loss. Of torch's optimizers, only that of L-BFGS does."""
         if type(optimizer).step.__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS):
             return False
+        return self._has_managed_parameters(optimizer)
+
+    def _has_managed_parameters(self, optimizer: Optimizer) -> bool:
         parameters = _parameters(optimizer)
         return len(self._reducer.unmanaged_parameters(parameters)) < len(parameters)
 

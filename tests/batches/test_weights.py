@@ -35,6 +35,7 @@ def test_labels_are_counted_wherever_they_are():
 def test_the_first_label_of_a_row_is_left_out_if_labels_equal_the_inputs():
     assert TokenCount()(CAUSAL) == 4
     assert TokenCount(shift=False)(CAUSAL) == 6
+    assert TokenCount()({**CAUSAL, "decoder_input_ids": IDS}) == 6  # an encoder-decoder model that repeats its inputs
     assert TokenCount()(MASKED) == 2
     assert TokenCount(shift=True)(MASKED) == 2
     count = TokenCount()

@@ -259,6 +259,15 @@ def loops_that_differ(folder: str) -> Any:
                 if number != RANK:
                     fabric.backward(model(batch).mean())
         said[name] = str(error.value)
+    fabric = launched(DDPCheckpointStrategy())
+    model, optimizer = fabric.setup(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(12, 1), batch_size=3))
+    with pytest.raises(RanksOutOfStepError) as error:  # noqa: PT012
+        for batch in loader:
+            for _ in range(1 + RANK):
+                fabric.backward(model(batch).mean())
+            optimizer.step()
+    said["ddp_checkpoint"] = str(error.value)
     fabric = launched(DDPJoinStrategy())
     model = fabric.setup(nn.Linear(1, 1))
     loader = fabric.setup_dataloaders(DataLoader(torch.ones(10, 1), batch_size=2))  # 2, 2 and 1 on a rank
@@ -397,6 +406,47 @@ def shared_batches_after_the_checkpoint(folder: str) -> Any:
     except UnsupportedFeatureError as error:
         refused = str(error)
     return *share(folder, None, resumes=True), refused, second
+
+
+def batches_taken_ahead(folder: str) -> Any:
+    """Rank 1 lacks the third batch. Return the gradients if weights are set for each batch, and the error of a copy."""
+    fabric = launched()
+    model = fabric.setup(nn.Linear(1, 1, bias=False))
+    own = [torch.full((1 + number, 1), float(number + 5 * RANK)) for number in range(3 - RANK)]
+    loader = fabric.setup_dataloaders(DataLoader(own, batch_size=None), use_distributed_sampler=False)
+    batches = iter(loader)
+    taken = [(next(batches), fabric.strategy.batch_weight) for _ in range(3)]
+    gradients = []
+    for batch, weight in taken:
+        model.zero_grad()
+        fabric.strategy.batch_weight = weight
+        fabric.backward(model(batch).mean())
+        gradients.append(float(model.weight.grad))
+    said = ""
+    try:
+        for number, batch in enumerate(loader):
+            fabric.strategy.batch_weight = len(batch)
+            if number < 2:  # rank 1 has an error in the third step
+                fabric.backward(model(batch).mean())
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return gradients, said
+
+
+def a_gradient_penalty(folder: str) -> Any:
+    """Return the gradient of a penalty on the gradient of the output, and the warning of a checkpoint in a window."""
+    fabric = launched(DDPCheckpointStrategy())
+    model = fabric.setup(nn.Linear(1, 1, bias=False))
+    nn.init.constant_(model.weight, 2.0)
+    fabric.strategy.batch_weight = 1.0 + RANK
+    inputs = torch.ones(1, 1, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    with warnings.catch_warnings(record=True) as caught, fabric.no_backward_sync(model):
+        warnings.simplefilter("always")
+        fabric.backward((slope**2).sum() * (1 + RANK))
+        fabric.save(Path(folder) / "window.ckpt", {"model": model})
+    fabric.backward(model(inputs).sum() * 0)
+    return float(model.weight.grad), [str(one.message) for one in caught if "checkpoint lacks" in str(one.message)]
 
 
 def shares_follow_the_speed(folder: str) -> list[int]:
@@ -539,6 +589,8 @@ CASES = [
     loops_that_differ,
     times_of_other_loops_are_not_measured,
     steps_of_several_loaders,
+    batches_taken_ahead,
+    a_gradient_penalty,
 ]
 
 
@@ -549,7 +601,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return run_on_ranks(2, CASES, folder)
+    return run_on_ranks(2, CASES, folder, timeout=120)
 
 
 def test_runs_resume_bit_for_bit(found):
@@ -618,8 +670,23 @@ def test_loops_that_differ_between_ranks_end_in_an_error(found):
         for name in ("ddp_join", "balanced_ddp"):
             assert "synchronises gradients at position" in said[name]
             assert "Run equally many batches" in said[name]
+        assert "synchronises gradients at position" in said["ddp_checkpoint"]
         (warning,) = said["ahead"]
         assert "uses the weight of the last one, 1." in warning
+
+
+def test_weights_that_were_read_with_their_batches_make_batches_taken_ahead_exact(found):
+    expected = [(0 * 1 + 5 * 1) / 2, (1 * 2 + 6 * 2) / 4, 2.0]
+    for rank, (gradients, said) in enumerate(values_of(found, batches_taken_ahead)):
+        assert gradients == pytest.approx(expected)
+        about = "rank 1: `batch_weight` was set to 2 for a batch that stands in for missing data"
+        assert said.startswith(f"ValueError: {about}" if rank else "") and bool(said) == bool(rank)
+
+
+def test_the_gradient_of_an_output_can_be_used_and_a_checkpoint_within_a_window_is_a_warning(found):
+    for rank, (gradient, said) in enumerate(values_of(found, a_gradient_penalty)):
+        assert gradient == pytest.approx((1 * 4 * 1 + 2 * 4 * 2) / 3)  # of the squared weight 2, by the weights 1 and 2
+        assert len(said) == (rank == 0)
 
 
 def test_misuse_ends_in_an_error_with_a_remedy(found):
