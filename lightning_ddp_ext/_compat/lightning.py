@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
@@ -156,6 +156,19 @@ def _run_within(
 ) -> Any:
     with surround():
         return function(*args, **kwargs)
+
+
+_Backward = TypeVar("_Backward", bound=Callable[..., None])
+
+
+def allows_other_backward_passes(backward: _Backward) -> _Backward:
+    """Mark the `backward` of a strategy, so that Fabric allows backward passes through a module's output without it.
+
+    Fabric raises an error for strategies that override `backward`, also in `torch.autograd.grad`. Its test for that,
+    `is_overridden`, looks through `functools.wraps`.
+    """
+    backward.__wrapped__ = FabricStrategy.backward  # type: ignore[attr-defined]
+    return backward
 
 
 class _Postponing(_BackwardSyncControl):

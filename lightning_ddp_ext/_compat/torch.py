@@ -265,7 +265,28 @@ def with_sampler(loader: DataLoader[Any], wrap: Callable[[Any], Any], collate_fn
     changed = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     vars(changed).update({name: wrap(getattr(loader, name)), "collate_fn": collate_fn, "_iterator": None})
+    if getattr(loader.dataset, "__getitems__", None):
+        vars(changed).update(dataset=_NotAskedForNothing(loader.dataset))
     return changed
+
+
+class _NotAskedForNothing:
+    """A dataset with `__getitems__`, which torch would call for a batch without samples too."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: Any) -> Any:
+        return self._dataset.__getitems__(indices) if len(indices) else []
 
 
 class _RandomNumberWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_ddp_ext._compat.lightning import allows_other_backward_passes
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -164,7 +164,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
             self.balancer.start()  # an evaluation, which has no backward pass, never stops it
 
     @override
-    @wraps(DDPJoinStrategy.backward)
+    @allows_other_backward_passes
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         shares = [one.shares for one in self._new_batches() if one.shares is not None]
         if shares and self._reducer is not None:

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import wraps
 from typing import Any, get_args
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import postpone_synchronization
+from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, postpone_synchronization
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -288,9 +287,7 @@ class DDPCheckpointStrategy(DDPStrategy):
     # ------------------------------------------------------------ gradients
 
     @override
-    @wraps(
-        DDPStrategy.backward
-    )  # or Fabric would refuse `torch.autograd.grad` too; `StepGuard` notices `loss.backward`
+    @allows_other_backward_passes  # `StepGuard` notices `loss.backward`
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         reducer = self._reducer
         if reducer is None:
@@ -319,8 +316,8 @@ class DDPCheckpointStrategy(DDPStrategy):
             self._has_warned = True
             warnings.warn(
                 f"rank {self.global_rank}: a loader has given several batches of different weights since the last"
-                f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Ignore this if you left"
-                " batches out on purpose. If your loop takes batches ahead of their use, read"
+                f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Ignore this if you"
+                " left batches out on purpose. If your loop takes batches ahead of their use, read"
                 " `fabric.strategy.batch_weight` after taking each one, and set it to this value before the"
                 " `fabric.backward` of the batch.",
                 category=UserWarning,

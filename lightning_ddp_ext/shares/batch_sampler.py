@@ -212,7 +212,17 @@ class ShareCollate:
 
     def __call__(self, samples: Any) -> Any:
         """Collate samples."""
-        return NoSamples() if isinstance(samples, list) and not samples else self._collate(samples)
+        if not isinstance(samples, list) or any(one is not None for one in samples):
+            return self._collate(samples)
+        if not samples:
+            return NoSamples()
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            raise UnsupportedFeatureError(
+                f"all {len(samples)} samples in the share of a rank are None, and the collate function raises"
+                f" {type(error).__name__}: {error}. Return a sample for every index, or use larger batches."
+            ) from error
 
 
 class SharedStreamBatch(NamedTuple):

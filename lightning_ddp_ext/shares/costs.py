@@ -34,7 +34,8 @@ class SampleCost:
         try:
             value = self._function(sample)
         except Exception as error:
-            raise ValueError(f"{place}: `cost` raises {type(error).__name__}: {error}") from error
+            raises = "" if self._function is _length else f"`cost` raises {type(error).__name__}: "
+            raise ValueError(f"{place}: {raises}{error}") from error
         cost = _as_number(value)
         if not 0 <= cost < math.inf:
             raise ValueError(
@@ -74,7 +75,9 @@ def _lengths(value: Any) -> Iterator[int]:
     ):
         yield len(value)
     else:
-        for _, item in items(value):
+        # Graphs of PyTorch Geometric, among others.
+        content = value.to_dict().values() if hasattr(value, "to_dict") else (item for _, item in items(value))
+        for item in content:
             yield from _lengths(item)
 
 

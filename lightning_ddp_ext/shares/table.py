@@ -172,11 +172,10 @@ def check_shares(taken: Sequence[SharedBatch]) -> None:
         is_proportional = all(one * number == size * total for one, size in zip(first.sizes, other.sizes, strict=True))
         # Equal sizes stay equal if shares change.
         if other.sizes != first.sizes and not (is_proportional and first.table.has_fixed_proportions):
-            of_rule = (
-                "" if first.table.has_fixed_proportions else ', and use `balance="even"` unless each step uses all'
-            )
+            is_fixed = first.table.has_fixed_proportions
+            or_even = "" if is_fixed else ', and use `balance="even"` unless each step uses all loaders'
             raise BatchSplitError(
                 f"the loaders of a step give {total} and {number} samples, in the shares {list(first.sizes)}"
                 f" and {list(other.sizes)}, but a rank has one weight in a step. Give all loaders the same `batch_size`"
-                f" and `drop_last=True`, leave `cost` out{of_rule}. Under Fabric, delete iterators that are out of use."
+                f" and `drop_last=True`, leave `cost` out{or_even}. Under Fabric, delete iterators that are out of use."
             )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -267,6 +268,12 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
             raise UnsupportedFeatureError(
                 "`balanced_dp` cannot synchronise batch normalisation: its replicas share one process and"
                 ' no process group. Remove `sync_batchnorm=True`, or use `strategy="balanced_ddp"`.'
+            )
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise UnsupportedFeatureError(
+                f"`balanced_dp` runs in one process, but an earlier strategy has started {dist.get_world_size()}, which"
+                " all run this program. Use `balanced_dp` in a program of its own, or before strategies with several"
+                " processes."
             )
         processes = 1 if self.cluster_environment is None else self.cluster_environment.world_size()
         if processes > 1:

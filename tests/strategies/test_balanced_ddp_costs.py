@@ -294,6 +294,13 @@ def test_data_without_costs_are_refused(found, name):
         assert REFUSED[name][2] in error, rank
 
 
+class Graph:
+    """As in PyTorch Geometric."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"x": torch.zeros(4, 9), "edge_index": torch.zeros(2, 7), "y": torch.tensor(1)}
+
+
 def test_length_is_the_one_of_the_longest_part_of_a_sample():
     length = SampleCost("length")
     for sample, expected in (
@@ -303,6 +310,7 @@ def test_length_is_the_one_of_the_longest_part_of_a_sample():
         ([[1, 2], "a text"], 6),
         (torch.zeros(5).numpy(), 5),
         ([], 0),
+        (Graph(), 4),
     ):
         assert length(sample, "") == expected
     with pytest.raises(ValueError, match=r"`cost` finds no array, text or list of numbers in a sample, a `d"):

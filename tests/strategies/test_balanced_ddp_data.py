@@ -22,6 +22,7 @@ from torch.utils.data import (
     RandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics.classification import MulticlassAccuracy
@@ -90,6 +91,18 @@ class Untouched(TensorDataset):
     __getitems__ = None  # type: ignore[assignment]
 
 
+class Rows(TensorDataset):
+    """Fetches all samples of a batch at once, and fails for none."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        rows = numpy.array(indices)  # of floats if there are none
+        return list(zip(*(column[rows] for column in self.tensors), strict=True))
+
+
+def skip_broken(drawn: list[Any]) -> Any:
+    return default_collate([sample for sample in drawn if sample is not None])
+
+
 def weighted() -> DataLoader:
     return DataLoader(data(), 5, sampler=WeightedRandomSampler([1.0 + index for index in range(21)], 21))
 
@@ -117,6 +130,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "without the last batch": lambda: DataLoader(data(), 5, shuffle=True, drop_last=True),
     "with replacement": lambda: DataLoader(data(), 5, sampler=RandomSampler(data(), replacement=True, num_samples=40)),
     "own generator": lambda: DataLoader(data(), 5, shuffle=True, generator=torch.Generator().manual_seed(RANK)),
+    "rows": lambda: DataLoader(Rows(*samples(21)), 5, shuffle=True),
+    "rows with workers": lambda: DataLoader(Rows(*samples(21)), 5, shuffle=True, num_workers=1),
     "weighted": weighted,
     "own batch sampler": lambda: DataLoader(data(), batch_sampler=Halves()),
     "batch sampler": lambda: DataLoader(data(), batch_sampler=BatchSampler(RandomSampler(data()), 4, False)),
@@ -155,6 +170,7 @@ RUNS = {
     **{name: Seen(name) for name in LOADERS},
     "limited": Seen("shuffled", of_trainer=LIMITED),
     "limited stream": Seen("stream", of_trainer=LIMITED),
+    "rows without data": Seen("rows", {"gpu0_batch_size": 0}),
     "workers without data": Seen("workers", {"gpu0_batch_size": 0}),
     "stream without data": Seen("stream with workers", {"gpu0_batch_size": 0}),
     "iterable without data": Seen("iterable", {"gpu0_batch_size": 0}),
@@ -299,6 +315,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "stream with other workers": (
         lambda: DataLoader(Stream(list(data())), 5, num_workers=RANK),
         "UnsupportedFeatureError: the loaders of a stream have workers that fetch 0, 2 batches ahead on ranks 0 to 1",
+    ),
+    "broken samples": (
+        lambda: DataLoader([*list(data())[:3], None, None], 5, collate_fn=skip_broken),
+        "all 2 samples in the share of a rank are None, and the collate function raises IndexError",
     ),
     "any order": (
         lambda: DataLoader(data(), 5, num_workers=1, in_order=False),

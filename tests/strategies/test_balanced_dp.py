@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Subset
 
 import lightning_ddp_ext
@@ -63,6 +64,10 @@ def test_arguments_that_do_not_fit_the_trainer_are_refused(monkeypatch):
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedFeatureError, match="TorchElasticEnvironment reports 2"):
+        quiet_trainer("balanced_dp", 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    with pytest.raises(UnsupportedFeatureError, match="an earlier strategy has started 3"):
         quiet_trainer("balanced_dp", 2)
 
 
