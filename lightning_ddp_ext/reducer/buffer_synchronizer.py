@@ -282,8 +282,8 @@ class BufferSynchronizer:
             warnings.warn(
                 f"buffer `{self._table.names[differ[0]]}` was changed differently by each rank, and its mean by the"
                 " weights of the batches is kept. That is exact for a running mean. A queue or a maximum needs the"
-                " values of all ranks: gather them in the step, use a metric, or exclude the buffer. Integer buffers, such"
-                " as the labels of a queue, are copied from the first rank with data.",
+                " values of all ranks: gather them in the step, use a metric, or exclude the buffer. Integer buffers,"
+                " such as the labels of a queue, are copied from the first rank with data.",
                 category=UserWarning,
                 stacklevel=2,
             )
