@@ -301,8 +301,7 @@ def share_step(
     shared = combine_shares(shares)
     present = [size > 0 for size in shared.sizes]
     is_own = present[rank]
-    if is_own and not maker.stand_in and len(present) > 1:
-        maker.keep(batch)
+    keeps = is_own and not maker.stand_in and len(present) > 1
     samples = mean_count([count for _, count in taken]) if is_own else None
-    batch, fetched = maker.make(present, batch if is_own else None, samples)
+    batch, fetched = maker.make(present, batch if is_own else None, samples, keeps)
     return batch, fetched._replace(shares=shared)
