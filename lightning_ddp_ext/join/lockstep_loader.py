@@ -85,8 +85,15 @@ class StepMaker:
         self._present: Sequence[bool] = ()
         self._participation: StepParticipation | None = None
 
-    def make(self, present: Sequence[bool], batch: Any, samples: float | None) -> tuple[Any, FetchedBatch]:
-        """Return the batch of a step, or a stand-in for it, given which ranks have one. Call on every rank."""
+    def make(
+        self, present: Sequence[bool], batch: Any, samples: float | None, keeps: bool = False
+    ) -> tuple[Any, FetchedBatch]:
+        """Return the batch of a step, or a stand-in for it, given which ranks have one. Call on every rank.
+
+        The stand-in of later steps is a copy of this batch if it `keeps` it.
+        """
+        if keeps:
+            self.keep(batch)
         if self._participation is None or present != self._present:
             self._present = present
             active = tuple(rank for rank, has_batch in enumerate(present) if has_batch)
@@ -95,7 +102,7 @@ class StepMaker:
                 self._share_stand_in(active[0], batch)
         if self._participation.is_shadow:
             batch = copy.deepcopy(self.stand_in[0])  # a copy for each step, since hooks may change it
-        return batch, FetchedBatch(samples, self._participation)
+        return batch, FetchedBatch(samples, self._participation, is_stand_in=keeps and bool(self.stand_in))
 
     def _share_stand_in(self, source: int, batch: Any) -> None:
         """Give joined ranks that have no stand-in the batch of another rank."""
@@ -175,9 +182,8 @@ class LockstepLoader:
         own = lengths[self._rank]
         for step in range(self._skip, self.steps):
             batch, samples = self._fetch(own, step) if step < own else (None, None)
-            if step == own - 1 < self.steps - 1:
-                self._maker.keep(batch)
-            yield self._maker.make([length > step for length in lengths], batch, samples)
+            is_last = step == own - 1 < self.steps - 1
+            yield self._maker.make([length > step for length in lengths], batch, samples, is_last)
 
     def _iterate_unsized(self) -> Iterator[tuple[Any, FetchedBatch]]:
         following = next(self._batches, None)
@@ -189,13 +195,10 @@ class LockstepLoader:
             if self._uneven_inputs != "join" and not all(present):
                 self._end_early(present, step, following)
                 return
-            batch, samples = following or (None, None)
-            if following is not None:
-                following = next(self._batches, None)
-                if following is None:
-                    self._maker.keep(batch)
+            (batch, samples), has_batch = following or (None, None), following is not None
+            following = next(self._batches, None) if has_batch else None
             self._has_next_batch.send(following is not None)
-            yield self._maker.make(present, batch, samples)
+            yield self._maker.make(present, batch, samples, has_batch and following is None)
 
     def _end_early(self, present: Sequence[bool], step: int, following: tuple[Any, float | None] | None) -> None:
         if self._uneven_inputs == "error":

@@ -11,8 +11,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
@@ -42,6 +42,14 @@ from lightning_ddp_ext.ranks.sample_counts import (
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, zero_loss
 from lightning_ddp_ext.resume.resumable_loader import ResumableRng
+
+
+class _OnHost(partial[Tensor]):
+    """Returns a tensor on its device, which has no memory for it meanwhile."""
+
+    @classmethod
+    def copy(cls, tensor: Tensor) -> "_OnHost":
+        return cls(tensor.detach().cpu().to, tensor.device)
 
 
 class LockstepSteps(RankSteps):
@@ -76,7 +84,8 @@ class LockstepSteps(RankSteps):
         self._messages = StoreMailbox(self.group, timeout, watch.failure)
         watch.on_failure(self._messages.interrupt)
         self._metrics: list[Metric] = []
-        self._output: dict[str, Any] | None = None
+        self._is_stand_in = False  # the batch stands in for the batches of shadow steps
+        self._output: dict[str, Any] = {}  # of the step with the stand-in, on the host
         self._batch_samples = 0.0  # if unknown, nan in evaluation and 1 in the uneven phase of training
         self._last_uneven: StepParticipation | None = None
         self._runs_among_active = False
@@ -140,6 +149,7 @@ class LockstepSteps(RankSteps):
         if self.predictions is not None:
             self.predictions.begin(fetched)
         super().begin_fetched(batch, fetched)
+        self._is_stand_in = fetched.is_stand_in
         if batch is None:
             raise UnsupportedFeatureError(
                 f"rank {self.trainer.global_rank}: the loader gave None instead of a batch. Lightning would skip the"
@@ -184,17 +194,17 @@ class LockstepSteps(RankSteps):
         with self._redirect_to_active():
             output = super().training_step(batch, run)
         self._announce(has_ended=True)
-        self._output = recursive_detach(output) if isinstance(output, dict) else None
+        if self._is_stand_in:
+            self._output = apply_to_collection(output, Tensor, _OnHost.copy) if isinstance(output, dict) else {}
         return output
 
     def _shadow_step(self) -> STEP_OUTPUT:
-        """Take part in a step of the active ranks; return the last output of this rank with a loss of zero."""
+        """Take part in a step of the active ranks; return the output for the stand-in with a loss of zero."""
         self.gradient.begin_without_data(self.participation.active)
         while not self._await_announcement():
             with self._synchronize():
                 pass
-        loss = zero_loss(self.module)
-        return loss if self._output is None else {**self._output, "loss": loss}
+        return {**apply_to_collection(self._output, _OnHost, _OnHost.__call__), "loss": zero_loss(self.module)}
 
     @override
     def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:

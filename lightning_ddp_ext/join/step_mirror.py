@@ -272,12 +272,18 @@ class StepMirror:
 
     def _set_buffer(self, name: str, value: Tensor | None) -> None:
         path, _, leaf = name.rpartition(".")
-        buffers = self._part(path)._buffers
-        own = buffers.get(leaf)
-        if own is not None and value is not None and _form(own) == _form(value):
+        part = self._part(path)
+        own = part._buffers.get(leaf)
+        if value is None:
+            part._buffers[leaf] = None
+        elif own is not None and _form(own) == _form(value):
             own.copy_(value)
         else:
-            buffers[leaf] = None if value is None else value.to(self._module.device)
+            # Parts of the LightningModule may be on other devices.
+            beside = () if part is self._module else (*part.parameters(), *part.buffers())
+            part._buffers[leaf] = value.to(
+                next((one.device for one in (own, *beside) if one is not None), self._module.device)
+            )
 
     def _set_attribute(self, place: Place, before: list[Any], after: list[Any]) -> None:
         """Set an attribute that was the same on both ranks; any other attribute belongs to its rank."""

@@ -76,6 +76,7 @@ class FetchedBatch(NamedTuple):
     participation: StepParticipation | None = None  # None if every rank has a batch
     shares: Any = None  # the `SharedBatch` of `shares/table.py`, if ranks share the batch
     position: tuple[int, int] = (0, 0)  # the indices of the batch and of its loader, in lockstep
+    is_stand_in: bool = False  # hooks see a copy of this batch in shadow steps
 
 
 CountedFetch = tuple[tuple[Any, int, int], float | None]

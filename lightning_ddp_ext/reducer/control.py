@@ -71,7 +71,7 @@ class StepControl:
         stop: Above 0 to ask all ranks to stop. The largest number of any rank is exchanged, so it may encode a reason.
         has_next_batch: Whether this rank has a batch for the next step.
         logged_keys: Hash of the keys that this rank has logged in the step, a whole number below 2 ** 53.
-        drawn: Hash of the indices that ranks have drawn for a batch that they share, of that size too. Different
+        drawn: Hash of the samples that ranks have drawn for a batch that they share, of that size too. Different
             hashes are an error.
         loader_weights: For each micro-batch that has batches of several loaders, the weights of these batches on this
             rank. Other proportions on another rank or in another micro-batch are an error, since a rank has one weight.
@@ -167,8 +167,8 @@ class ControlMessage:
         if len(set(drawn)) > 1:
             other = next(rank for rank, number in enumerate(drawn) if number != drawn[0])
             raise RanksOutOfStepError(
-                f"rank {other} has drawn other samples than rank 0 for the batch that they share. Use a sampler that"
-                " draws alike on every rank, whatever else the rank does, or `ddp_join`."
+                f"rank {other} has drawn other samples than rank 0 for the batch that they share. Use a sampler or a"
+                " stream that draws alike on every rank, whatever else the rank does, or `ddp_join`."
             )
         if len({0.0, *proportions}) > 2 or _DIFFERENT in proportions:
             own = "; ".join(", ".join(f"{weight:g}" for weight in weights) for weights in control.loader_weights)

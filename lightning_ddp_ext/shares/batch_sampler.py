@@ -1,14 +1,17 @@
 """Batch samplers that draw the same global batches on all ranks, and yield the share of this rank."""
 
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
@@ -17,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.predictions import as_indices, find_different_rank, hash_of
@@ -26,6 +30,8 @@ from lightning_ddp_ext.shares.table import DividedBatch, Division, SharedBatch, 
 
 # These draw from the generators of the process before their first index only.
 _DRAWING_ONCE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+_MOST_COMPARED = 1000  # values and containers of a batch
 
 
 class SamplingRng:
@@ -200,6 +206,32 @@ def _draws_once(sampler: object) -> bool:
     return type(inner) in _DRAWING_ONCE
 
 
+def hash_of_content(batch: Any, most_dimensions: int) -> int:
+    """Return a hash of the first integers and texts in a batch, or of its other numbers if it has none of these.
+
+    Ranks may transform a sample with other random numbers, which changes neither labels nor keys. So arrays of more
+    dimensions, such as images and their masks, are skipped. So are objects that are no containers.
+    """
+    hashes, kinds = [0, 0], set[bool]()
+    for part in islice(walk(batch), _MOST_COMPARED):
+        if isinstance(part, Tensor):
+            is_comparable = part.device.type == "cpu" and part.layout == torch.strided and not part.is_nested
+            if not is_comparable or part.dim() > most_dimensions or part.is_complex() or part.is_quantized:
+                continue
+            is_float, content = part.is_floating_point(), part.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        elif isinstance(part, numpy.ndarray | numpy.generic):
+            if part.ndim > most_dimensions or part.dtype.kind not in "biuSUf":
+                continue
+            is_float, content = part.dtype.kind == "f", part.tobytes()
+        elif isinstance(part, int | float | str | bytes):
+            is_float, content = isinstance(part, float), repr(part).encode()
+        else:
+            continue
+        kinds.add(is_float)
+        hashes[is_float] = zlib.crc32(content, hashes[is_float])
+    return hashes[kinds == {True}]
+
+
 class NoSamples:
     """The batch of a rank that has no sample of a global batch."""
 
@@ -230,6 +262,7 @@ class SharedStreamBatch(NamedTuple):
 
     batch: Any  # or `NoSamples`
     number: int
+    content: int  # hash of all samples
     sizes: Sequence[int]
     nominal: Sequence[int]
 
@@ -285,4 +318,5 @@ class StreamCollate:
         divided = _fetching.division.divide(len(samples), costs)
         own = divided.own(samples, self._rank)
         batch = self._collate(own) if own else NoSamples()
-        return SharedStreamBatch(batch, _fetching.number, divided.sizes, divided.nominal)
+        content = hash_of_content(samples, most_dimensions=1)
+        return SharedStreamBatch(batch, _fetching.number, content, divided.sizes, divided.nominal)

@@ -18,7 +18,7 @@ from lightning_ddp_ext.distributed.exchange import gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import SteppedCombinedLoader, combined_length
 from lightning_ddp_ext.join.lockstep_loader import StepMaker
-from lightning_ddp_ext.join.predictions import Finished, compare_finished
+from lightning_ddp_ext.join.predictions import Finished, compare_finished, find_different_rank
 from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, count_drawn, mean_count
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
@@ -30,6 +30,7 @@ from lightning_ddp_ext.shares.batch_sampler import (
     SharedStreamBatch,
     StreamCollate,
     StreamSampler,
+    hash_of_content,
 )
 from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, check_shares, combine_shares
 
@@ -49,7 +50,8 @@ class SharedLoader:
         self._batch_dim = batch_dim
         self._taken: list[tuple[SharedBatch, int | None]] = []
         self._is_fetched_whole = not has_torchs_iterator(loader)
-        self.is_stream = False
+        self._is_iterable = not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+        self.is_stream = self._is_iterable and not self._is_fetched_whole
         if self._is_fetched_whole and batches.cost is not None:
             raise UnsupportedFeatureError(
                 f"`cost` needs a loader that collates samples, and `{type(loader).__name__}` gives whole batches. Leave"
@@ -58,8 +60,7 @@ class SharedLoader:
         if not isinstance(loader, DataLoader):
             return
         _check(loader)
-        collate, is_iterable = loader.collate_fn, isinstance(loader.dataset, IterableDataset)
-        self.is_stream = is_iterable and not self._is_fetched_whole
+        collate = loader.collate_fn
         draw = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=not self._is_fetched_whole)
         if self.is_stream:
             cut = StreamCollate(collate, batches.rank, batches.cost)
@@ -68,7 +69,7 @@ class SharedLoader:
             if batches.cost is not None:
                 rank_zero_info(f"`cost` reads every sample of `{type(loader.dataset).__name__}` before training.")
             self.loader = with_sampler(loader, draw, ShareCollate(collate))
-        elif not is_iterable:
+        elif not self._is_iterable:
             self.loader = with_sampler(loader, draw, collate)
 
     def __len__(self) -> int:
@@ -76,9 +77,32 @@ class SharedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_fetched_whole:
-            return map(self._cut, iter(self.loader))
-        batches = iterate_counting(self.loader, count_drawn)
-        return map(self._note_of_stream, batches) if self.is_stream else map(partial(self._note, batches), batches)
+            shares = map(self._cut, iter(self.loader))
+        else:
+            batches = iterate_counting(self.loader, count_drawn)
+            shares = map(self._note_of_stream if self.is_stream else partial(self._note, batches), batches)
+        return self._comparing(shares) if self._is_iterable else shares
+
+    def _comparing(self, shares: Iterator[Any]) -> Iterator[Any]:
+        """Yield shares of batches that every rank has read; raise an error on all ranks if the first ones differ."""
+        first = None
+        for share in shares:
+            if first is None:
+                first = self._taken[-1][0].agreement
+                self._compare(first)
+            yield share
+        if first is None:
+            self._compare(first)
+
+    def _compare(self, first: int | None) -> None:
+        different = find_different_rank(first, self.batches.group)
+        if different is not None:
+            name = type(getattr(self.loader, "dataset", self.loader)).__name__
+            raise UnsupportedFeatureError(
+                f"rank {different}: the first batch of `{name}` has other samples than on rank 0. Under `balanced_ddp`"
+                " every rank reads all samples: use `ddp_join` if each rank has samples of its own, or else a dataset"
+                " that does not depend on the rank or on its random numbers."
+            )
 
     def _note(self, batches: Iterator[Any], batch: Any) -> Any:
         self._taken.append((self.batches.fetched.popleft(), samples_of(batches)))
@@ -86,7 +110,7 @@ class SharedLoader:
 
     def _note_of_stream(self, item: SharedStreamBatch) -> Any:
         sizes, nominal = tuple(item.sizes), tuple(item.nominal)
-        shared = SharedBatch(self.batches.table, item.number, sizes, sum(sizes), nominal)
+        shared = SharedBatch(self.batches.table, item.number, sizes, item.content, nominal)
         self._taken.append((shared, sizes[self.batches.rank]))
         return item.batch
 
@@ -97,7 +121,7 @@ class SharedLoader:
 
     def _cut(self, batch: Any) -> Any:
         total = count_samples(batch, self._batch_dim)
-        self.batches.share(total, total)
+        self.batches.share(total, hash_of_content(batch, most_dimensions=2) if self._is_iterable else 0)
         shared = self.batches.fetched.popleft()
         own = shared.sizes[self.batches.rank]
         self._taken.append((shared, own))
@@ -126,7 +150,8 @@ def agree_on_lead(loaders: Sequence[SharedLoader], group: dist.ProcessGroup) -> 
 
 def _check(loader: DataLoader[Any]) -> None:
     """Refuse loaders that give each rank samples of its own, or that give batches in the order of completion."""
-    if shards_itself(loader.dataset):
+    # torch deals out data pipes by rank.
+    if isinstance(loader.dataset, IterDataPipe | MapDataPipe) or is_split_by_node(loader.dataset):
         raise UnsupportedFeatureError(
             f"`{type(loader.dataset).__name__}` gives each rank samples of its own. Under `balanced_ddp` every rank"
             " reads all samples: use `ddp_join`, or a dataset that does not depend on the rank."
@@ -141,18 +166,6 @@ def _check(loader: DataLoader[Any]) -> None:
         raise UnsupportedFeatureError(
             "a loader has `in_order=False`, so that ranks would have batches in different orders. Leave it out."
         )
-
-
-_RANKS = {"get_rank", "get_world_size", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
-
-
-def shards_itself(dataset: Any) -> bool:
-    """Return True if a dataset is seen to give each rank other samples."""
-    # torch deals out data pipes by rank.
-    if isinstance(dataset, IterDataPipe | MapDataPipe) or is_split_by_node(dataset):
-        return True
-    code = getattr(getattr(type(dataset), "__iter__", None), "__code__", None)
-    return code is not None and not _RANKS.isdisjoint({*code.co_names, *map(str, code.co_consts)})
 
 
 class SharedCombinedLoader(SteppedCombinedLoader):
@@ -301,8 +314,7 @@ def share_step(
     shared = combine_shares(shares)
     present = [size > 0 for size in shared.sizes]
     is_own = present[rank]
-    if is_own and not maker.stand_in and len(present) > 1:
-        maker.keep(batch)
+    keeps = is_own and not maker.stand_in and len(present) > 1
     samples = mean_count([count for _, count in taken]) if is_own else None
-    batch, fetched = maker.make(present, batch if is_own else None, samples)
+    batch, fetched = maker.make(present, batch if is_own else None, samples, keeps)
     return batch, fetched._replace(shares=shared)

@@ -147,12 +147,12 @@ class SharedBatch(NamedTuple):
     table: ShareTable  # which has divided the batch
     number: int  # in the run
     sizes: tuple[int, ...]  # number of samples of each rank
-    drawn: int  # hash of the indices
+    drawn: int  # hash of the indices, or of what a stream has yielded
     nominal: tuple[int, ...]  # the sizes if all samples had the same cost
 
     @property
     def agreement(self) -> int:
-        """A number that ranks compare: they have drawn the same indices, and divided them alike."""
+        """A number that ranks compare: they have drawn the same samples, and divided them alike."""
         return (self.drawn + hash(self.sizes)) % 2**32
 
 

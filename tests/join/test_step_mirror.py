@@ -103,6 +103,26 @@ def test_attributes_that_ranks_share_are_taken_and_others_stay(ranks):
     assert shadow.module.tau == 0.4
 
 
+def test_buffers_of_other_shapes_come_to_the_device_of_the_module_that_owns_them(ranks):
+    for rank in ranks:
+        rank.module.register_buffer("scale", None)
+        rank.module.layer[0].register_buffer("usage", None)
+        rank.module.layer[2].register_buffer("history", torch.zeros(1))
+    active, shadow = ranks
+    shadow.module.layer.to("meta")
+
+    def step(module):
+        module.scale = module.layer[0].usage = torch.ones(2)
+        module.layer[2].history = torch.ones(3)
+
+    shadow.mirror.take(changes(active, step))
+    assert torch.equal(shadow.module.scale, torch.ones(2))
+    assert (shadow.module.layer[0].usage.device.type, shadow.module.layer[0].usage.shape) == ("meta", (2,))
+    assert (shadow.module.layer[2].history.device.type, shadow.module.layer[2].history.shape) == ("meta", (3,))
+    shadow.mirror.take(changes(active, lambda module: setattr(module, "scale", None)))
+    assert shadow.module.scale is None
+
+
 def test_attributes_with_the_names_that_optimizers_have_are_taken(ranks):
     active, shadow = ranks
     for rank in ranks:

@@ -72,9 +72,25 @@ class Chunks:
         return (tuple(part[at : at + 3] for part in samples(21)) for at in range(0, 21, 3))
 
 
+def deal(items: list[Any]) -> list[Any]:
+    return items[RANK::2]
+
+
+class ChunksOfRank(Chunks):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(deal([*super().__iter__()]))
+
+
 class OwnShard(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
-        return iter(list(data())[dist.get_rank() :: 2])
+        return iter(deal(list(data())))
+
+
+class Printing(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print("begin")
+        return super().__iter__()
 
 
 class Untouched(TensorDataset):
@@ -142,6 +158,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "stream": lambda: DataLoader(Stream(list(data())), 5),
     "stream with workers": lambda: DataLoader(Stream(list(data())), 5, num_workers=2),
     "stream without the last batch": lambda: DataLoader(Stream(list(data())), 5, drop_last=True),
+    "stream that prints on rank 0": lambda: DataLoader(Printing(list(data())), 5),
     "stateful": stateful,
     "several": both,
     "several, the shortest": partial(both, "min_size"),
@@ -280,13 +297,18 @@ def process_groups_and_their_threads_end_with_a_run(folder: str) -> None:
 
 
 def refuse(name: str, folder: str) -> str:
+    options: dict[str, Any] = {"strategy": BalancedDDPStrategy(), "max_epochs": 1}
     try:
-        fit(Recording(), REFUSED[name][0](), strategy=BalancedDDPStrategy(), max_epochs=1)
+        if name.startswith("validation"):
+            trainer(**options).validate(Evaluating().double(), REFUSED[name][0](), verbose=False)
+        else:
+            fit(Recording(), REFUSED[name][0](), **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
+OTHER_SAMPLES = "UnsupportedFeatureError: rank 1: the first batch of `OwnShard` has other samples than on rank 0"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sampler of the rank": (
         lambda: DataLoader(data(), 5, sampler=DistributedSampler(data(), 2, RANK)),
@@ -302,7 +324,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stream of the rank": (
         lambda: DataLoader(OwnShard(), 5),
-        "UnsupportedFeatureError: `OwnShard` gives each rank samples of its own",
+        OTHER_SAMPLES,
+    ),
+    "stream of the rank with workers": (lambda: DataLoader(OwnShard(), 5, num_workers=1), OTHER_SAMPLES),
+    "validation on a stream of the rank": (lambda: DataLoader(OwnShard(), 5), OTHER_SAMPLES),
+    "finished batches of the rank": (
+        lambda: DataLoader(Stream(deal(list(Chunks()))), None),
+        "UnsupportedFeatureError: rank 1: the first batch of `Stream` has other samples than on rank 0",
+    ),
+    "iterable of the rank": (
+        ChunksOfRank,
+        "UnsupportedFeatureError: rank 1: the first batch of `ChunksOfRank` has other samples than on rank 0",
+    ),
+    "stream that is empty on a rank": (
+        lambda: DataLoader(Stream(list(data())[21 * RANK :]), 5),
+        "UnsupportedFeatureError: rank 1: the first batch of `Stream` has other samples than on rank 0",
+    ),
+    "diverging stream": (
+        lambda: DataLoader(Stream([*list(data())[:5], *list(data())[5 + RANK :]]), 5),
+        "RanksOutOfStepError: rank 1 has drawn other samples than rank 0",
     ),
     "data pipe": (
         lambda: DataLoader(IterableWrapper(list(data())), 5),

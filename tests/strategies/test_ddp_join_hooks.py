@@ -1,6 +1,7 @@
 """The table of hooks on the page of `ddp_join`: hooks on shadow steps, and their arguments."""
 
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -84,14 +85,50 @@ def fit_and_test(folder: str) -> list[tuple[str, bool, int | None, Any]]:
     return module.calls
 
 
+class Output:
+    """A part of an output, of which nothing but the loop should hold a reference."""
+
+
+class Returning(Plain):
+    """Notes in each step how many outputs of earlier steps are alive, and what `on_train_batch_end` gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Output]] = []
+        self.alive: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        self.alive.append(sum(made() is not None for made in self.made))
+        part = Output()
+        self.made.append(weakref.ref(part))
+        logits = self.layer(batch)
+        return {"loss": logits.square().mean(), "parts": {"logits": logits, "part": part}}
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.calls.append(("", self.trainer.strategy.is_shadow, int(batch[0, 0]), outputs["parts"]["logits"].shape))
+
+
+def fit_returning(folder: str) -> tuple[list[int], list[tuple[str, bool, int | None, Any]]]:
+    sizes = ((2, 2, 2, 2, 2), (2, 2, 1))[RANK]
+    batches = [torch.full((size, 2), float(10 * RANK + number)) for number, size in enumerate(sizes)]
+    module = Returning()
+    trainer(max_epochs=2, precision="32-true").fit(module, DataLoader(batches, batch_size=None))
+    return module.alive, module.calls
+
+
 PAGE = (Path(__file__).parents[2] / "docs" / "ddp_join.md").read_text()
 ROWS = re.findall(r"^\| (`on_before_batch_transfer`.*?|`\w+`.*?) \| (yes|\*\*no\*\*) \|", PAGE, re.MULTILINE)
 PROMISED = {name: runs == "yes" for names, runs in ROWS for name in re.findall(r"`(\w+)`", names)}
 
 
 @pytest.fixture(scope="module")
-def calls():
-    return values_of(run_on_ranks(2, [fit_and_test]), fit_and_test)
+def found():
+    return run_on_ranks(2, [fit_and_test, fit_returning])
+
+
+@pytest.fixture(scope="module")
+def calls(found):
+    return values_of(found, fit_and_test)
 
 
 def test_hooks_run_on_shadow_steps_as_the_page_says(calls):
@@ -124,3 +161,14 @@ def test_shadow_steps_are_visible_but_before_the_transfer_and_in_epochs(calls):
     assert shadow["transfer_batch_to_device"] == shadow["on_after_batch_transfer"] == 8
     assert [shadow[name] for name in ("on_train_batch_start", "optimizer_step", "on_train_batch_end")] == [2] * 3
     assert not any(is_shadow for _, is_shadow, *_ in calls[0])
+
+
+def test_no_output_but_that_of_the_last_batch_outlives_its_step(found):
+    (alive, _), (alive_on_joined, calls) = values_of(found, fit_returning)
+    assert alive == [0] * 10
+    assert alive_on_joined == [0] * 3 + [1] * 3  # none on the device
+    sizes = {10: 2, 11: 2, 12: 1}  # in shadow steps the output has the shape of the stand-in
+    assert [(batch, shape) for _, _, batch, shape in calls] == [
+        (batch, (sizes[batch], 1)) for batch in [10, 11, 12, 12, 12] * 2
+    ]
+    assert [is_shadow for _, is_shadow, *_ in calls] == [False, False, False, True, True] * 2
