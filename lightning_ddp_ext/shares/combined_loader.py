@@ -1,6 +1,7 @@
 """Lightning's combined loaders, whose batches ranks share."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice, repeat
 from typing import Any
@@ -76,17 +77,28 @@ class SharedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_fetched_whole:
-            shares = map(self._cut, iter(self.loader))
-        else:
-            batches = iterate_counting(self.loader, count_drawn)
-            shares = map(self._note_of_stream if self.is_stream else partial(self._note, batches), batches)
-        return self._comparing(shares) if self._is_iterable else shares
+        return self._read_alike() if self._is_iterable else self._iterate()
 
-    def _comparing(self, shares: Iterator[Any]) -> Iterator[Any]:
-        """Yield shares of batches that every rank has read; raise an error on all ranks if the first ones differ."""
-        first = None
-        for share in shares:
+    def _iterate(self) -> Iterator[Any]:
+        if self._is_fetched_whole:
+            return map(self._cut, iter(self.loader))
+        batches = iterate_counting(self.loader, count_drawn)
+        return map(self._note_of_stream if self.is_stream else partial(self._note, batches), batches)
+
+    def _read_alike(self) -> Iterator[Any]:
+        """Yield shares of batches that every rank reads whole; raise an error on all ranks if the first ones differ.
+
+        All ranks draw the same random numbers meanwhile, so that a stream may shuffle.
+        """
+        rng, first, end = self.batches.rng(), None, object()
+        with rng.drawing():
+            shares = self._iterate()  # workers get their seeds here
+        has_workers = getattr(self.loader, "num_workers", 0) > 0
+        while True:
+            with nullcontext() if has_workers else rng.drawing():
+                share = next(shares, end)
+            if share is end:
+                break
             if first is None:
                 first = self._taken[-1][0].agreement
                 self._compare(first)

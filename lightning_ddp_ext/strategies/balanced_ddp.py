@@ -54,6 +54,8 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         >>> trainer = Trainer(strategy=BalancedDDPStrategy(split=[1, 3]), accelerator="cpu", devices=2, logger=False)
     """
 
+    shares_batches = True
+
     def __init__(
         self,
         *args: Any,

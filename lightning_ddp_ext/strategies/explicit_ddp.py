@@ -101,6 +101,8 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         NetworkInterfaceError: If this node has no such interface.
     """
 
+    shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -297,7 +299,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         )
         trainer = self.module.trainer
         self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed)
-        if self.world_size > 1:
+        if self.world_size > 1 or self.shares_batches:
             self._random = SharedRandomNumbers(self._run.seed, self.root_device)
         gradient = RankGradient(trainer, reducer, self._weight_rule, self._samples, self._run.resumed_equal_weights)
         self._cleanup.callback(gradient.close)

@@ -3,7 +3,7 @@
 import gc
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,18 @@ from lightning_ddp_ext.shares.batch_sampler import NoSamples
 from tests.strategies.test_balanced_ddp import Recording, joined
 from tests.strategies.test_ddp_join_training import count_threads
 from tests.strategies.test_resuming import stateful
-from tests.strategies.toolkit import CLASSES, RANK, Stream, fit, gather, run_on_ranks, samples, trainer, values_of
+from tests.strategies.toolkit import (
+    CLASSES,
+    RANK,
+    Noisy,
+    Stream,
+    fit,
+    gather,
+    run_on_ranks,
+    samples,
+    trainer,
+    values_of,
+)
 
 FIXED = {"split": [1, 2]}
 
@@ -91,6 +102,16 @@ class Printing(Stream):
         if not dist.is_initialized() or dist.get_rank() == 0:
             print("begin")
         return super().__iter__()
+
+
+class Shuffled(Stream):
+    """Shuffles with all generators of the process, before and while it is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        items = [self.items[index] for index in torch.randperm(len(self.items)).tolist()]
+        numpy.random.shuffle(items)
+        while items:
+            yield items.pop(random.randrange(len(items)))
 
 
 class Untouched(TensorDataset):
@@ -158,6 +179,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "stream": lambda: DataLoader(Stream(list(data())), 5),
     "stream with workers": lambda: DataLoader(Stream(list(data())), 5, num_workers=2),
     "stream without the last batch": lambda: DataLoader(Stream(list(data())), 5, drop_last=True),
+    "shuffled stream": lambda: DataLoader(Shuffled(list(data())), 5),
+    "shuffled stream with a worker": lambda: DataLoader(Shuffled(list(data())), 5, num_workers=1),
+    "shuffled finished batches": lambda: DataLoader(Shuffled(list(Chunks())), None),
     "stream that prints on rank 0": lambda: DataLoader(Printing(list(data())), 5),
     "stateful": stateful,
     "several": both,
@@ -173,9 +197,12 @@ class Seen:
     name: str
     options: dict[str, Any] = field(default_factory=lambda: FIXED)
     of_trainer: dict[str, Any] = field(default_factory=dict)
+    is_noisy: bool = False
 
     def __call__(self, folder: str = "") -> Any:
         module = OfBoth() if self.name.startswith("several") else Recording()
+        if self.is_noisy:
+            module.make_optimizer = partial(Noisy, lr=0.1)
         torch.rand(3 * RANK)  # ranks have other random numbers
         options = {"max_epochs": 2, "use_distributed_sampler": True, **self.of_trainer}
         _, trace = fit(module, LOADERS[self.name](), strategy=BalancedDDPStrategy(**self.options), **options)
@@ -187,6 +214,7 @@ RUNS = {
     **{name: Seen(name) for name in LOADERS},
     "limited": Seen("shuffled", of_trainer=LIMITED),
     "limited stream": Seen("stream", of_trainer=LIMITED),
+    "optimizer that draws": Seen("shuffled", is_noisy=True),
     "rows without data": Seen("rows", {"gpu0_batch_size": 0}),
     "workers without data": Seen("workers", {"gpu0_batch_size": 0}),
     "stream without data": Seen("stream with workers", {"gpu0_batch_size": 0}),
@@ -373,7 +401,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    alone = {name: Seen(case.name, {}, case.of_trainer) for name, case in RUNS.items()}
+    alone = {name: replace(case, options={}) for name, case in RUNS.items()}
     alone.update((name, partial(evaluate, {})) for name in EVALUATIONS)
     alone["predictions"] = partial(predict, {})
     predictions = {name: partial(predict, options) for name, options in PREDICTIONS.items()}
@@ -444,7 +472,16 @@ def test_data_that_ranks_cannot_share_is_refused(found, name):
 
 # ---------------------------------------------------------------- resuming
 
-RESUMED = ("shuffled", "own generator", "own batch sampler", "workers", "stream", "stateful", "several")
+RESUMED = (
+    "shuffled",
+    "own generator",
+    "own batch sampler",
+    "workers",
+    "stream",
+    "shuffled stream",
+    "stateful",
+    "several",
+)
 STEPS = {"own batch sampler": 4, "several": 5}  # else 7 of 2 x 5 or 2 x 6; this is within the second epoch
 
 
