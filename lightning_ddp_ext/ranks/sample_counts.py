@@ -1,27 +1,21 @@
 """Numbers of samples per batch, and means over ranks that are weighted by them."""
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode
 from lightning_ddp_ext._compat.torch import iterate_counting, samples_of
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
-from lightning_ddp_ext.batches.weights import WeightRule
-from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.errors import BatchSplitError
 
 LOOKAHEAD = 2  # at most so many batches are fetched early: one by the loop, one to know if this rank has a next batch
@@ -173,13 +167,12 @@ class BatchSamples:
         self.batch_dim = batch_dim
         self._drawn: float | None = None
 
-    def describe_problem(self, consequence: str = "") -> str:
-        """Return a message that the last batch has no count, with the remedies."""
+    def describe_problem(self) -> str:
+        """Return a message that the last batch has no count, with the remedy."""
         return (
-            f"the samples of a batch cannot be counted: {' '.join(filter(None, (self.problem, consequence)))} Pass a"
-            " callable `weight_by`, which returns the weight of a batch, such as `len` for a list of samples; or"
-            ' `batch_dim`, if samples are in another dimension of all tensors; or `weight_by="equal"`, if batches are'
-            " equally large on all ranks."
+            f'`weight_by="samples"` needs numbers of samples, and those of a batch cannot be counted: {self.problem}'
+            " Pass a callable `weight_by`, which returns the weight of a batch, such as `len` for a list of samples, or"
+            ' `weight_by="equal"` if batches are equally large on all ranks.'
         )
 
     def begin(self, drawn: float | None) -> None:
@@ -209,74 +202,6 @@ class BatchSamples:
         except BatchSplitError as error:
             self.problem = error.problem
             return None
-
-
-class BatchWeights:
-    """Weights of the batches of this rank; by samples, if all ranks can count them."""
-
-    def __init__(
-        self, trainer: Trainer, rule: WeightRule, samples: BatchSamples, group: dist.ProcessGroup, all_equal: bool
-    ) -> None:
-        self.all_equal = all_equal  # because a rank cannot count samples
-        self.rule = rule
-        self._rank = trainer.global_rank
-        self._samples = samples
-        self._group = group
-        self._is_by_samples = rule.is_by_samples and not takes_dataloader_iter(
-            trainer.lightning_module, "training_step"
-        )
-        self._counted: set[int] = set()  # ranks that have counted the samples of a batch
-        self._last = 1.0
-        self._has_warned = False
-        if all_equal and self._is_by_samples:
-            rank_zero_warn(
-                "The checkpoint was saved by a run in which all batches had the same weight, since numbers of samples"
-                " were unknown. This run continues with equal weights. Pass a callable `weight_by`, which"
-                " returns the weight of a batch, to change that."
-            )
-
-    def weigh(self, batch: Any, active: Sequence[int]) -> float:
-        """Return the weight of a batch; `active` ranks have a batch in this step."""
-        return self.rule.weigh(batch, self._count(batch, active) if self._is_by_samples else 1.0)
-
-    def skip(self, active: Sequence[int]) -> None:
-        """Take part in a step in which this rank has no batch."""
-        if self._is_by_samples:
-            self._agree(active, is_counted=True)
-
-    def _count(self, batch: Any, active: Sequence[int]) -> float:
-        samples = self._samples.count(batch)
-        self._agree(active, samples is not None)
-        if self.all_equal:
-            return 1.0
-        if samples is None:
-            # Ranks would have to agree in every step. Batches of a loader hardly differ in size.
-            self._warn(f"This one weighs {self._last:g} samples, as the one before it.")
-        else:
-            self._last = samples
-        return self._last
-
-    def _agree(self, active: Sequence[int], is_counted: bool) -> None:
-        """Give all batches the same weight if a rank cannot count the samples of its first batch.
-
-        All ranks agree in each step in which a rank has its first batch, which may be long after the first step.
-        """
-        if self.all_equal or self._counted.issuperset(active):
-            return
-        counted = gather_integer(is_counted, self._group)
-        self._counted.update(active)
-        self.all_equal = not all(counted)
-        if self.all_equal and counted.index(0) == self._rank:
-            self._warn("All batches weigh the same.")
-
-    def _warn(self, consequence: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"rank {self._rank}: {self._samples.describe_problem(consequence)}",
-                category=UserWarning,
-                stacklevel=2,
-            )
 
 
 def sums_and_means(values: Tensor, weight: float | None, add_up: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import is_hook_of_loop
+from lightning_ddp_ext._compat.lightning import is_hook_of_loop, takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, watch_logging
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import (
     BatchSamples,
-    BatchWeights,
     CountedCombinedLoader,
     FetchedBatch,
     StepParticipation,
@@ -165,15 +164,17 @@ class RankGradient:
         reducer: GradientReducer,
         rule: WeightRule,
         samples: BatchSamples,
-        has_equal_weights: bool = False,
     ) -> None:
         self.reducer = reducer
-        self.weights = BatchWeights(trainer, rule, samples, reducer.process_group, has_equal_weights)
         self.window = AccumulationWindow()
         self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient
         self._trainer = trainer
         self._module: LightningModule = trainer.lightning_module
+        self._rule = rule
+        self._samples = samples
+        # A step that fetches batches itself gives each the weight 1.
+        self._counts_samples = rule.is_by_samples and not takes_dataloader_iter(self._module, "training_step")
         self._active: Sequence[int] = ()  # the ranks that have a batch in this step
         self._is_added = False  # the micro-batch is in the window
         self._guard = StepGuard(
@@ -193,14 +194,16 @@ class RankGradient:
     def begin(self, batch: Any, active: Sequence[int]) -> None:
         """Weigh a micro-batch before `training_step` is called with it; `active` ranks have a micro-batch."""
         self._begin(active)
-        self.log_weight = self.weight = self.weights.weigh(batch, active)
+        samples = self._samples.count(batch) if self._counts_samples else 1.0
+        if samples is None:
+            raise ValueError(f"rank {self._trainer.global_rank}: {self._samples.describe_problem()}")
+        self.log_weight = self.weight = self._rule.weigh(batch, samples)
         if leaves_out_backward(self._trainer):
             self._add()
 
     def begin_without_data(self, active: Sequence[int]) -> None:
         """Begin a step in which the active ranks have a micro-batch and this rank has none."""
         self._begin(active)
-        self.weights.skip(active)
         self.log_weight = self.weight = 0.0
 
     def _begin(self, active: Sequence[int]) -> None:
@@ -225,7 +228,7 @@ class RankGradient:
         Lightning rejects None on several ranks, and would skip the backward pass, for which the other ranks wait.
         """
         self.weight = 0.0
-        self.weights.rule.warn_of_skip(f"rank {self._trainer.global_rank}")
+        self._rule.warn_of_skip(f"rank {self._trainer.global_rank}")
         return zero_loss(self._module)
 
     def weigh(self, loss: Tensor) -> Tensor:
@@ -234,12 +237,12 @@ class RankGradient:
         factor = self.window.weigh(self.weight)
         if factor and not self._module.automatic_optimization:
             # Gradients may hold the sum over ranks of an earlier pass. It is averaged again, so it must stay unchanged.
-            factor = float(len(self._active)) if self.weights.rule.is_sum else 1.0
+            factor = float(len(self._active)) if self._rule.is_sum else 1.0
         return loss if factor in (0.0, 1.0) else loss * factor
 
     def synchronize(self) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
-        weight, is_sum = self.window.total, self.weights.rule.is_sum
+        weight, is_sum = self.window.total, self._rule.is_sum
         scale, divisor = None, None  # under manual optimization, where the user has averaged the accumulated losses
         if self._module.automatic_optimization:
             self._refuse_second_pass()

@@ -55,7 +55,6 @@ class ResumableRun:
         self._group = reducer.process_group
         self._resumed = resumed
         self.seed: int = broadcast_object(torch.initial_seed(), self._group, 0) if resumed is None else resumed["seed"]
-        self.resumed_equal_weights: bool = resumed is not None and resumed["has_equal_weights"]
         self.resumed_steps: dict[str, Any] = {} if resumed is None else resumed["steps"]
         self._progress = Progress(None, is_last_batch=False)  # at the interruption
         if resumed is not None:
@@ -67,7 +66,7 @@ class ResumableRun:
         resume_training_data(cleanup, trainer, lambda: self._ends_epoch, self._begin)
         before_each_batch(cleanup, trainer, self._between_batches)
 
-    def save(self, checkpoint: dict[str, Any], steps: dict[str, Any], has_equal_weights: bool) -> None:
+    def save(self, checkpoint: dict[str, Any], steps: dict[str, Any]) -> None:
         """Add the state of all ranks to a checkpoint. Two collectives."""
         if "optimizer_states" not in checkpoint:
             return  # weights only
@@ -80,7 +79,6 @@ class ResumableRun:
         metrics = self._trainer.callback_metrics
         checkpoint[RANKS] = {
             "seed": self.seed,
-            "has_equal_weights": has_equal_weights,
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": reducer,
             "of_ranks": gather_objects(of_rank, self._group),

@@ -301,7 +301,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed)
         if self.world_size > 1 or self.shares_batches:
             self._random = SharedRandomNumbers(self._run.seed, self.root_device)
-        gradient = RankGradient(trainer, reducer, self._weight_rule, self._samples, self._run.resumed_equal_weights)
+        gradient = RankGradient(trainer, reducer, self._weight_rule, self._samples)
         self._cleanup.callback(gradient.close)
         # Before `configure_optimizers`, which may ask for the number of steps and so load the data.
         self.rank_steps = self.make_rank_steps(gradient)
@@ -397,7 +397,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     ) -> None:
         # After a failure the other ranks do not answer; a checkpoint that callbacks save then lacks their RNG state.
         if self._run is not None and self.rank_steps is not None and self._watch.others_come():
-            self._run.save(checkpoint, self.rank_steps.state_dict(), self.rank_steps.gradient.weights.all_equal)
+            self._run.save(checkpoint, self.rank_steps.state_dict())
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

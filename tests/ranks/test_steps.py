@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric import DDPCheckpointStrategy
-from lightning_ddp_ext.ranks import sample_counts, steps
+from lightning_ddp_ext.ranks import steps
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, StepParticipation, sums_and_means
 from lightning_ddp_ext.ranks.steps import EvenSteps, RankGradient
 from lightning_ddp_ext.reducer.control import StepControl
@@ -212,16 +212,15 @@ def test_a_skipped_batch_and_a_rank_without_data_have_no_weight(make_gradient, i
     assert [sent[0] for sent in gradient.reducer.sent] == [0.0]
 
 
-@pytest.mark.parametrize(("other_has_counted", "weights"), [(0, [1.0, 1.0]), (1, [3.0, 5.0])])
-def test_samples_are_weights_unless_a_rank_cannot_count_them(make_gradient, monkeypatch, other_has_counted, weights):
-    sent = []
-    gather = lambda own, group: sent.append(own) or [own, other_has_counted]  # noqa: E731
-    monkeypatch.setattr(sample_counts, "gather_integer", gather)
+def test_samples_are_weights_and_a_batch_that_cannot_be_counted_is_an_error_before_its_step(make_gradient):
     gradient, loop = make_gradient("samples")
     run_batches(gradient, loop, [torch.zeros(3, 2), torch.zeros(5, 2)])
-    assert sent == [True]  # once
-    assert gradient.weights.all_equal == (not other_has_counted)
-    assert [sent[0] for sent in gradient.reducer.sent] == weights
+    assert [sent[0] for sent in gradient.reducer.sent] == [3.0, 5.0]
+    uncountable = {"a": torch.zeros(3), "b": torch.zeros(4)}
+    with pytest.raises(ValueError, match=r'rank 0: `weight_by="samples"` needs numbers of samples.*ambiguous.*"equal"'):
+        gradient.begin(uncountable, ACTIVE)
+    gradient, loop = make_gradient("equal")
+    assert run_batches(gradient, loop, [uncountable]) == [1.0]
 
 
 def test_a_closure_without_a_backward_pass_still_synchronises(make_gradient):

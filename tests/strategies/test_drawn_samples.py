@@ -1,4 +1,4 @@
-"""Batches of any form are weighted by the samples that their loader draws, or equally if a rank cannot count them.
+"""Batches of any form are weighted by the samples that their loader draws, and it is an error if it draws none.
 
 Features of a batch are transposed, so the first dimension of its tensors is not the number of samples.
 """
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -79,8 +78,7 @@ def train(loader: DataLoader, **options: Any) -> tuple[Trace, list[float], list[
         warnings.simplefilter("always")
         trace = fit(Transposed().double(), loader, loader, callbacks=callbacks, max_epochs=2, **options)[1]
     texts = [str(one.message) for one in caught]
-    ours = [text for text in texts if "cannot be counted" in text or "continues with equal weights" in text]
-    return trace, counting.weights, ours
+    return trace, counting.weights, [text for text in texts if "weight" in text]
 
 
 def train_alone(by_rank: Sizes, is_equal: bool = False) -> Trace:
@@ -104,7 +102,7 @@ def ready(indices: list[list[int]]) -> DataLoader:
 CASES: dict[str, tuple[Callable[[list[list[int]]], DataLoader], dict[str, Any]]] = {
     "drawn": (drawn, {}),
     "ready, with `batch_dim`": (ready, {"batch_dim": 1}),
-    "ready": (ready, {}),
+    "ready, of equal weight": (ready, {"weight_by": "equal"}),
 }
 
 
@@ -117,23 +115,19 @@ def train_case(name: str, strategy: str, folder: str) -> tuple[Trace, list[float
     return train(make(sizes_of(strategy)[RANK]), strategy=STRATEGIES[strategy](**options))
 
 
-EARLY: Sizes = [[[0, 1], [2, 3], [4, 5]], [[8, 9, 10, 11]]]
-
-
-def only_rank_0_can_count(folder: str) -> Any:
-    """In one run, and resumed when rank 1, which cannot count, has joined."""
-    loader = (ready if RANK else drawn)(EARLY[RANK])
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
-    options = {"strategy": "ddp_join", "limit_val_batches": 0}
-    whole = train(loader, callbacks=[saving], enable_checkpointing=True, **options)
-    return whole, train(loader, ckpt_path=f"{folder}/step=2.ckpt", **options)
+def fail(strategy: str, folder: str) -> str:
+    """Return the error of this rank in a training of which only rank 1 cannot count the samples."""
+    try:
+        train((ready if RANK else drawn)(sizes_of(strategy)[RANK]), strategy=strategy)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found():
     cases = {f"{name}, {strategy}": partial(train_case, name, strategy) for name in CASES for strategy in STRATEGIES}
-    cases["early"] = only_rank_0_can_count
-    return run_on_ranks(2, cases, tmp_path_factory.mktemp("uncounted"))
+    return run_on_ranks(2, cases)
 
 
 def assert_same(found, alone):
@@ -142,7 +136,7 @@ def assert_same(found, alone):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "ready"])
+@pytest.mark.parametrize("name", [name for name in CASES if "equal" not in name])
 def test_gradients_and_logged_values_equal_one_process(found, name, strategy):
     traces, _, warned = zip(*values_of(found, f"{name}, {strategy}"), strict=True)
     alone = train_alone(sizes_of(strategy))
@@ -157,24 +151,20 @@ def test_gradients_and_logged_values_equal_one_process(found, name, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_batches_that_cannot_be_counted_have_equal_weights_and_one_warning_says_so(found, strategy):
-    traces, _, warned = zip(*values_of(found, f"ready, {strategy}"), strict=True)
+def test_the_option_for_batches_of_equal_weight_needs_no_counts(found, strategy):
+    traces, weights, _ = zip(*values_of(found, f"ready, of equal weight, {strategy}"), strict=True)
     assert_same(traces, train_alone(sizes_of(strategy), is_equal=True))
     assert relative_difference([traces[0].parameters], [train_alone(sizes_of(strategy)).parameters]) > 1e-3
-    ((warning,), none) = warned
-    assert warning.startswith("rank 0: the samples of a batch cannot be counted")
-    assert "All batches weigh the same. Pass a callable `weight_by`" in warning
-    assert none == []
+    assert {*chain(*weights)} <= {0.0, 1.0}
 
 
-def test_a_run_with_equal_weights_keeps_them_when_it_resumes_without_the_rank_that_cannot_count(found):
-    by_rank = values_of(found, "early")
-    assert_same([whole[0] for whole, _ in by_rank], train_alone(EARLY, is_equal=True))
-    for rank, ((whole, weights, _), (resumed, weights_resumed, warned)) in enumerate(by_rank):
-        assert weights == ([1.0, 0.0, 0.0] if rank else [1.0] * 3) * 2
-        assert weights_resumed == weights[2:]
-        assert resumed.digests == whole.digests[2:]
-        assert ["continues with equal weights" in warning for warning in warned] == [True] * (rank == 0)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_cannot_count_its_samples_ends_training_on_all_ranks_before_the_first_step(strategy):
+    other, own = run_on_ranks(2, {"": partial(fail, strategy)})[""]
+    assert own.startswith('ValueError: rank 1: `weight_by="samples"` needs numbers of samples')
+    assert own.endswith('or `weight_by="equal"` if batches are equally large on all ranks.')
+    assert other.startswith("OtherRankError: rank 1 failed: ValueError: rank 1: `weight_by")
+    assert "at step 0, training, batch 0" in other
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
