@@ -1,4 +1,4 @@
-"""`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`."""
+"""`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`, the base of `balanced_ddp` in `shared_batches.py`."""
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
