@@ -92,6 +92,16 @@ def gather_integers(values: Sequence[int], group: dist.ProcessGroup | None = Non
     return cast(list[list[int]], torch.stack(gathered).tolist())
 
 
+def gather_known(values: Sequence[int | None], group: dist.ProcessGroup | None = None) -> list[list[int] | None]:
+    """Return the numbers of all ranks for each of the values, or None if any rank does not know its number.
+
+    Numbers are at least 0, and as many on all ranks; one collective.
+    """
+    unknown = -1
+    rows = gather_integers([unknown if value is None else value for value in values], group)
+    return [None if unknown in column else [*column] for column in zip(*rows, strict=True)]
+
+
 def gather_objects(value: object, group: dist.ProcessGroup | None = None, target: int | None = None) -> list[Any]:
     """Return the object of each rank, or None for a rank without data in the uneven phase; two collectives.
 

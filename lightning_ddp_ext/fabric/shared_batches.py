@@ -20,9 +20,9 @@ from lightning_ddp_ext.ranks.sample_counts import FetchedBatch
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import find_loader_rngs
 from lightning_ddp_ext.shares.balancer import ShareBalancer
-from lightning_ddp_ext.shares.batch_sampler import GlobalBatches
 from lightning_ddp_ext.shares.combined_loader import SharedLoader, agree_on_lead, share_step
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
+from lightning_ddp_ext.shares.samplers import GlobalBatches
 from lightning_ddp_ext.shares.table import ShareTable, check_shares, combine_shares, refuses_single_samples
 
 _SHARES, _TABLE, _SEEDS = "shares", "table", "seeds"

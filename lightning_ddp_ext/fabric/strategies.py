@@ -23,7 +23,7 @@ from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
-from lightning_ddp_ext.distributed.exchange import gather_integer, gather_objects, own_group
+from lightning_ddp_ext.distributed.exchange import gather_known, gather_objects, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
 from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, LoopBatch, without_first, without_rng
@@ -41,7 +41,6 @@ from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_st
 from lightning_ddp_ext.strategies.base import describe_versions_of_run
 
 _STATE = "lightning_ddp_ext"  # key in checkpoints
-_UNKNOWN = -1
 
 
 class DDPCheckpointStrategy(DDPStrategy):
@@ -465,7 +464,7 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
 
     @override
     def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
-        lengths = _gather_lengths(length)
+        (lengths,) = gather_known([length])
         has_next_batch = HasNextBatch(self.steps_group, is_sent_with_gradients=False)
         return LockstepLoader(batches, lengths, self.steps_group, has_next_batch, self.uneven_inputs, skip)
 
@@ -478,7 +477,7 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
 
     @override
     def number_of_steps(self, length: int | None) -> int | None:
-        lengths = _gather_lengths(length)
+        (lengths,) = gather_known([length])
         return None if lengths is None else int(number_of_steps(lengths, self.uneven_inputs))
 
     @override
@@ -505,12 +504,6 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
         batch = self._batches[-1]
         is_of_step = batch.participation is not None and batch.participation.is_uneven and not batch.has_evaluated
         return not is_of_step or group not in (None, dist.group.WORLD)
-
-
-def _gather_lengths(length: int | None) -> list[int] | None:
-    """Return the number of batches of each rank; None if any rank does not know its number."""
-    lengths = gather_integer(_UNKNOWN if length is None else length)
-    return None if _UNKNOWN in lengths else lengths
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {

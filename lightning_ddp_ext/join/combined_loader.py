@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode
-from lightning_ddp_ext.distributed.exchange import gather_integers
+from lightning_ddp_ext.distributed.exchange import gather_known
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
@@ -25,7 +25,6 @@ from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, Fetched
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 
 _UNLIMITED = float("inf")
-_UNKNOWN = -1
 
 
 class RankedLoader:
@@ -42,10 +41,8 @@ class RankedLoader:
             None if batch_size is None else sized_len(getattr(loader, "sampler", None)),
             batch_size,
         )
-        own = [_UNKNOWN if number is None else number for number in known]
-        rows = [own] if group is None else gather_integers(own, group)
-        columns = [None if _UNKNOWN in column else list(column) for column in zip(*rows, strict=True)]
-        lengths, samples, batch_sizes = columns
+        alone = [None if number is None else [number] for number in known]
+        lengths, samples, batch_sizes = alone if group is None else gather_known(known, group)
         self.__dict__.update(loader=loader, lengths=lengths, samples=samples, batch_sizes=batch_sizes)
 
     @property  # type: ignore[misc]

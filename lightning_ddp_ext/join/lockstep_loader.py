@@ -10,14 +10,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed.exchange import broadcast_bytes, gather_integer, list_ranks
+from lightning_ddp_ext.distributed.exchange import broadcast_bytes, gather_integer, gather_known, list_ranks
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, StepParticipation
 
 UnevenInputs = Literal["join", "stop", "error"]
-
-_UNKNOWN = -1
 
 
 def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> float:
@@ -209,8 +207,8 @@ class LockstepLoader:
             )
         self.dropped = [int(has_batch) for has_batch in present]
         samples = 0 if following is None else following[1]
-        counts = gather_integer(_UNKNOWN if samples is None else int(samples), self._group)
-        self.dropped_samples = None if _UNKNOWN in counts else sum(counts)
+        (counts,) = gather_known([None if samples is None else int(samples)], self._group)
+        self.dropped_samples = None if counts is None else sum(counts)
 
     def _fetch(self, length: int, step: int) -> tuple[Any, float | None]:
         fetched = next(self._batches, None)

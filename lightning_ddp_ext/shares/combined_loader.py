@@ -23,7 +23,7 @@ from lightning_ddp_ext.join.predictions import Finished, compare_finished, find_
 from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, count_drawn, mean_count
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
-from lightning_ddp_ext.shares.batch_sampler import (
+from lightning_ddp_ext.shares.samplers import (
     GlobalBatches,
     NoSamples,
     ShareCollate,

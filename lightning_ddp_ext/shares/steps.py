@@ -1,6 +1,6 @@
 """The steps of ranks that share the batches of their loaders, under Lightning."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -10,7 +10,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._devices import reports_memory
 from lightning_ddp_ext.batches.balance_controller import PeakMemory
 from lightning_ddp_ext.join.predictions import none_finished
@@ -101,12 +100,6 @@ class SharedBatchSteps(LockstepSteps):
         assert self.shared is not None
         self.balancer.count_batch(self.gradient.reducer.control, self.shared)  # not a batch that a callback skips
         return super().training_step(batch, run)
-
-    def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
-        """Return the indices in the shares of this rank, for the batches of a loader of predictions."""
-        combined = active_combined_loader(self.trainer)
-        assert isinstance(combined, SharedCombinedLoader)
-        return combined.indices_of(dataloader_idx)
 
     @override
     def run_step(self, run: Callable[[], STEP_OUTPUT], weight: float) -> STEP_OUTPUT:

@@ -7,12 +7,13 @@ import torch
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_loaders import keep_loaders
+from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, keep_loaders
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.join.predictions import PredictionsOn
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
 from lightning_ddp_ext.shares.balancer import TimedStep
+from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.steps import SharedBatchSteps
 from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
@@ -55,6 +56,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     """
 
     shares_batches = True
+    rank_steps: SharedBatchSteps | None
 
     def __init__(
         self,
@@ -86,14 +88,9 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         super()._configure_launcher()
         self._rule.check_number(self.num_nodes * self.num_processes, "rank")
 
-    @property
-    def _shared_steps(self) -> SharedBatchSteps:
-        assert isinstance(self.rank_steps, SharedBatchSteps)
-        return self.rank_steps
-
     def take_timed_steps(self) -> list[TimedStep]:
         """Return and forget the optimizer steps whose times have arrived from all ranks, the same on every rank."""
-        return [] if self.rank_steps is None else self._shared_steps.balancer.take_timed()
+        return [] if self.rank_steps is None else self.rank_steps.balancer.take_timed()
 
     @override
     def keep_loaders(self, trainer: Trainer) -> None:
@@ -127,7 +124,9 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     @override
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
-        return self._shared_steps.indices_of(dataloader_idx)
+        combined = active_combined_loader(self.module.trainer)
+        assert isinstance(combined, SharedCombinedLoader)
+        return combined.indices_of(dataloader_idx)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

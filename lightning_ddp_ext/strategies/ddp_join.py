@@ -55,6 +55,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         >>> trainer = Trainer(strategy=DDPJoinStrategy(), accelerator="cpu", devices=2, logger=False)
     """
 
+    rank_steps: LockstepSteps | None
+
     def __init__(
         self,
         *args: Any,
@@ -76,10 +78,6 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         # `PredictionWriter` sets it: returns the batches that an interrupted run has predicted.
         self.find_finished: Callable[[], Finished] | None = None
         self._injects_sampler = False  # into the loader that Lightning prepares
-
-    @property
-    def _lockstep(self) -> LockstepSteps | None:
-        return self.rank_steps if isinstance(self.rank_steps, LockstepSteps) else None
 
     @property
     def is_shadow(self) -> bool:
@@ -104,8 +102,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
 
     @property
     def _steps(self) -> LockstepSteps:
-        assert self._lockstep is not None
-        return self._lockstep
+        assert self.rank_steps is not None
+        return self.rank_steps
 
     @property
     def predictions(self) -> Predictions:
@@ -163,9 +161,9 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         if self.module.trainer.predicting:
             is_shared, self._injects_sampler = self._injects_sampler, False
             dataloader = self.predictions.deal(dataloader, is_shared)
-        if self._lockstep is None or self.world_size == 1:
+        if self.rank_steps is None or self.world_size == 1:
             return dataloader
-        return RankedLoader(dataloader, self._lockstep.group)
+        return RankedLoader(dataloader, self.rank_steps.group)
 
     @override
     def teardown(self) -> None:
@@ -174,7 +172,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        group = None if self._lockstep is None else self._lockstep.active_group
+        group = None if self.rank_steps is None else self.rank_steps.active_group
         if group is None:
             return super().reduce_boolean_decision(decision, all)
         agreeing = int(self.reduce(torch.tensor(int(decision), device=self.root_device), group, "sum"))
@@ -183,7 +181,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         gathered = super().all_gather(tensor, group, sync_grads)
-        if self._lockstep is None or group not in (None, dist.group.WORLD):
+        if self.rank_steps is None or group not in (None, dist.group.WORLD):
             return gathered
-        rows = self._lockstep.active_ranks
+        rows = self.rank_steps.active_ranks
         return gathered if rows is None else gathered[list(rows)]

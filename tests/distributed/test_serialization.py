@@ -24,12 +24,14 @@ from lightning_ddp_ext.distributed.exchange import (
     StoreMailbox,
     broadcast_bytes,
     broadcast_object,
+    gather_known,
     gather_objects,
     scatter_objects,
 )
 from lightning_ddp_ext.distributed.serialization import _Call, _rebuild, name_skipped, pack, unpack
 from lightning_ddp_ext.errors import OtherRankError
 from lightning_ddp_ext.reducer.buckets import divide_into_buckets, send_all
+from tests.support.fake_group import run_ranks
 from tests.support.processes import run_processes
 
 
@@ -214,6 +216,11 @@ def test_ranks_receive_a_value():
         assert same({**sendable(), "opaque": None, "inner": [None]}, received)
         assert broadcast == (1, "b")
         assert gathered == [{0: ""}, {1: "long "}]
+
+
+def test_numbers_are_known_if_every_rank_knows_its_own():
+    found = run_ranks(2, lambda group: gather_known([group.rank, None if group.rank else 5, 0], group))
+    assert found == [[[0, 1], None, [0, 0]]] * 2
 
 
 def test_an_object_that_ranks_cannot_exchange_is_refused():

@@ -28,7 +28,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ddp_ext import BalancedDDPStrategy
-from lightning_ddp_ext.shares.batch_sampler import NoSamples
+from lightning_ddp_ext.shares.samplers import NoSamples
 from tests.strategies.test_balanced_ddp import Recording, joined
 from tests.strategies.test_ddp_join_training import count_threads
 from tests.strategies.test_resuming import stateful
