@@ -142,9 +142,7 @@ def _find_labels(batch: Any, labels: Labels, name: str) -> Sequence[Tensor]:
     parts = [found] if isinstance(found, Tensor) else found
     is_sequence = isinstance(parts, Sequence) and not isinstance(parts, str | bytes)
     if not is_sequence or not parts or not all(map(_are_labels, parts)):
-        got = (
-            "nothing" if found is None else f"a {found.dtype} tensor" if isinstance(found, Tensor) else f"{type(found)}"
-        )
+        got = "None" if found is None else f"a {found.dtype} tensor" if isinstance(found, Tensor) else f"{type(found)}"
         where = "its function" if callable(labels) else f"{labels!r}"
         raise ValueError(
             f"`weight_by` counts labels, and {where} of a batch of type {type(batch).__name__} is {got}. Pass"
@@ -194,10 +192,11 @@ class WeightRule:
         """Return the weight of a batch or chunk with this number of samples."""
         if self.function is None:
             return float(samples) if self.is_by_samples else 1.0
-        weight = float(self.function(batch))
+        given = self.function(batch)
+        weight = _as_number(given)
         if not 0 <= weight < math.inf:
             raise ValueError(
-                f"`weight_by` returned {weight} for a batch. Return a finite number of at least 0, such as its number"
+                f"`weight_by` returned {given!r} for a batch. Return a finite number of at least 0, such as its number"
                 " of samples or tokens."
             )
         if self._inform is not None and isinstance(self.function, TokenCount) and self.function.finding is not None:
@@ -219,6 +218,14 @@ class WeightRule:
         if not self._has_warned:
             warnings.warn(message, category=UserWarning, stacklevel=3)
         self._has_warned = True
+
+
+def _as_number(value: Any) -> float:
+    """Return a number of any type as a float, and nan for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last one for several numbers
+        return math.nan
 
 
 class SampleCounters:

@@ -325,11 +325,13 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
+        if self._guard is not None:
+            reducer.control.optimizer_steps = self._guard.steps
         return self._window.synchronize_pass(reducer, self.position(self._batches[-1]))
 
     def position(self, batch: LoopBatch) -> int:
         """Return a number that is the same on all ranks when they synchronise gradients with a batch."""
-        return 0 if self._guard is None else self._guard.steps
+        return 0
 
     @contextmanager
     def accumulating(self, module: object, is_postponed: bool) -> Generator[None, None, None]:

@@ -119,6 +119,8 @@ class EvenSteps(RankSteps):
         super().__init__(trainer, samples, gradient)
         self._weight: float | None = None  # of the values that a step of the LightningModule logs
         self._is_logging = False
+        if gradient is not None:
+            gradient.compares_steps = True
         watch_logging(cleanup, self.trainer, self._log, self.samples.rounded, self.end_batch)
 
     @override
@@ -169,6 +171,7 @@ class RankGradient:
         self.window = AccumulationWindow()
         self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient
+        self.compares_steps = False  # every rank runs all steps of optimizers itself, as joined ranks do not
         self._trainer = trainer
         self._module: LightningModule = trainer.lightning_module
         self._rule = rule
@@ -250,6 +253,8 @@ class RankGradient:
             divisor = 1.0 if is_sum else None
         elif is_sum:
             weight = min(weight, 1.0)
+        if self.compares_steps:
+            self.reducer.control.optimizer_steps = self._guard.steps
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         if not self.window.is_postponed:
             self._passes += 1

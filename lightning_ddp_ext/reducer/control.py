@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ddp_ext.errors import BatchSplitError, RanksOutOfStepError
 
-_NUMBERS = 12  # of each rank, listed in `ControlMessage.write`
+_NUMBERS = 13  # of each rank, listed in `ControlMessage.write`
 _BYTES = 8  # of a number
 _DIFFERENT = -1
 
@@ -68,6 +68,7 @@ class StepControl:
         scale: Factor on the gradient of this rank; None for its weight.
         divisor: Divisor of the sum over the ranks, the same on all ranks; None for the sum of their weights.
         position: Position in the training, such as the number of the batch. Different positions are an error.
+        optimizer_steps: Number of optimizer steps so far. Different numbers are an error.
         stop: Above 0 to ask all ranks to stop. The largest number of any rank is exchanged, so it may encode a reason.
         has_next_batch: Whether this rank has a batch for the next step.
         logged_keys: Hash of the keys that this rank has logged in the step, a whole number below 2 ** 53.
@@ -84,6 +85,7 @@ class StepControl:
     scale: float | None = None
     divisor: float | None = None
     position: int = 0
+    optimizer_steps: int = 0
     stop: int = 0
     has_next_batch: bool = False
     logged_keys: int = 0
@@ -134,6 +136,7 @@ class ControlMessage:
                 *(found.weight, found.synchronizations, found.structure),
                 *(control.position, control.stop, control.has_next_batch, control.logged_keys, control.drawn),
                 *(control.timed, control.seconds, control.most_samples, _proportions(control.loader_weights)),
+                control.optimizer_steps,
             ],
             dtype=torch.float64,
         )
@@ -151,7 +154,7 @@ class ControlMessage:
         sent = sent if sent.dtype == torch.float64 else sent.to(torch.uint8).view(torch.float64)
         columns = zip(*sent.reshape(self._world_size, _NUMBERS).tolist(), strict=True)
         weights, numbers, structures, positions, stops, has_next_batch, logged_keys, drawn, *measured = columns
-        timed, seconds, most_samples, proportions = measured
+        timed, seconds, most_samples, proportions, steps = measured
         if len(set(numbers)) > 1:
             raise RanksOutOfStepError(
                 f"rank {self._rank} makes its synchronisation {found.synchronizations} of gradients, others theirs of"
@@ -163,6 +166,12 @@ class ControlMessage:
                 f"rank {self._rank} synchronises gradients at position {control.position}, others at"
                 f" {_others(positions, control.position)}. Run equally many batches, and in each of them equally many"
                 " synchronised backward passes, on every rank."
+            )
+        if len(set(steps)) > 1:
+            raise RanksOutOfStepError(
+                f"rank {self._rank} has made {control.optimizer_steps} optimizer steps, others"
+                f" {_others(steps, control.optimizer_steps)}. Call `step` on all ranks or on none: decide by a value"
+                " that is the same on every rank, such as the norm of synchronised gradients."
             )
         if len(set(drawn)) > 1:
             other = next(rank for rank, number in enumerate(drawn) if number != drawn[0])

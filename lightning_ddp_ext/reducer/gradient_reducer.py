@@ -127,6 +127,9 @@ class GradientReducer:
 
     def has_unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
         """Return True if any of these parameters has a gradient that is newer than its last synchronisation."""
+        if not self._synchronizations:  # gradients of zeros were set by hand, to create the state of an optimizer
+            known = [parameter for parameter in parameters if id(parameter) in self._known]
+            return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in known)
         unsynchronized = self._scheduler.unsynchronized()
         return bool(unsynchronized) and any(id(parameter) in unsynchronized for parameter in parameters)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 from typing_extensions import override
 
@@ -100,8 +100,15 @@ class SharedLoader:
             if share is end:
                 break
             if first is None:
-                first = self._taken[-1][0].agreement
+                shared, _ = self._taken[-1]
+                first = shared.agreement
                 self._compare(first)
+                if not shared.drawn:
+                    rank_zero_warn(
+                        f"Ranks cannot compare what they read from `{self._name}`, which has neither numbers nor texts"
+                        " beside its arrays. Ensure that it yields the same samples on every rank, or yield a key with"
+                        " each sample."
+                    )
             yield share
         if first is None:
             self._compare(first)
@@ -109,12 +116,15 @@ class SharedLoader:
     def _compare(self, first: int | None) -> None:
         different = find_different_rank(first, self.batches.group)
         if different is not None:
-            name = type(getattr(self.loader, "dataset", self.loader)).__name__
             raise UnsupportedFeatureError(
-                f"rank {different}: the first batch of `{name}` has other samples than on rank 0. Under `balanced_ddp`"
-                " every rank reads all samples: use `ddp_join` if each rank has samples of its own, or else a dataset"
-                " that does not depend on the rank or on its random numbers."
+                f"rank {different}: the first batch of `{self._name}` has other samples than on rank 0. Under"
+                " `balanced_ddp` every rank reads all samples: use `ddp_join` if each rank has samples of its own, or"
+                " else a dataset that does not depend on the rank."
             )
+
+    @property
+    def _name(self) -> str:
+        return type(getattr(self.loader, "dataset", self.loader)).__name__
 
     def _note(self, batches: Iterator[Any], batch: Any) -> Any:
         self._taken.append((self.batches.fetched.popleft(), samples_of(batches)))
@@ -123,7 +133,7 @@ class SharedLoader:
     def _note_of_stream(self, item: SharedStreamBatch) -> Any:
         sizes, nominal = tuple(item.sizes), tuple(item.nominal)
         shared = SharedBatch(self.batches.table, item.number, sizes, item.content, nominal)
-        self._taken.append((shared, sizes[self.batches.rank]))
+        self._taken.append((shared, item.samples))
         return item.batch
 
     def take(self) -> list[tuple[SharedBatch, int | None]]:

@@ -24,6 +24,7 @@ from lightning_ddp_ext.batches.containers import walk
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.predictions import as_indices, find_different_rank, hash_of
+from lightning_ddp_ext.ranks.sample_counts import count_drawn
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.costs import SampleCost, measure_costs
 from lightning_ddp_ext.shares.table import DividedBatch, Division, SharedBatch, ShareTable
@@ -210,7 +211,8 @@ def hash_of_content(batch: Any, most_dimensions: int) -> int:
     """Return a hash of the first integers and texts in a batch, or of its other numbers if it has none of these.
 
     Ranks may transform a sample with other random numbers, which changes neither labels nor keys. So arrays of more
-    dimensions, such as images and their masks, are skipped. So are objects that are no containers.
+    dimensions, such as images and their masks, are skipped. So are objects that are no containers. The hash of nothing
+    is 0.
     """
     hashes, kinds = [0, 0], set[bool]()
     for part in islice(walk(batch), _MOST_COMPARED):
@@ -262,6 +264,7 @@ class SharedStreamBatch(NamedTuple):
 
     batch: Any  # or `NoSamples`
     number: int
+    samples: int | None  # of this rank, without missing ones; None if they cannot be counted
     content: int  # hash of all samples
     sizes: Sequence[int]
     nominal: Sequence[int]
@@ -306,7 +309,7 @@ class StreamCollate:
     """Collates the samples of this rank, out of all samples of a batch of a stream."""
 
     def __init__(self, collate: Callable[[Any], Any], rank: int, cost: SampleCost | None) -> None:
-        self._collate = collate
+        self._collate = ShareCollate(collate)
         self._rank = rank
         self._cost = cost
 
@@ -317,6 +320,7 @@ class StreamCollate:
         costs = None if cost is None else [cost(one, f"{place} {index}") for index, one in enumerate(samples)]
         divided = _fetching.division.divide(len(samples), costs)
         own = divided.own(samples, self._rank)
-        batch = self._collate(own) if own else NoSamples()
+        batch = self._collate(own)
+        counted = count_drawn(own, batch, None) if own else 0
         content = hash_of_content(samples, most_dimensions=1)
-        return SharedStreamBatch(batch, _fetching.number, content, divided.sizes, divided.nominal)
+        return SharedStreamBatch(batch, _fetching.number, counted, content, divided.sizes, divided.nominal)

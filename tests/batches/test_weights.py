@@ -78,11 +78,11 @@ def test_class_weights_are_the_divisor_of_the_loss():
 
 def test_batches_without_labels_are_refused():
     for batch, count, problem in (
-        ((IDS, LABELS), TokenCount(), "'labels' of a batch of type tuple is nothing"),
+        ((IDS, LABELS), TokenCount(), "'labels' of a batch of type tuple is None"),
         ({"labels": IDS.double()}, TokenCount(), "'labels' of a batch of type dict is a torch.float64 tensor"),
         ({"labels": "positive"}, TokenCount(), "'labels' of a batch of type dict is <class 'str'>"),
-        ((IDS,), ClassWeights(torch.ones(2)), "1 of a batch of type tuple is nothing"),
-        ({}, TokenCount(labels=lambda batch: batch.get("y")), "its function of a batch of type dict is nothing"),
+        ((IDS,), ClassWeights(torch.ones(2)), "1 of a batch of type tuple is None"),
+        ({}, TokenCount(labels=lambda batch: batch.get("y")), "its function of a batch of type dict is None"),
     ):
         with pytest.raises(
             ValueError, match=rf"`weight_by` counts labels, and {problem}.*`{type(count).__name__}\(labels"
@@ -106,6 +106,6 @@ def test_unknown_names_and_weights_that_are_no_finite_number_of_at_least_0_are_r
     for value in ("sample", 3, None):
         with pytest.raises(ValueError, match="`weight_by` must be one of 'samples', 'tokens', 'equal', 'sum'"):
             WeightRule(value, print)
-    for weight in (-1, float("nan"), float("inf")):
+    for weight in (-1, float("nan"), float("inf"), None, torch.ones(2)):
         with pytest.raises(ValueError, match=r"`weight_by` returned .* Return a finite number of at least 0"):
             WeightRule(lambda batch, weight=weight: weight, print).weigh("a", 1)

@@ -29,6 +29,13 @@ def launched(strategy: Any = None, **options: Any) -> Fabric:
     return fabric
 
 
+STRATEGIES = {
+    "ddp_checkpoint": DDPCheckpointStrategy,
+    "ddp_join": DDPJoinStrategy,
+    "balanced_ddp": lambda: BalancedDDPStrategy(split=[1, 3]),
+}
+
+
 class Noisy(torch.utils.data.Dataset):
     """Draws random numbers for each sample in the process of its rank."""
 
@@ -259,15 +266,23 @@ def loops_that_differ(folder: str) -> Any:
                 if number != RANK:
                     fabric.backward(model(batch).mean())
         said[name] = str(error.value)
-    fabric = launched(DDPCheckpointStrategy())
-    model, optimizer = fabric.setup(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
-    loader = fabric.setup_dataloaders(DataLoader(torch.ones(12, 1), batch_size=3))
-    with pytest.raises(RanksOutOfStepError) as error:  # noqa: PT012
-        for batch in loader:
-            for _ in range(1 + RANK):
-                fabric.backward(model(batch).mean())
-            optimizer.step()
-    said["ddp_checkpoint"] = str(error.value)
+    for name, make in STRATEGIES.items():
+        for rank in range(2):  # that makes steps; the other one does not
+            fabric = launched(make())
+            model, optimizer = fabric.setup(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+            loader = fabric.setup_dataloaders(DataLoader(torch.ones(12, 1), batch_size=3))
+            with pytest.raises(RanksOutOfStepError) as error:  # noqa: PT012
+                for batch in loader:
+                    fabric.backward(model(batch).mean())
+                    if rank == RANK:
+                        optimizer.step()
+            said[f"steps of rank {rank} under {name}"] = str(error.value)
+    model, optimizer = launched().setup(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    model.weight.grad = torch.zeros(1, 1)
+    optimizer.step()  # creates the state of an optimizer
+    (model.weight.grad,) = torch.autograd.grad(model(torch.ones(1, 1)).sum(), [model.weight])
+    with pytest.raises(UnsynchronizedGradientsError):
+        optimizer.step()
     fabric = launched(DDPJoinStrategy())
     model = fabric.setup(nn.Linear(1, 1))
     loader = fabric.setup_dataloaders(DataLoader(torch.ones(10, 1), batch_size=2))  # 2, 2 and 1 on a rank
@@ -547,14 +562,9 @@ def one_step(strategy: Any, names: tuple[str, ...], loop: str) -> Any:
 
 
 def steps_of_several_loaders(folder: str) -> Any:
-    strategies = {
-        "ddp_checkpoint": DDPCheckpointStrategy,
-        "ddp_join": DDPJoinStrategy,
-        "balanced_ddp": lambda: BalancedDDPStrategy(split=[1, 3]),
-    }
     return {
         (name, loop, names): one_step(make(), names, loop)
-        for name, make in strategies.items()
+        for name, make in STRATEGIES.items()
         for loop, names in [*RIGHT_STEPS, *WRONG_STEPS]
     }
 
@@ -670,7 +680,10 @@ def test_loops_that_differ_between_ranks_end_in_an_error(found):
         for name in ("ddp_join", "balanced_ddp"):
             assert "synchronises gradients at position" in said[name]
             assert "Run equally many batches" in said[name]
-        assert "synchronises gradients at position" in said["ddp_checkpoint"]
+        steps = [text for name, text in said.items() if name.startswith("steps of rank")]
+        assert len(steps) == 6
+        for text in steps:
+            assert "optimizer steps, others" in text
         (warning,) = said["ahead"]
         assert "uses the weight of the last one, 1." in warning
 

@@ -140,6 +140,10 @@ def skip_broken(drawn: list[Any]) -> Any:
     return default_collate([sample for sample in drawn if sample is not None])
 
 
+def with_gaps() -> list[Any]:
+    return [None if index % 5 == 1 else sample for index, sample in enumerate(data())]
+
+
 def weighted() -> DataLoader:
     return DataLoader(data(), 5, sampler=WeightedRandomSampler([1.0 + index for index in range(21)], 21))
 
@@ -181,6 +185,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "stream without the last batch": lambda: DataLoader(Stream(list(data())), 5, drop_last=True),
     "shuffled stream": lambda: DataLoader(Shuffled(list(data())), 5),
     "shuffled stream with a worker": lambda: DataLoader(Shuffled(list(data())), 5, num_workers=1),
+    "stream with gaps": lambda: DataLoader(Stream(with_gaps()), 5, collate_fn=skip_broken),
+    "samples with gaps": lambda: DataLoader(with_gaps(), 5, collate_fn=skip_broken),
     "shuffled finished batches": lambda: DataLoader(Shuffled(list(Chunks())), None),
     "stream that prints on rank 0": lambda: DataLoader(Printing(list(data())), 5),
     "stateful": stateful,

@@ -15,6 +15,7 @@ from torch.nn import functional
 from lightning_ddp_ext import DDPCheckpointStrategy
 from tests.strategies.toolkit import (
     CLASSES,
+    RANK,
     Adversaries,
     Case,
     Classifier,
@@ -156,6 +157,24 @@ class RawBackward(Adversaries):
         loss.backward()
 
 
+class ByHandAlone(Adversaries):
+    """Sets the gradients of this rank by hand."""
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        for parameter in filter(lambda one: one.requires_grad, self.parameters()):
+            (parameter.grad,) = torch.autograd.grad(loss, [parameter], retain_graph=True)
+
+
+class SteppingAlone(Adversaries):
+    """Rank 1 leaves out the step of each second optimizer."""
+
+    def optimizers(self, *args: Any) -> Any:
+        first, second = super().optimizers()
+        if RANK:
+            second.step = lambda: None
+        return first, second
+
+
 class TwoTasks(LightningModule):
     """An encoder of Hugging Face whose layers are recomputed, and two heads with a backward pass each."""
 
@@ -245,6 +264,11 @@ if importlib.util.find_spec("transformers"):  # which environments of other vers
     }
 FAILING = {
     "raw backward": (Case(EVEN, RawBackward), "UnsynchronizedGradientsError: rank {}: `Adam` is about to step"),
+    "gradients set by hand": (
+        Case(EVEN, ByHandAlone),
+        "UnsynchronizedGradientsError: rank {}: `Adam` is about to step",
+    ),
+    "steps of one rank": (Case(EVEN, SteppingAlone), "RanksOutOfStepError: rank {} has made"),
     "a parameter that came later": (
         Case(EVEN, GrownHead),
         "rank {}: `Adam` is about to step with the gradient of `head.weight`, which was not part",
