@@ -119,3 +119,13 @@ def refuse_unknown(unknown: dict[str, object], strategy: type) -> None:
         close = difflib.get_close_matches(name, names, n=1)
         remedy = f"Did you mean `{close[0]}`?" if close else "See the documentation of its arguments."
         raise TypeError(f"`{name}` is not an argument of this strategy. {remedy}")
+
+
+def as_number(value: Any) -> float:
+    """Return a number of any type as a float, and nan for anything else."""
+    if isinstance(value, str | bytes):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last one for several numbers
+        return math.nan

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_ddp_ext._validation import as_number
+
 Labels = str | int | Callable[[Any], Tensor | Sequence[Tensor]]
 
 _IGNORED = -100  # by default, in torch's losses
@@ -193,7 +195,7 @@ class WeightRule:
         if self.function is None:
             return float(samples) if self.is_by_samples else 1.0
         given = self.function(batch)
-        weight = _as_number(given)
+        weight = as_number(given)
         if not 0 <= weight < math.inf:
             raise ValueError(
                 f"`weight_by` returned {given!r} for a batch. Return a finite number of at least 0, such as its number"
@@ -218,14 +220,6 @@ class WeightRule:
         if not self._has_warned:
             warnings.warn(message, category=UserWarning, stacklevel=3)
         self._has_warned = True
-
-
-def _as_number(value: Any) -> float:
-    """Return a number of any type as a float, and nan for anything else."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last one for several numbers
-        return math.nan
 
 
 class SampleCounters:

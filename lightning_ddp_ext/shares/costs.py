@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
+from lightning_ddp_ext._validation import as_number
 from lightning_ddp_ext.batches.chunk_sizes import deal_by_cost, deal_by_padded_length
 from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.distributed.exchange import gather_different, gather_integer
@@ -36,23 +37,13 @@ class SampleCost:
         except Exception as error:
             raises = "" if self._function is _length else f"`cost` raises {type(error).__name__}: "
             raise ValueError(f"{place}: {raises}{error}") from error
-        cost = _as_number(value)
+        cost = as_number(value)
         if not 0 <= cost < math.inf:
             raise ValueError(
                 f"{place}: `cost` returned {value!r}. Return a finite number of at least 0, such as the length of the"
                 " sample."
             )
         return cost
-
-
-def _as_number(value: Any) -> float:
-    """Return a number of any type as a float, and nan for anything else."""
-    if isinstance(value, str | bytes):
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last one for several numbers
-        return math.nan
 
 
 def _length(sample: Any) -> int:
