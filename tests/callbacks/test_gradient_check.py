@@ -178,7 +178,7 @@ def loader(case, rank=None):
 
 class Communicating(Plain):
     def training_step(self, batch, batch_idx):
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1, device=self.device))
         return super().training_step(batch, batch_idx)
 
 
@@ -313,10 +313,6 @@ def state_of(module, trainer):
     return {name: torch.as_tensor(value).clone() for name, value in {**state, **logged, **more}.items()}
 
 
-def on_gloo(**options):
-    return DDPJoinStrategy(process_group_backend="gloo", **options)
-
-
 def check_on_rank():
     rank = int(os.environ["RANK"])
     found = {}
@@ -324,22 +320,22 @@ def check_on_rank():
         case = CASES[name]
         shares_batches = strategy is BalancedDDPStrategy
         options = {"split": SIZES} if shares_batches else {}
-        built = strategy(process_group_backend="gloo", weight_by=case.weight_by, **options)
+        built = strategy(weight_by=case.weight_by, **options)
         data = loader(case, None if shares_batches else rank)
         found[name, strategy.__name__] = check(case.build(), built, data, precision=case.precision)
     even = loader(CASES["mean in float32"], rank)
     for build in (Communicating, Locked, ByHand):
-        found[build.__name__] = check(build(), on_gloo(), even)
+        found[build.__name__] = check(build(), DDPJoinStrategy(), even)
     for name, build in LOADED.items():
-        found[name] = check(build(), on_gloo(), batches=2 if name == "skipping" else 1)
-    found["streams"] = check(Streams(), on_gloo(), batches=3)
+        found[name] = check(build(), DDPJoinStrategy(), batches=2 if name == "skipping" else 1)
+    found["streams"] = check(Streams(), DDPJoinStrategy(), batches=3)
     for weight_by in ("samples", "equal"):
-        strategy = on_gloo(batch_dim=1, weight_by=weight_by)
+        strategy = DDPJoinStrategy(batch_dim=1, weight_by=weight_by)
         found["along `batch_dim`", weight_by] = check(times_first(SIZES), strategy)
     found["states"] = []
     for callbacks in ([], [GradientCheck(batches=2)], [DRAWING]):
         module = Streams(noisy, normalised=True)  # two epochs, into the uneven phase of each
-        trainer = fit(module, callbacks, on_gloo(), max_epochs=2)
+        trainer = fit(module, callbacks, DDPJoinStrategy(), max_epochs=2)
         found["states"].append(state_of(module, trainer))
     return found
 
