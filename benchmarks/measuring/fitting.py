@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lightning_ddp_ext  # noqa: F401  registers our strategies
+from lightning_ddp_ext.distributed.exchange import destroy_group
 from measuring.models import CASES, Segmented, load_endlessly
 from measuring.orders import WARM_UP, Orders
 from measuring.scenarios import Mode, difference_to_first_rank
@@ -149,6 +150,7 @@ def fit(
     trainer.fit(module, loader)
     if ranks > 1:
         check_ranks(module, len(times.ends))
+        destroy_group()  # `balanced_dp` refuses processes of an earlier strategy
     orders.reply(
         times.counted,
         start_up=times.first_begin - called,
