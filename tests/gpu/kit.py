@@ -22,7 +22,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 470  # seconds for a part
+LIMIT = 470.0  # seconds for a part
 _FOLDERS = (
     "strategies", "replicas", "reducer", "callbacks", "join", "models", "activation_checkpointing", "consistency"
 )  # fmt: skip
@@ -60,31 +60,34 @@ PARTS = {
 }
 
 
-def run_part(part: str, out: Path, accelerator: str, workers: int, chosen: str | None) -> Result:
+def run_part(part: str, options: argparse.Namespace) -> Result:
     """Run a part within its time limit and return its results."""
     started = time.monotonic()
     if part == "speed":
-        found = run_speed(out / part, accelerator)
+        found = run_speed(options.out / part, options)
     else:
-        marked = "not gpu and not slow and not exhaustive" if part == "parity" else "gpu"
-        found = run_tests(test_files(part), accelerator, workers, marked, chosen)
+        found = run_tests(
+            test_files(part), "not gpu and not slow and not exhaustive" if part == "parity" else "gpu", options
+        )
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return {**found, "seconds": round(time.monotonic() - started), "date": date}
 
 
-def run_tests(files: Sequence[str], accelerator: str, workers: int, marked: str, chosen: str | None) -> Result:
+def run_tests(files: Sequence[str], marked: str, options: argparse.Namespace) -> Result:
     """Run test files side by side, each in a process."""
-    deadline = time.monotonic() + LIMIT
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+    deadline = time.monotonic() + options.limit
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as pool:
 
         def run(number: int) -> list[Result]:
             report = Path(folder, f"{number}.xml")
-            arguments = [*_PYTEST, f"--junitxml={report}", f"--accelerator={accelerator}", "-m", marked, files[number]]
-            arguments += ["-k", chosen] if chosen else []
+            arguments = [*_PYTEST, f"--junitxml={report}", f"--accelerator={options.accelerator}", "-m", marked]
+            arguments += [files[number], *(["-k", options.chosen] if options.chosen else [])]
             code, output = _run(arguments, deadline - time.monotonic())
             found = read_report(files[number], report.read_text()) if report.exists() else []
             if code not in (0, 1, 5):  # 1: tests failed; 5: there are none
-                ended = {None: f"did not end within {LIMIT} seconds", 4: "usage error"}.get(code, f"exit code {code}")
+                ended = {None: f"did not end within {options.limit:g} seconds", 4: "usage error"}.get(
+                    code, f"exit code {code}"
+                )
                 found.append({"test": files[number], "outcome": "failed", "lines": [*output[-30:], ended]})
             print(f"{files[number]}: {_count(found)}", flush=True)
             return found
@@ -113,12 +116,12 @@ def read_report(file: str, report: str) -> list[Result]:
     return found
 
 
-def run_speed(folder: Path, accelerator: str) -> Result:
+def run_speed(folder: Path, options: argparse.Namespace) -> Result:
     """Run the benchmark, whose results of each case stay in the folder if the time is not enough for all."""
-    arguments = [str(ROOT / "benchmarks" / "gpu.py"), "--accelerator", accelerator, "--output", str(folder)]
+    arguments = [str(ROOT / "benchmarks" / "gpu.py"), "--accelerator", options.accelerator, "--output", str(folder)]
     results = folder / "results.json"
     results.unlink(missing_ok=True)
-    code, output = _run(arguments, LIMIT, "benchmarks")
+    code, output = _run(arguments, options.limit, "benchmarks")
     outcome = "passed" if code == 0 else "failed"
     test = {"test": "benchmarks/gpu.py", "outcome": outcome, "lines": output[-30:]}
     return {"tests": [test], "speed": json.loads(results.read_text()) if results.exists() else {}}
@@ -237,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of gpu.md and gpu.json")
     parser.add_argument("--accelerator", default="cuda", help="another one to rehearse: cpu, virtual")
     parser.add_argument("--workers", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for a part; on few cores more are needed")
     parser.add_argument("-k", dest="chosen", help="run and update only the tests of this expression, as in pytest")
     options = parser.parse_args(arguments)
     if unknown := [part for part in options.parts if part not in PARTS]:
@@ -250,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.parts or PARTS:
         print(f"== {part}: {PARTS[part]}", flush=True)
         result["machine"] = describe_machine()
-        found = run_part(part, options.out, options.accelerator, options.workers, options.chosen)
+        found = run_part(part, options)
         if options.chosen and part in result["parts"]:
             found = update(result["parts"][part], found)
         result["parts"][part] = found

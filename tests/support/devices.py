@@ -91,6 +91,8 @@ def trainer_options(strategy: Any = "auto", count: int = 1) -> dict[str, Any]:
         strategy.parallel_devices = devices(count)
     if isinstance(strategy, DDPStrategy):
         dist.Backend.default_device_backend_map[accelerator()] = backend(count)  # where Lightning looks it up
+        if accelerator() != "cuda":  # otherwise Lightning's `ddp` uses streams of CUDA
+            strategy.determine_ddp_device_ids = lambda: None  # type: ignore[method-assign]
     return {"accelerator": accelerator(), "strategy": strategy, "devices": min(count, device_count())}
 
 

@@ -101,7 +101,7 @@ def _process_group(compiled: ModuleType, group: Any, options: Any) -> Any:
     """Return the backend of a new group; gloo moves its data."""
     gloo = dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, timeout=group.timeout)
     ranks = list(group.global_ranks_in_group) or list(range(group.group_size))
-    return compiled.VirtualCcl(gloo, group.store.clone(), str(group.group_id), str(ranks))
+    return compiled.VirtualCcl(gloo, group.store, str(group.group_id), str(ranks))
 
 
 def _add_biases(gates: Tensor, hidden: Tensor, biases: Sequence[Tensor | None], count: int) -> Any:
