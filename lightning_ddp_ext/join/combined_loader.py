@@ -21,7 +21,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
     number_of_steps,
 )
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
-from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, FetchedBatch
+from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 
 _UNLIMITED = float("inf")
@@ -66,12 +66,6 @@ class RankedLoader:
         setattr(self.loader, name, value)
 
 
-_DEALT = "dealt"
-_BEFORE = "before"
-_TAKEN = "taken"
-_SEED = "seed"
-
-
 class SteppedCombinedLoader(CountedCombinedLoader, ABC):
     """A `CombinedLoader` that makes the same number of steps on every rank, and resumes in the middle of an epoch.
 
@@ -109,6 +103,17 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
             fetched if self._rng is not None else fetched._replace(position=(batch_idx, dataloader_idx))
         )
         return batch, batch_idx, dataloader_idx
+
+    @override
+    def __len__(self) -> int:
+        steps = sum(self._numbers_of_steps())
+        if steps == _UNLIMITED:
+            raise TypeError("the number of batches is not known on every rank")
+        return self._before + int(steps)
+
+    @abstractmethod
+    def _numbers_of_steps(self) -> list[float]:
+        """Return the number of steps: for each loader in mode "sequential", else for all; infinity if unknown."""
 
     @override
     def reset(self) -> None:
@@ -186,12 +191,8 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         self._has_reported = False
         self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
 
-    @override
-    def __len__(self) -> int:
-        steps = sum(number_of_steps(lengths, self._uneven_inputs) for lengths in self._lengths_of_ranks())
-        if steps == _UNLIMITED:
-            raise TypeError("the number of batches is not known on every rank")
-        return self._before + int(steps)
+    def _numbers_of_steps(self) -> list[float]:
+        return [number_of_steps(lengths, self._uneven_inputs) for lengths in self._lengths_of_ranks()]
 
     @override
     def close(self) -> None:
@@ -245,24 +246,20 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         return [min(samples, number * batch_size) for samples, batch_size, number in of_ranks]
 
     def _report_dropped(self, lockstep: LockstepLoader) -> None:
-        dropped = lockstep.dropped
+        dropped, steps = lockstep.dropped, lockstep.steps
         if self._has_reported or not any(dropped):
             return
         self._has_reported = True
-        samples = lockstep.dropped_samples
-        if lockstep.steps is not None:
-            kept = self._samples_in([lockstep.steps] * self._world_size)
-            given = self._samples_in([lockstep.steps + number for number in dropped])
-            samples = None if kept is None or given is None else sum(given) - sum(kept)
-        counted = "" if samples is None else f", {samples} sample{'s' if samples > 1 else ''}"
-        # The end of a stream is known only when a rank has reached it, and other ranks may have more than one batch.
-        parts = [
-            f"{number} batch{'es' if number > 1 else ''} of rank {rank}"
-            for rank, number in enumerate(dropped)
-            if number
-        ]
-        at_least, always = ("at least ", "") if lockstep.steps is None else ("", " in every epoch")
-        rank_zero_info(f'`uneven_inputs="stop"` drops {at_least}{", ".join(parts)}{counted}{always}.')
+        counts = {f"rank {rank}": number for rank, number in enumerate(dropped) if number}
+        parts = [f"{number} batch{'es' if number > 1 else ''} of {rank}" for rank, number in counts.items()]
+        if steps is None:  # other ranks may have more than one batch when a rank reaches the end of its stream
+            rank_zero_info(f'`uneven_inputs="stop"` drops at least {", ".join(parts)}.')
+            return
+        kept, given = self._samples_in([steps] * self._world_size), self._samples_in([steps + one for one in dropped])
+        if kept is not None and given is not None:
+            samples = sum(given) - sum(kept)
+            parts.append(f"{samples} sample{'s' if samples > 1 else ''}")
+        rank_zero_info(f'`uneven_inputs="stop"` drops {", ".join(parts)} in every epoch.')
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         steps = self._steps_made
@@ -270,7 +267,7 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         if steps:
             taken = self._samples_in([steps - self._before] * self._world_size)
             seed = getattr(self.flattened[0].sampler, "seed", None) if taken else None
-            state.update({_BEFORE: self._before, _DEALT: self._dealt, _TAKEN: taken, _SEED: seed})
+            state.update({"before": self._before, "dealt": self._dealt, "taken": taken, "seed": seed})
         return [state]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
@@ -279,14 +276,14 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         if not position:
             return
         # A checkpoint of `ddp_checkpoint` has no more than the position.
-        ranks, dealt, before = state[WORLD_SIZE], state.get(_DEALT, []), state.get(_BEFORE, 0)
+        ranks, dealt, before = state[WORLD_SIZE], state.get("dealt", []), state.get("before", 0)
         if ranks != self._world_size:
-            taken = state.get(_TAKEN)
+            taken = state.get("taken")
             if taken is None:
                 self._refuse(ranks)
             dealt, before = [*dealt, taken], position
         if dealt:
-            self._deal_rest(dealt, before, ranks, state.get(_SEED))
+            self._deal_rest(dealt, before, ranks, state.get("seed"))
         self._skip = position - before
 
     def _deal_rest(self, dealt: list[list[int]], before: int, ranks: int, seed: int | None) -> None:

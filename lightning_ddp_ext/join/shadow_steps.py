@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -32,24 +33,11 @@ from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.metrics import LoggedValues, synchronize_states
 from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.join.step_mirror import StepMirror
-from lightning_ddp_ext.ranks.sample_counts import (
-    BatchSamples,
-    FetchAhead,
-    FetchedBatch,
-    StepParticipation,
-    iterables_and_mode,
-)
+from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation, iterables_and_mode
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, zero_loss
 from lightning_ddp_ext.resume.resumable_loader import ResumableRng
-
-
-class _OnHost(partial[Tensor]):
-    """Returns a tensor on its device, which has no memory for it meanwhile."""
-
-    @classmethod
-    def copy(cls, tensor: Tensor) -> "_OnHost":
-        return cls(tensor.detach().cpu().to, tensor.device)
 
 
 class LockstepSteps(RankSteps):
@@ -79,7 +67,7 @@ class LockstepSteps(RankSteps):
         self._uneven_inputs = uneven_inputs
         self._watch = watch
         self._collectives = ActiveRankCollectives(self.group, timeout, trainer.strategy.root_device)
-        self._has_next_batch = HasNextBatch(self.group, is_sent_with_gradients=True)
+        self._has_next_batch = HasNextBatch(self.group)
         self._mirror = None if reducer is None else StepMirror(self.trainer, self.module, reducer)
         self._messages = StoreMailbox(self.group, timeout, watch.failure)
         watch.on_failure(self._messages.interrupt)
@@ -113,15 +101,13 @@ class LockstepSteps(RankSteps):
         if self._owns_group and dist.is_initialized():
             destroy_group(self.group)
 
-    def combine_loaders(
-        self, given: Any, rng: ResumableRng | None, prefetcher: FetchAhead | None = None
-    ) -> SteppedCombinedLoader:
+    def combine_loaders(self, given: Any, rng: ResumableRng | None, prefetcher: Any = None) -> SteppedCombinedLoader:
         """Combine the loaders of a loop so that all ranks make the same steps; `rng` is None in evaluation."""
         loader = LockstepCombinedLoader(
             *iterables_and_mode(given, is_training=rng is not None),
             self.group,
             "join" if rng is None else self._uneven_inputs,  # evaluation includes every sample in any case
-            HasNextBatch(self.group, is_sent_with_gradients=False) if rng is None else self._has_next_batch,
+            HasNextBatch(self.group) if rng is None else self._has_next_batch,
             rng,
             partial(reload_training_data_after_epoch, self.trainer),
         )
@@ -195,7 +181,8 @@ class LockstepSteps(RankSteps):
             output = super().training_step(batch, run)
         self._announce(has_ended=True)
         if self._is_stand_in:
-            self._output = apply_to_collection(output, Tensor, _OnHost.copy) if isinstance(output, dict) else {}
+            is_dictionary = isinstance(output, dict)
+            self._output = apply_to_collection(output, Tensor, lambda one: one.detach().cpu()) if is_dictionary else {}
         return output
 
     def _shadow_step(self) -> STEP_OUTPUT:
@@ -204,7 +191,7 @@ class LockstepSteps(RankSteps):
         while not self._await_announcement():
             with self._synchronize():
                 pass
-        return {**apply_to_collection(self._output, _OnHost, _OnHost.__call__), "loss": zero_loss(self.module)}
+        return {**move_data_to_device(self._output, self.module.device), "loss": zero_loss(self.module)}
 
     @override
     def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
@@ -245,17 +232,13 @@ class LockstepSteps(RankSteps):
         if not self.trainer.training:
             self._batch_stack.close()
             if self.predictions is None:  # these log nothing
-                self._exchange_evaluated()
+                if self.participation.is_shadow:
+                    self._await_announcement()
+                else:
+                    self._announce(has_ended=True)
+                self.logged.synchronize(self._batch_samples)
         super().end_batch()
         self.logged.begin()
-
-    def _exchange_evaluated(self) -> None:
-        """Synchronise logged values at the end of a batch of evaluation."""
-        if self.participation.is_shadow:
-            self._await_announcement()
-        else:
-            self._announce(has_ended=True)
-        self.logged.synchronize(self._batch_samples)
 
     def _exchange_keys_and_flags(self) -> None:
         """Synchronise logged values after a step whose gradients are not synchronised; flags are sent along."""

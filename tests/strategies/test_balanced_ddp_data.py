@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "batches of the rank": (
         lambda: DataLoader(data(), batch_sampler=OfRank()),
-        "UnsupportedFeatureError: rank 1: the indices of the first batch, from `OfRank`, are not those of rank 0",
+        "UnsupportedFeatureError: rank 1: the first batch of `OfRank` has other samples than on rank 0",
     ),
     "diverging batches": (
         lambda: DataLoader(data(), batch_sampler=Diverging()),
