@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode, is_split_by_node, shut_down_workers
 from lightning_ddp_ext._compat.torch import has_torchs_iterator, iterate_counting, samples_of, with_sampler
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
-from lightning_ddp_ext.distributed.exchange import gather_integers
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.distributed.exchange import gather_integers, list_ranks
+from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import SteppedCombinedLoader, combined_length
 from lightning_ddp_ext.join.lockstep_loader import StepMaker
 from lightning_ddp_ext.join.predictions import Finished, compare_finished
@@ -278,6 +278,23 @@ class SharedCombinedLoader(SteppedCombinedLoader):
     def indices_of(self, dataloader_idx: int) -> Sequence[Any]:
         """Return the indices of this rank's shares of the batches that have been drawn; empty for streams."""
         return self._loaders[dataloader_idx][1].batches.own_indices
+
+    @property
+    def has_next_batch(self) -> bool:
+        """Whether a further batch has been fetched, if Lightning looks ahead; True if it does not."""
+        return not self._has_ended
+
+    def check_ends(self, has_next_batch: Sequence[float]) -> None:
+        """Raise an error on all ranks if a stream has ended on some, given `has_next_batch` of each rank."""
+        ended = [rank for rank, has_next in enumerate(has_next_batch) if not has_next]
+        if 0 < len(ended) < len(has_next_batch):
+            streams = [getattr(loader, "dataset", loader) for loader in self.flattened if sized_len(loader) is None]
+            names = ", ".join(f"`{type(stream).__name__}`" for stream in streams)
+            raise UnevenInputsError(
+                f"{list_ranks(ended)}: {names} ended after {self._position - len(self.fetched)} batches, and has more"
+                " on other ranks. Under `balanced_ddp` every rank reads all samples: yield equally many on every rank,"
+                " or use `ddp_join` if each rank has samples of its own."
+            )
 
     @property
     def is_within_epoch(self) -> bool:

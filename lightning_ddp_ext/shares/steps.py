@@ -1,6 +1,6 @@
 """The steps of ranks that share the batches of their loaders, under Lightning."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -92,6 +92,7 @@ class SharedBatchSteps(LockstepSteps):
     def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         assert self.shared is not None
         self.balancer.count_batch(self.gradient.reducer.control, self.shared)  # not a batch that a callback skips
+        self._has_next_batch.local = self._training_loader is None or self._training_loader.has_next_batch
         return super().training_step(batch, run)
 
     @override
@@ -124,6 +125,11 @@ class SharedBatchSteps(LockstepSteps):
         is_postponed = self.gradient.window.is_postponed
         with synchronizing if is_postponed else self.balancer.exchange(synchronizing, control, ends_step):
             yield
+
+    @override
+    def _receive_flags(self, has_next_batch: Sequence[float]) -> None:
+        if self._training_loader is not None:
+            self._training_loader.check_ends(has_next_batch)
 
     @override
     def end_batch(self) -> None:

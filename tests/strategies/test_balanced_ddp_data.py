@@ -378,6 +378,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataLoader(Stream([*list(data())[:5], *list(data())[5 + RANK :]]), 5),
         "RanksOutOfStepError: rank 1 has drawn other samples than rank 0",
     ),
+    "stream that ends earlier on a rank": (
+        lambda: DataLoader(Stream(list(data())[: 20 - 5 * RANK]), 5),
+        "UnevenInputsError: rank 1: `Stream` ended after 3 batches, and has more on other ranks",
+    ),
     "data pipe": (
         lambda: DataLoader(IterableWrapper(list(data())), 5),
         "Wrapper` gives each rank samples of its own",
