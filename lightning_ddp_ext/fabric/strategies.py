@@ -463,7 +463,7 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         given = super().distributed_sampler_kwargs
-        return {**given, "rank": LightningInjectedRank(given["rank"], given["num_replicas"])}
+        return {**given, "rank": LightningInjectedRank(given["rank"])}
 
     @override
     def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:

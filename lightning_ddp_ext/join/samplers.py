@@ -26,10 +26,10 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
         self._update_length()
 
     @classmethod
-    def replace(cls, sampler: DistributedSampler[Any], rank: int, num_replicas: int) -> None:
+    def replace(cls, sampler: DistributedSampler[Any]) -> None:
         """Turn a sampler into one of this class in place, since loaders refer to their samplers."""
         sampler.__class__ = cls
-        sampler.rank, sampler.num_replicas = rank, num_replicas
+        sampler.rank = int(sampler.rank)  # no longer the mark of an injected sampler
         cast(UnpaddedDistributedSampler, sampler)._update_length()
 
     @override
@@ -126,14 +126,6 @@ class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
 class LightningInjectedRank(int):
     """A rank passed to the samplers that Lightning injects, which distinguishes them from the user's samplers."""
 
-    rank: int
-    world_size: int
-
-    def __new__(cls, rank: int, world_size: int = 1) -> "LightningInjectedRank":  # noqa: D102
-        created = super().__new__(cls, rank)
-        created.rank, created.world_size = rank, world_size
-        return created
-
 
 def disable_sampler_padding(loader: object) -> None:
     """Make the sampler that Lightning has injected into a loader deal out every sample exactly once."""
@@ -146,4 +138,4 @@ def disable_sampler_padding(loader: object) -> None:
         if isinstance(sampler.rank, LightningInjectedRank):
             kind = UnpaddedSamplerWrapper if is_wrapper else UnpaddedDistributedSampler
             sampler.shuffle = sampler.shuffle and not is_wrapper
-            kind.replace(sampler, sampler.rank.rank, sampler.rank.world_size)
+            kind.replace(sampler)
