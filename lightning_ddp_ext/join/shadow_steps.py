@@ -33,7 +33,7 @@ from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.metrics import LoggedValues, synchronize_states
 from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.join.step_mirror import StepMirror
-from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation, iterables_and_mode
+from lightning_ddp_ext.ranks.loaders import FetchedBatch, iterables_and_mode
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, zero_loss
@@ -59,7 +59,6 @@ class LockstepSteps(RankSteps):
     ) -> None:
         super().__init__(trainer, samples, gradient)
         reducer = None if gradient is None else gradient.reducer
-        self._owns_group = reducer is None
         # Share the reducer's group: each group costs connections, and a communicator on a device.
         self.group = own_group(timeout) if reducer is None else reducer.process_group
         self.predictions: Predictions | None = None  # while the Trainer predicts
@@ -75,7 +74,6 @@ class LockstepSteps(RankSteps):
         self._is_stand_in = False  # the batch stands in for the batches of shadow steps
         self._output: dict[str, Any] = {}  # of the step with the stand-in, on the host
         self._batch_samples = 0.0  # if unknown, nan in evaluation and 1 in the uneven phase of training
-        self._last_uneven: StepParticipation | None = None
         self._runs_among_active = False
         self._batch_stack = ExitStack()
         self._loaders: WeakSet[SteppedCombinedLoader] = WeakSet()
@@ -98,7 +96,7 @@ class LockstepSteps(RankSteps):
         for loader in self._loaders:
             loader.close()
         del self.logged  # it refers to this object, and a cycle would keep the process groups and their threads
-        if self._owns_group and dist.is_initialized():
+        if self._mirror is None and dist.is_initialized():  # otherwise it is the reducer's
             destroy_group(self.group)
 
     def combine_loaders(self, given: Any, rng: ResumableRng | None, prefetcher: Any = None) -> SteppedCombinedLoader:
@@ -152,14 +150,9 @@ class LockstepSteps(RankSteps):
 
     def _begin_uneven_batch(self) -> None:
         self._collectives.prepare(self.participation.active)
-        # A loader makes a new object when the active ranks change, and in each iteration.
-        if self.participation is not self._last_uneven:
-            self._last_uneven = self.participation
-            self._metrics = [
-                part for part in self.module.modules() if isinstance(part, Metric) and part.process_group is None
-            ]
-            for metric in self._metrics:
-                forget_computed(metric)
+        self._metrics = [one for one in self.module.modules() if isinstance(one, Metric) and one.process_group is None]
+        for metric in self._metrics:
+            forget_computed(metric)
         if not self.trainer.training:
             # In evaluation hooks run among active ranks too: they belong to a batch, not to a step of all ranks.
             self._batch_stack.enter_context(
