@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
@@ -278,20 +278,24 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         # A checkpoint of `ddp_checkpoint` has no more than the position.
         ranks, dealt, before = state[WORLD_SIZE], state.get("dealt", []), state.get("before", 0)
         if ranks != self._world_size:
-            taken = state.get("taken")
-            if taken is None:
-                self._refuse(ranks)
-            dealt, before = [*dealt, taken], position
+            dealt, before = [*dealt, state.get("taken")], position
         if dealt:
             self._deal_rest(dealt, before, ranks, state.get("seed"))
         self._skip = position - before
 
-    def _deal_rest(self, dealt: list[list[int]], before: int, ranks: int, seed: int | None) -> None:
+    def _deal_rest(self, dealt: list[Any], before: int, ranks: int, seed: int | None) -> None:
         """Deal out the rest of the epoch. Communicates."""
         loader = self._ranked[0]
         sampler = getattr(loader, "sampler", None)
-        if len(self.flattened) > 1 or not isinstance(sampler, UnpaddedDistributedSampler) or loader.lengths is None:
-            self._refuse(ranks)
+        is_known = len(self.flattened) == 1 and loader.lengths is not None and None not in dealt
+        if not isinstance(sampler, UnpaddedDistributedSampler) or not is_known:
+            raise UnsupportedFeatureError(
+                f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and"
+                f" {self._world_size} resume it. The rest of the epoch can be dealt out again only for a single"
+                " loader with a dataset that has a length and the sampler of `ddp_join`; streams, several loaders,"
+                " your own samplers and batch samplers, and checkpoints of other strategies need the same number of"
+                f" ranks. Resume on {ranks} ranks, or from a checkpoint of the end of an epoch."
+            )
         limit = self.limits[0] if self.limits else _UNLIMITED
         limit = _UNLIMITED if limit >= len(loader) else limit - before
         sampler.seed = sampler.seed if seed is None else seed  # the interrupted run has dealt with this seed
@@ -300,15 +304,6 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         self.limits = [max(0, limit)]
         self._dealt, self._before = dealt, before
         self._reload_after_epoch(partial(sampler.skip_dealt, ()))
-
-    def _refuse(self, ranks: int) -> NoReturn:
-        raise UnsupportedFeatureError(
-            f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and"
-            f" {self._world_size} resume it. The rest of the epoch can be dealt out again only for a single"
-            " loader with a dataset that has a length and the sampler of `ddp_join`; streams, several loaders,"
-            " your own samplers and batch samplers, and checkpoints of other strategies need the same number of"
-            f" ranks. Resume on {ranks} ranks, or from a checkpoint of the end of an epoch."
-        )
 
 
 def combined_length(mode: str, lengths: Sequence[float]) -> float:
