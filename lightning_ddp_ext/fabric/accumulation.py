@@ -27,13 +27,10 @@ class LoopWindow(AccumulationWindow):
     A micro-batch is weighted once, however many backward passes it has. `zero_grad` drops an unfinished window. A
     backward pass that follows the synchronisation without a new batch belongs to the same window, until gradients are
     dropped or parameters change.
-
-    Args:
-        is_sum: Losses are added up, over micro-batches and ranks.
     """
 
     def __init__(self, is_sum: bool) -> None:
-        self._is_sum = is_sum
+        self._is_sum = is_sum  # losses are added up, over micro-batches and ranks
         self._modules: tuple[object, ...] = ()  # that `no_backward_sync` names in the first pass
         self._mark: GradientMark | None = None  # if the next pass may belong to a window
         self._is_again = False  # the pass belongs to the window that has ended
@@ -56,11 +53,8 @@ class LoopWindow(AccumulationWindow):
     ) -> float:
         """Begin a backward pass, and return the factor of its loss.
 
-        Args:
-            batch: The current batch, with its weight on this rank.
-            new: The batches that loaders have given since the last pass.
-            active: The ranks that have a batch.
-            modules: The modules whose synchronisation is postponed.
+        `new` batches have been given since the last pass, `active` ranks have a batch, and the synchronisation of
+        `modules` is postponed.
         """
         weight = batch.weight or 0.0
         if self._is_sum:

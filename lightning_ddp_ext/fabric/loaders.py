@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from lightning.fabric.utilities.data import sized_len
 
-from lightning_ddp_ext.ranks.sample_counts import CountedLoader, FetchedBatch, StepParticipation
+from lightning_ddp_ext.ranks.loaders import CountedLoader, FetchedBatch, StepParticipation
 from lightning_ddp_ext.resume.resumable_loader import FetchRecord, ResumableRng
 
 EPOCH, USED, RNG = "epoch", "used", "rng"

@@ -16,7 +16,7 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import RNG, USED, FabricLoader, LoopBatch
 from lightning_ddp_ext.fabric.strategies import DDPJoinStrategy
 from lightning_ddp_ext.join.lockstep_loader import StepMaker
-from lightning_ddp_ext.ranks.sample_counts import FetchedBatch
+from lightning_ddp_ext.ranks.loaders import FetchedBatch
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import find_loader_rngs
 from lightning_ddp_ext.shares.balancer import ShareBalancer

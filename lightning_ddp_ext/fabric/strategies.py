@@ -34,7 +34,8 @@ from lightning_ddp_ext.join.lockstep_loader import (
     number_of_steps,
 )
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, FetchedBatch, StepParticipation
+from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
@@ -462,12 +463,12 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         given = super().distributed_sampler_kwargs
-        return {**given, "rank": LightningInjectedRank(given["rank"], given["num_replicas"])}
+        return {**given, "rank": LightningInjectedRank(given["rank"])}
 
     @override
     def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
         (lengths,) = gather_known([length])
-        has_next_batch = HasNextBatch(self.steps_group, is_sent_with_gradients=False)
+        has_next_batch = HasNextBatch(self.steps_group)
         return LockstepLoader(batches, lengths, self.steps_group, has_next_batch, self.uneven_inputs, skip)
 
     @property

@@ -16,6 +16,7 @@ from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
 from lightning_ddp_ext.errors import RankJoinedError
 
 _Handler = Callable[..., Any]
+_Group = dist.ProcessGroup
 _CPU = torch.device("cpu")
 
 
@@ -88,19 +89,19 @@ class ProcessGroupRedirect:
         "recv": "_message",
     }
 
-    def __init__(self, active: tuple[int, ...], group: dist.ProcessGroup, own: dist.ProcessGroup) -> None:
+    def __init__(self, active: tuple[int, ...], group: _Group, own: dist.ProcessGroup) -> None:
         self._active = active
         self._group = group
         self._own = {own.group_name, group.group_name}
 
-    def find(self, group: dist.ProcessGroup, name: str) -> _Handler | None:
+    def find(self, group: _Group, name: str) -> _Handler | None:
         """Return the replacement of a method, `replacement(original, group, *args, **kwargs)`, or None to keep it."""
         if not self._concerns(group):
             return None
-        handler = self._HANDLERS.get(name)
-        return partial(self._refuse, name) if handler is None else cast(_Handler, getattr(self, handler))
+        unknown = partial(self.refuse_unknown, name, owner="ProcessGroup")
+        return cast(_Handler, getattr(self, self._HANDLERS.get(name, ""), unknown))
 
-    def resolve(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    def resolve(self, group: _Group) -> dist.ProcessGroup:
         """Return the group on which a functional collective runs."""
         return self._group if self._concerns(group) else group
 
@@ -108,14 +109,11 @@ class ProcessGroupRedirect:
         """Raise, because all ranks would have to take part in making a process group."""
         raise self._error("a new process group needs every rank")
 
-    def refuse_unknown(self, name: str) -> None:
-        """Raise, because it is unknown which ranks a function of `torch.distributed` needs."""
-        raise self._unknown(f"torch.distributed.{name}")
+    def refuse_unknown(self, name: str, *args: Any, owner: str = "torch.distributed", **kwargs: Any) -> Any:
+        """Raise, because it is unknown which ranks a function of `torch.distributed`, or a method, needs."""
+        raise self._error(f"`{owner}.{name}` is not known to work among some of the ranks")
 
-    def _unknown(self, name: str) -> RankJoinedError:
-        return self._error(f"`{name}` is not known to work among some of the ranks")
-
-    def _concerns(self, group: dist.ProcessGroup) -> bool:
+    def _concerns(self, group: _Group) -> bool:
         if group.group_name in self._own:
             return False
         members = set(dist.get_process_group_ranks(group))
@@ -133,22 +131,17 @@ class ProcessGroupRedirect:
             ' the step, where every rank takes part, or train with `uneven_inputs="stop"`.'
         )
 
-    def _refuse(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        raise self._unknown(f"ProcessGroup.{name}")
-
-    def _positions(self, group: dist.ProcessGroup) -> list[int]:
-        """Return the positions of the active ranks in a group."""
+    def _positions(self, group: _Group) -> list[int]:
         members = dist.get_process_group_ranks(group)
         return [members.index(rank) for rank in self._active]
 
-    def _root(self, group: dist.ProcessGroup, options: Any) -> int:
-        """Return the global rank of a root."""
+    def _root(self, group: _Group, options: Any) -> int:
         return int(dist.get_process_group_ranks(group)[options.rootRank])
 
-    def _all_reduce(self, original: _Handler, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def _all_reduce(self, original: _Handler, group: _Group, *args: Any, **kwargs: Any) -> Any:
         return original(self._group, *args, **kwargs)
 
-    def _from_root(self, original: _Handler, group: dist.ProcessGroup, *args: Any) -> Any:
+    def _from_root(self, original: _Handler, group: _Group, *args: Any) -> Any:
         *tensors, options = args
         root = self._root(group, options)
         if root not in self._active:
@@ -156,7 +149,7 @@ class ProcessGroupRedirect:
         options.rootRank = self._active.index(root)
         return original(self._group, *tensors, options)
 
-    def _scatter(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any) -> Any:
+    def _scatter(self, original: _Handler, group: _Group, outputs: Any, inputs: Any, options: Any) -> Any:
         if self._root(group, options) not in self._active:
             # The gradient of an all-gather arrives as a scatter from each rank.
             for output in outputs:
@@ -166,24 +159,24 @@ class ProcessGroupRedirect:
         chosen = [[parts[position] for position in positions] if parts else parts for parts in inputs]
         return self._from_root(original, group, outputs, chosen, options)
 
-    def _to_root(self, original: _Handler, group: dist.ProcessGroup, options: Any, *tensors: Any) -> Any:
+    def _to_root(self, original: _Handler, group: _Group, options: Any, *tensors: Any) -> Any:
         root = self._root(group, options)
         options.rootRank = self._active.index(root) if root in self._active else 0
         return original(self._group, *tensors, options)
 
-    def _reduce(self, original: _Handler, group: dist.ProcessGroup, tensors: list[Tensor], options: Any) -> Any:
+    def _reduce(self, original: _Handler, group: _Group, tensors: list[Tensor], options: Any) -> Any:
         if self._root(group, options) not in self._active:
             tensors = [tensor.clone() for tensor in tensors]  # the rank that replaces the root keeps its tensors
         return self._to_root(original, group, options, tensors)
 
-    def _gather(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, options: Any) -> Any:
+    def _gather(self, original: _Handler, group: _Group, outputs: Any, inputs: Any, options: Any) -> Any:
         if self._root(group, options) not in self._active and self._active[0] == dist.get_rank():
             chosen = [[torch.empty_like(inputs[0]) for _ in self._active]]
         else:
             chosen = [self._active_parts(group, parts) if parts else parts for parts in outputs]
         return self._to_root(original, group, options, chosen, inputs)
 
-    def _active_parts(self, group: dist.ProcessGroup, parts: Sequence[Tensor]) -> list[Tensor]:
+    def _active_parts(self, group: _Group, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the parts of the active ranks, and set the other parts to zero."""
         positions = self._positions(group)
         for position, part in enumerate(parts):
@@ -191,28 +184,24 @@ class ProcessGroupRedirect:
                 part.zero_()
         return [parts[position] for position in positions]
 
-    def _all_gather(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Any:
+    def _all_gather(self, original: _Handler, group: _Group, outputs: Any, inputs: Any, *rest: Any) -> Any:
         return original(self._group, [self._active_parts(group, parts) for parts in outputs], inputs, *rest)
 
-    def _reduce_scatter(
-        self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, *rest: Any
-    ) -> Any:
+    def _reduce_scatter(self, original: _Handler, group: _Group, outputs: Any, inputs: Any, *rest: Any) -> Any:
         positions = self._positions(group)
         return original(self._group, outputs, [[parts[position] for position in positions] for parts in inputs], *rest)
 
-    def _all_to_all(self, original: _Handler, group: dist.ProcessGroup, outputs: Any, inputs: Any, *rest: Any) -> Any:
+    def _all_to_all(self, original: _Handler, group: _Group, outputs: Any, inputs: Any, *rest: Any) -> Any:
         positions = self._positions(group)
         chosen = [inputs[position] for position in positions]
         return original(self._group, self._active_parts(group, outputs), chosen, *rest)
 
-    def _all_gather_single(
-        self, original: _Handler, group: dist.ProcessGroup, output: Tensor, given: Tensor, *rest: Any
-    ) -> Any:
+    def _all_gather_single(self, original: _Handler, group: _Group, output: Tensor, given: Tensor, *rest: Any) -> Any:
         parts = self._active_parts(group, output.view(-1).chunk(group.size()))
         return self._group.allgather([parts], [given.reshape(-1)], *rest)
 
     def _reduce_scatter_single(
-        self, original: _Handler, group: dist.ProcessGroup, output: Tensor, given: Tensor, *rest: Any
+        self, original: _Handler, group: _Group, output: Tensor, given: Tensor, *rest: Any
     ) -> Any:
         parts = given.reshape(-1).chunk(group.size())
         chosen = torch.cat([parts[position] for position in self._positions(group)])
@@ -223,7 +212,7 @@ class ProcessGroupRedirect:
     def _all_to_all_single(
         self,
         original: _Handler,
-        group: dist.ProcessGroup,
+        group: _Group,
         output: Tensor,
         given: Tensor,
         output_sizes: Sequence[int],
@@ -242,7 +231,7 @@ class ProcessGroupRedirect:
             part.copy_(value)
         return work
 
-    def _message(self, original: _Handler, group: dist.ProcessGroup, tensors: Any, peer: int, *rest: Any) -> Any:
+    def _message(self, original: _Handler, group: _Group, tensors: Any, peer: int, *rest: Any) -> Any:
         rank = dist.get_process_group_ranks(group)[peer]
         if rank not in self._active:
             raise self._error(f"a message to or from rank {rank} cannot arrive")

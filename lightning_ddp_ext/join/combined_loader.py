@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
@@ -21,7 +21,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
     number_of_steps,
 )
 from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
-from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, FetchedBatch
+from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 
 _UNLIMITED = float("inf")
@@ -66,12 +66,6 @@ class RankedLoader:
         setattr(self.loader, name, value)
 
 
-_DEALT = "dealt"
-_BEFORE = "before"
-_TAKEN = "taken"
-_SEED = "seed"
-
-
 class SteppedCombinedLoader(CountedCombinedLoader, ABC):
     """A `CombinedLoader` that makes the same number of steps on every rank, and resumes in the middle of an epoch.
 
@@ -109,6 +103,17 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
             fetched if self._rng is not None else fetched._replace(position=(batch_idx, dataloader_idx))
         )
         return batch, batch_idx, dataloader_idx
+
+    @override
+    def __len__(self) -> int:
+        steps = sum(self._numbers_of_steps())
+        if steps == _UNLIMITED:
+            raise TypeError("the number of batches is not known on every rank")
+        return self._before + int(steps)
+
+    @abstractmethod
+    def _numbers_of_steps(self) -> list[float]:
+        """Return the number of steps: for each loader in mode "sequential", else for all; infinity if unknown."""
 
     @override
     def reset(self) -> None:
@@ -186,12 +191,8 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         self._has_reported = False
         self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
 
-    @override
-    def __len__(self) -> int:
-        steps = sum(number_of_steps(lengths, self._uneven_inputs) for lengths in self._lengths_of_ranks())
-        if steps == _UNLIMITED:
-            raise TypeError("the number of batches is not known on every rank")
-        return self._before + int(steps)
+    def _numbers_of_steps(self) -> list[float]:
+        return [number_of_steps(lengths, self._uneven_inputs) for lengths in self._lengths_of_ranks()]
 
     @override
     def close(self) -> None:
@@ -245,24 +246,20 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         return [min(samples, number * batch_size) for samples, batch_size, number in of_ranks]
 
     def _report_dropped(self, lockstep: LockstepLoader) -> None:
-        dropped = lockstep.dropped
+        dropped, steps = lockstep.dropped, lockstep.steps
         if self._has_reported or not any(dropped):
             return
         self._has_reported = True
-        samples = lockstep.dropped_samples
-        if lockstep.steps is not None:
-            kept = self._samples_in([lockstep.steps] * self._world_size)
-            given = self._samples_in([lockstep.steps + number for number in dropped])
-            samples = None if kept is None or given is None else sum(given) - sum(kept)
-        counted = "" if samples is None else f", {samples} sample{'s' if samples > 1 else ''}"
-        # The end of a stream is known only when a rank has reached it, and other ranks may have more than one batch.
-        parts = [
-            f"{number} batch{'es' if number > 1 else ''} of rank {rank}"
-            for rank, number in enumerate(dropped)
-            if number
-        ]
-        at_least, always = ("at least ", "") if lockstep.steps is None else ("", " in every epoch")
-        rank_zero_info(f'`uneven_inputs="stop"` drops {at_least}{", ".join(parts)}{counted}{always}.')
+        counts = {f"rank {rank}": number for rank, number in enumerate(dropped) if number}
+        parts = [f"{number} batch{'es' if number > 1 else ''} of {rank}" for rank, number in counts.items()]
+        if steps is None:  # other ranks may have more than one batch when a rank reaches the end of its stream
+            rank_zero_info(f'`uneven_inputs="stop"` drops at least {", ".join(parts)}.')
+            return
+        kept, given = self._samples_in([steps] * self._world_size), self._samples_in([steps + one for one in dropped])
+        if kept is not None and given is not None:
+            samples = sum(given) - sum(kept)
+            parts.append(f"{samples} sample{'s' if samples > 1 else ''}")
+        rank_zero_info(f'`uneven_inputs="stop"` drops {", ".join(parts)} in every epoch.')
 
     def _state_dicts(self) -> list[dict[str, Any]]:
         steps = self._steps_made
@@ -270,7 +267,7 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         if steps:
             taken = self._samples_in([steps - self._before] * self._world_size)
             seed = getattr(self.flattened[0].sampler, "seed", None) if taken else None
-            state.update({_BEFORE: self._before, _DEALT: self._dealt, _TAKEN: taken, _SEED: seed})
+            state.update({"before": self._before, "dealt": self._dealt, "taken": taken, "seed": seed})
         return [state]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
@@ -279,22 +276,26 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         if not position:
             return
         # A checkpoint of `ddp_checkpoint` has no more than the position.
-        ranks, dealt, before = state[WORLD_SIZE], state.get(_DEALT, []), state.get(_BEFORE, 0)
+        ranks, dealt, before = state[WORLD_SIZE], state.get("dealt", []), state.get("before", 0)
         if ranks != self._world_size:
-            taken = state.get(_TAKEN)
-            if taken is None:
-                self._refuse(ranks)
-            dealt, before = [*dealt, taken], position
+            dealt, before = [*dealt, state.get("taken")], position
         if dealt:
-            self._deal_rest(dealt, before, ranks, state.get(_SEED))
+            self._deal_rest(dealt, before, ranks, state.get("seed"))
         self._skip = position - before
 
-    def _deal_rest(self, dealt: list[list[int]], before: int, ranks: int, seed: int | None) -> None:
+    def _deal_rest(self, dealt: list[Any], before: int, ranks: int, seed: int | None) -> None:
         """Deal out the rest of the epoch. Communicates."""
         loader = self._ranked[0]
         sampler = getattr(loader, "sampler", None)
-        if len(self.flattened) > 1 or not isinstance(sampler, UnpaddedDistributedSampler) or loader.lengths is None:
-            self._refuse(ranks)
+        is_known = len(self.flattened) == 1 and loader.lengths is not None and None not in dealt
+        if not isinstance(sampler, UnpaddedDistributedSampler) or not is_known:
+            raise UnsupportedFeatureError(
+                f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and"
+                f" {self._world_size} resume it. The rest of the epoch can be dealt out again only for a single"
+                " loader with a dataset that has a length and the sampler of `ddp_join`; streams, several loaders,"
+                " your own samplers and batch samplers, and checkpoints of other strategies need the same number of"
+                f" ranks. Resume on {ranks} ranks, or from a checkpoint of the end of an epoch."
+            )
         limit = self.limits[0] if self.limits else _UNLIMITED
         limit = _UNLIMITED if limit >= len(loader) else limit - before
         sampler.seed = sampler.seed if seed is None else seed  # the interrupted run has dealt with this seed
@@ -303,15 +304,6 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         self.limits = [max(0, limit)]
         self._dealt, self._before = dealt, before
         self._reload_after_epoch(partial(sampler.skip_dealt, ()))
-
-    def _refuse(self, ranks: int) -> NoReturn:
-        raise UnsupportedFeatureError(
-            f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and"
-            f" {self._world_size} resume it. The rest of the epoch can be dealt out again only for a single"
-            " loader with a dataset that has a length and the sampler of `ddp_join`; streams, several loaders,"
-            " your own samplers and batch samplers, and checkpoints of other strategies need the same number of"
-            f" ranks. Resume on {ranks} ranks, or from a checkpoint of the end of an epoch."
-        )
 
 
 def combined_length(mode: str, lengths: Sequence[float]) -> float:

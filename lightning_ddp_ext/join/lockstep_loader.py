@@ -4,16 +4,16 @@ import copy
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.distributed.exchange import broadcast_bytes, gather_integer, gather_known, list_ranks
+from lightning_ddp_ext.distributed.exchange import broadcast_bytes, gather_integer, list_ranks
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
-from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, StepParticipation
+from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
 
 UnevenInputs = Literal["join", "stop", "error"]
 
@@ -32,41 +32,25 @@ def number_of_steps(lengths: Sequence[float], uneven_inputs: UnevenInputs) -> fl
 class HasNextBatch:
     """Exchange among ranks of whether each has a batch for the next step, one step at a time.
 
-    The flag of a rank is a separate message, sent while the present step runs. If it is sent with the gradients,
-    `receive` takes the flags of all ranks; after a step that synchronises no gradients, `wait` sends the message.
+    `receive` takes the flags of all ranks if they were sent with the gradients; otherwise `wait` sends them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, is_sent_with_gradients: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.local = False  # the flag of this rank
         self._group = group
-        self._is_sent_with_gradients = is_sent_with_gradients
-        self._answer: Callable[[], list[bool]] | None = None  # waits for the flags of all ranks; None if not asked yet
+        self._received: list[bool] | None = None
 
     def send(self, has_batch: bool) -> None:
         """Set the flag of this rank for the next step."""
-        self.local = has_batch
-        self._answer = None if self._is_sent_with_gradients else self._ask()
+        self.local, self._received = has_batch, None
 
     def receive(self, flags: Iterable[float]) -> None:
         """Take the flags of all ranks, which were sent with the gradients."""
-        received = list(map(bool, flags))
-        self._answer = lambda: received
+        self._received = list(map(bool, flags))
 
     def wait(self) -> list[bool]:
         """Return the flags of all ranks."""
-        return (self._answer or self._ask())()
-
-    def _ask(self) -> Callable[[], list[bool]]:
-        """Send the flag of this rank; return a function that waits for all flags."""
-        flags = torch.zeros(dist.get_world_size(self._group), dtype=torch.int32)
-        flags[dist.get_rank(self._group)] = self.local
-        work = dist.all_reduce(flags, group=self._group, async_op=True)
-
-        def wait() -> list[bool]:
-            work.wait()
-            return list(flags.bool().tolist())
-
-        return wait
+        return list(map(bool, gather_integer(self.local, self._group))) if self._received is None else self._received
 
 
 class StepMaker:
@@ -135,6 +119,7 @@ class StepMaker:
             self.stand_in.clear()
 
 
+@dataclass(eq=False)
 class LockstepLoader:
     """Yields the batches of this rank, and stand-ins for them as long as other ranks have batches.
 
@@ -142,73 +127,63 @@ class LockstepLoader:
     batch ahead whether there is another step, see `HasNextBatch`.
 
     `dropped` is the number of batches of each rank that `uneven_inputs="stop"` drops; without lengths it is known after
-    the end, at most 1 for each rank, and `dropped_samples` is the number of samples in these batches.
+    the end, at most 1 for each rank.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[tuple[Any, float | None]],
-        lengths: Sequence[int] | None,
-        group: dist.ProcessGroup,
-        has_next_batch: HasNextBatch,
-        uneven_inputs: UnevenInputs = "join",
-        skip: int = 0,
-    ) -> None:
-        self._batches = iter(batches)
-        self._lengths = lengths
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._uneven_inputs = uneven_inputs
-        self._skip = skip  # steps that an interrupted run has made
-        self._has_next_batch = has_next_batch
-        self._maker = StepMaker(group)
+    batches: Iterable[tuple[Any, float | None]]
+    lengths: Sequence[int] | None
+    group: dist.ProcessGroup
+    has_next_batch: HasNextBatch
+    uneven_inputs: UnevenInputs = "join"
+    skip: int = 0  # steps that an interrupted run has made
+
+    def __post_init__(self) -> None:
+        self._batches = iter(self.batches)
+        self._rank = dist.get_rank(self.group)
+        self._maker = StepMaker(self.group)
         self.steps: int | None = None  # if known
         self.dropped: list[int] = []
-        self.dropped_samples: int | None = None
-        if lengths is not None:
-            steps = self.steps = int(number_of_steps(lengths, uneven_inputs))
-            self.dropped = [max(0, length - steps) for length in lengths]
+        if self.lengths is not None:
+            steps = self.steps = int(number_of_steps(self.lengths, self.uneven_inputs))
+            self.dropped = [max(0, length - steps) for length in self.lengths]
 
     def __iter__(self) -> Iterator[tuple[Any, FetchedBatch]]:
-        own_skip = self._skip if self._lengths is None else min(self._skip, self._lengths[self._rank])
+        own_skip = self.skip if self.lengths is None else min(self.skip, self.lengths[self._rank])
         for batch, _ in deque(itertools.islice(self._batches, own_skip), maxlen=1):
             self._maker.keep(batch)
-        return self._iterate_unsized() if self._lengths is None else self._iterate_sized(self._lengths)
+        return self._iterate_unsized() if self.lengths is None else self._iterate_sized(self.lengths)
 
     def _iterate_sized(self, lengths: Sequence[int]) -> Iterator[tuple[Any, FetchedBatch]]:
         assert self.steps is not None
         own = lengths[self._rank]
-        for step in range(self._skip, self.steps):
+        for step in range(self.skip, self.steps):
             batch, samples = self._fetch(own, step) if step < own else (None, None)
             is_last = step == own - 1 < self.steps - 1
             yield self._maker.make([length > step for length in lengths], batch, samples, is_last)
 
     def _iterate_unsized(self) -> Iterator[tuple[Any, FetchedBatch]]:
         following = next(self._batches, None)
-        self._has_next_batch.send(following is not None)
-        for step in itertools.count(self._skip):
-            present = self._has_next_batch.wait()
+        self.has_next_batch.send(following is not None)
+        for step in itertools.count(self.skip):
+            present = self.has_next_batch.wait()
             if not any(present):
                 return
-            if self._uneven_inputs != "join" and not all(present):
-                self._end_early(present, step, following)
+            if self.uneven_inputs != "join" and not all(present):
+                self._end_early(present, step)
                 return
             (batch, samples), has_batch = following or (None, None), following is not None
             following = next(self._batches, None) if has_batch else None
-            self._has_next_batch.send(following is not None)
+            self.has_next_batch.send(following is not None)
             yield self._maker.make(present, batch, samples, has_batch and following is None)
 
-    def _end_early(self, present: Sequence[bool], step: int, following: tuple[Any, float | None] | None) -> None:
-        if self._uneven_inputs == "error":
+    def _end_early(self, present: Sequence[bool], step: int) -> None:
+        if self.uneven_inputs == "error":
             missing = [rank for rank, has_batch in enumerate(present) if not has_batch]
             raise UnevenInputsError(
                 f"{list_ranks(missing)} ran out of data after batch {step}, other ranks have more. Give all ranks"
                 ' equally many batches, or use `uneven_inputs="join"`.'
             )
         self.dropped = [int(has_batch) for has_batch in present]
-        samples = 0 if following is None else following[1]
-        (counts,) = gather_known([None if samples is None else int(samples)], self._group)
-        self.dropped_samples = None if counts is None else sum(counts)
 
     def _fetch(self, length: int, step: int) -> tuple[Any, float | None]:
         fetched = next(self._batches, None)

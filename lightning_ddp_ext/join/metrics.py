@@ -4,6 +4,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,13 @@ from lightning_ddp_ext._compat.torchmetrics import Gather, list_states, tensor_s
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.distributed.exchange import add_up, gather_different, gather_integer, gather_objects
 from lightning_ddp_ext.errors import LoggedKeysError, UnsupportedFeatureError
-from lightning_ddp_ext.ranks.sample_counts import StepParticipation, sums_and_means
+from lightning_ddp_ext.ranks.loaders import StepParticipation
+from lightning_ddp_ext.ranks.sample_counts import sums_and_means
 
 _REDUCING = -1  # sent in place of a hash when a value is reduced outside of a step, by Lightning or by the user
 
 
+@dataclass(eq=False)
 class LoggedValues:
     """Synchronises the values that steps log with `sync_dist=True`, all values of a step in one message.
 
@@ -37,17 +40,12 @@ class LoggedValues:
     reduce the values. On a shadow step, a rank receives the keys from an active rank.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        group: dist.ProcessGroup,
-        participation: Callable[[], StepParticipation],
-    ) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._group = group
-        self._participation = participation  # returns the present one
+    trainer: Trainer
+    module: LightningModule
+    group: dist.ProcessGroup
+    participation: Callable[[], StepParticipation]  # returns the present one
+
+    def __post_init__(self) -> None:
         self._in_step = False
         self._is_logging = False
         self._logged: dict[str, Any] = {}  # records of this step by key
@@ -78,10 +76,10 @@ class LoggedValues:
         """Reduce a value over ranks with Lightning's own `reduce`, or defer that to `synchronize`."""
         if self._is_logging and self._in_step:
             return tensor
-        if self._is_logging and self._participation().is_uneven and self._trainer.training:
+        if self._is_logging and self.participation().is_uneven and self.trainer.training:
             return self._reduce_all([tensor], [operation], 1.0)[0]
-        if not self._in_step and not self._participation().is_uneven:
-            self._compare(gather_integer(_REDUCING, self._group))
+        if not self._in_step and not self.participation().is_uneven:
+            self._compare(gather_integer(_REDUCING, self.group))
         return reduce(tensor)
 
     def synchronize(self, weight: float, keys_hashes: Sequence[float] | None = None) -> None:
@@ -91,15 +89,15 @@ class LoggedValues:
         on a shadow step. Raises `LoggedKeysError` if ranks have logged different keys.
         """
         if keys_hashes is None and (self._pending or self._begins_evaluation):
-            keys_hashes = gather_integer(self.keys_hash, self._group)
-        self._begins_evaluation = self._trainer.training
+            keys_hashes = gather_integer(self.keys_hash, self.group)
+        self._begins_evaluation = self.trainer.training
         if keys_hashes is not None:
-            self._compare([keys_hashes[rank] for rank in self._participation().active], list(self._pending))
+            self._compare([keys_hashes[rank] for rank in self.participation().active], list(self._pending))
         if not self._pending:
             return
         metrics = list(self._pending.values())
         operations = [metric.meta.sync.op for metric in metrics]
-        values = [torch.zeros_like(one.value) if self._participation().is_shadow else latest(one) for one in metrics]
+        values = [torch.zeros_like(one.value) if self.participation().is_shadow else latest(one) for one in metrics]
         reduced = self._reduce_all(values, operations, weight)
         for metric, value in zip(metrics, reduced, strict=True):
             set_latest(metric, value)
@@ -118,18 +116,18 @@ class LoggedValues:
 
     def adopt(self, message: Mapping[str, Any]) -> None:
         """Add the keys that another rank has described."""
-        results = current_results(self._trainer)
+        results = current_results(self.trainer)
         assert results is not None
         for logged in message["logged"]:
             metric = results.get(logged["key"])
             if metric is None or metric.has_reset:
                 self._adopted.add(logged["key"])
-            adopt_logged(results, logged, self._module, self._trainer.strategy.reduce)
+            adopt_logged(results, logged, self.module, self.trainer.strategy.reduce)
         self._pending = {key: results[key] for key in message["pending"]}
 
     def update(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
         """Log a value as `proceed` does, and note its key if it is to be synchronised."""
-        if self._participation().is_shadow and metric.is_tensor:
+        if self.participation().is_shadow and metric.is_tensor:
             if is_synchronised(metric, on_step=True):  # other ranks wait for the value of this hook
                 value = torch.zeros_like(metric.value)
                 set_latest(metric, self._reduce_all([value], [metric.meta.sync.op], 1.0)[0])
@@ -147,19 +145,19 @@ class LoggedValues:
 
     def _reduce_all(self, values: Sequence[Tensor], operations: Sequence[str], weight: float) -> list[Tensor]:
         """Reduce each value over ranks by its own operation, without the values of shadow steps."""
-        device = self._module.device
+        device = self.module.device
         own = [value.detach().to(device, widest_float(device), non_blocking=True) for value in values]
         stacked = torch.stack(own)
         sums, means = sums_and_means(
-            stacked, None if self._participation().is_shadow else weight, partial(add_up, group=self._group)
+            stacked, None if self.participation().is_shadow else weight, partial(add_up, group=self.group)
         )
         largest = torch.stack(
             [-one if operation == "min" else one for one, operation in zip(own, operations, strict=True)]
         )
-        if self._participation().is_shadow:
+        if self.participation().is_shadow:
             largest.fill_(-torch.inf)
         if not {"max", "min"}.isdisjoint(operations):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         reduced = {"sum": sums, "mean": means, "max": largest, "min": -largest}
         return [
             reduced[operation][position].to(value)
@@ -171,10 +169,10 @@ class LoggedValues:
         if len(set(hashes)) > 1:
             keys = self._synchronised_keys() if keys is None else keys
             own = [key for key in keys if key not in self._adopted]
-            _raise_difference(gather_objects((keys, own), self._group))
+            _raise_difference(gather_objects((keys, own), self.group))
 
     def _synchronised_keys(self) -> list[str]:
-        results: Mapping[str, Any] = current_results(self._trainer) or {}
+        results: Mapping[str, Any] = current_results(self.trainer) or {}
         return [
             key
             for key, metric in results.items()
@@ -184,16 +182,16 @@ class LoggedValues:
 
     def check_epoch(self) -> None:
         """Raise if a hook has logged a value on some ranks only, before other ranks continue without them."""
-        self._compare(gather_integer(_hash(sorted(self._synchronised_keys())), self._group))
+        self._compare(gather_integer(_hash(sorted(self._synchronised_keys())), self.group))
 
     def end_epoch(self) -> bool:
         """Make all ranks reduce the same values of an epoch in the same order; return True if all have got there."""
-        results = current_results(self._trainer)
+        results = current_results(self.trainer)
         if results is None:
             return False
         self._begins_evaluation = True
         keys = self._synchronised_keys()
-        hashes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self._group)
+        hashes = gather_integer(_hash(sorted(keys)) << 32 | _hash(keys), self.group)
         self._compare([both >> 32 for both in hashes])
         self._adopted.difference_update(keys)
         if len(set(hashes)) > 1:
@@ -259,7 +257,12 @@ def synchronize_states(
         numbers = [number for number, *_ in described]
         _, dtype, shape, device_type = max(described, key=lambda each: each[0])
         if dtype == _NO_TENSOR:
-            _check_equal(numbers, metric, name)
+            if len(set(numbers)) > 1:
+                raise UnsupportedFeatureError(
+                    f"`{type(metric).__name__}` keeps {min(numbers)} to {max(numbers)} entries of `{name}` on ranks 0"
+                    f" to {len(numbers) - 1}, which torchmetrics can gather only if all ranks have equally many. Keep"
+                    " tensors in its states, or give all ranks equally many samples to evaluate."
+                )
             continue
         device = metric.device if metric.device.type == device_type else torch.device(device_type or "cpu")
         common = _common_dtype([dtype for number, dtype, *_ in described if number])
@@ -313,12 +316,3 @@ def _can_become(shape: Sequence[int], other: Sequence[int]) -> bool:
     return len(shape) <= len(other) and all(
         own in (1, wanted) for own, wanted in zip(reversed(shape), reversed(other), strict=False)
     )
-
-
-def _check_equal(numbers: Sequence[int], metric: Metric, name: str) -> None:
-    if len(set(numbers)) > 1:
-        raise UnsupportedFeatureError(
-            f"`{type(metric).__name__}` keeps {min(numbers)} to {max(numbers)} entries of `{name}` on ranks 0 to"
-            f" {len(numbers) - 1}, which torchmetrics can gather only if all ranks have equally many. Keep tensors in"
-            " its states, or give all ranks equally many samples to evaluate."
-        )

@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from lightning_ddp_ext.distributed.exchange import gather_integer, gather_object
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.samplers import drawing_alike
-from lightning_ddp_ext.ranks.sample_counts import FetchedBatch
+from lightning_ddp_ext.ranks.loaders import FetchedBatch
 
 _CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -41,32 +42,55 @@ class Place(NamedTuple):
     parts: int = 1
 
 
+@dataclass(eq=False)
 class Predictions:
     """The predictions of this rank in the Trainer's loop, and their places among those of all ranks."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        group: dist.ProcessGroup,
-        batch_dim: int,
-        predictions_on: PredictionsOn,
-        finished: Finished,
-    ) -> None:
-        self.batch_dim = batch_dim
-        self.finished = finished
+    trainer: Trainer
+    group: dist.ProcessGroup
+    batch_dim: int
+    predictions_on: PredictionsOn
+    finished: Finished
+
+    def __post_init__(self) -> None:
         self.place: Place | None = None  # of the current prediction; None on a rank without a sample of the batch
         self.content: int | None = None  # hash of the indices of the whole batch, if ranks share it
-        self._trainer = trainer
-        self._group = group
-        self._target = None if predictions_on == "all_ranks" else 0
-        self._dealt: list[DealtLoader] = []
+        self._dealt: list[_Dealt] = []
         self._places: dict[int, list[Place]] = {}  # by the index of the loader
 
     def deal(self, loader: Any, is_shared: bool) -> Any:
-        """Return the loader of the batches that this rank predicts, see `deal_batches`; called for each loader."""
-        dealt = deal_batches(loader, is_shared, len(self._dealt), self._group, self.finished)
-        self._dealt.append(dealt)
-        return dealt.loader
+        """Return the loader of the batches that this rank predicts. Call on every rank, for each loader.
+
+        If all ranks have the same data, `is_shared`, the batches that one process would make are dealt out whole, so
+        that any prediction is the one of that process. Other loaders have data of this rank. Finished batches are left
+        out.
+        """
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        batches = batches_to_predict(loader)
+        is_dealt = batches is not None and isinstance(batches.get(), TokenBudgetBatchSampler)
+        source, start, step = (0, rank, world_size) if is_shared or is_dealt else (1 + rank, 0, 1)
+        done = list(self.finished(len(self._dealt), source))[start::step]
+        indices: list[list[Any]] | None = None
+        if batches is None or (step == 1 and not done):
+            loader = _Rest(loader, len(done)) if done else loader
+        else:
+            with drawing_alike(int(os.environ.get("PL_GLOBAL_SEED", 0)), batches.get()):
+                drawn = list(batches.get())
+            indices = [*map(as_indices, drawn)]
+            if is_shared and not is_dealt:
+                different = find_different_rank(indices, self.group)
+                if different is not None:
+                    raise UnsupportedFeatureError(
+                        f"rank {different} draws other samples to predict than rank 0, so that some would be missing."
+                        " Use a sampler that draws the same on all ranks, or `use_distributed_sampler=False` for ranks"
+                        " with data of their own."
+                    )
+                drawn, indices = drawn[start::step], indices[start::step]
+            compare_finished(rank, done, [*map(hash_of, indices[: len(done)])])
+            batches.set(drawn[len(done) :])
+            indices = indices[len(done) :]
+        self._dealt.append(_Dealt(source, start + len(done) * step, step, indices))
+        return loader
 
     def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
         """Return the indices of the batches that this rank predicts; None if Lightning has to find them."""
@@ -75,14 +99,15 @@ class Predictions:
     def begin(self, fetched: FetchedBatch) -> None:
         """Begin with a batch."""
         batch_idx, dataloader_idx = fetched.position
-        rank, shares = self._trainer.global_rank, fetched.shares
+        rank, shares = self.trainer.global_rank, fetched.shares
         self.content = None if shares is None else shares.drawn
         if fetched.participation is not None and fetched.participation.is_shadow:
             self.place = None
         elif shares is not None:
             self.place = Place(0, batch_idx, rank, shares.sizes[rank], sum(size > 0 for size in shares.sizes))
         else:
-            self.place = self._dealt[dataloader_idx].place(batch_idx, rank)
+            dealt = self._dealt[dataloader_idx]
+            self.place = Place(dealt.source, dealt.first + batch_idx * dealt.step, rank)
         if self.place is not None:
             self._places.setdefault(dataloader_idx, []).append(self.place)
 
@@ -92,11 +117,11 @@ class Predictions:
             return NoPrediction()
         output = step()
         is_first = sum(map(len, self._places.values())) == 1
-        if is_first and self._trainer.predict_loop.return_predictions and dist.get_world_size(self._group) > 1:
+        if is_first and self.trainer.predict_loop.return_predictions and dist.get_world_size(self.group) > 1:
             skipped = pack(output).skipped  # an error now, and not when everything has been predicted
             if skipped:
                 raise TypeError(
-                    f"rank {self._trainer.global_rank}: `predict_step` returns {name_skipped(skipped)}, which cannot be"
+                    f"rank {self.trainer.global_rank}: `predict_step` returns {name_skipped(skipped)}, which cannot be"
                     " sent to other ranks. Return tensors, plain values and containers of these, or use"
                     " `return_predictions=False` and keep predictions in a callback."
                 )
@@ -105,9 +130,9 @@ class Predictions:
     def merge(self, predictions: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
         """Merge the predictions of all ranks for the batches of each loader; None if this rank does not get them."""
         own = [list(zip(self._places.get(n, []), part, strict=True)) for n, part in enumerate(predictions)]
-        if dist.get_world_size(self._group) == 1:
+        if dist.get_world_size(self.group) == 1:
             return [[*part] for part in predictions]
-        of_ranks = gather_objects(own, self._group, self._target)
+        of_ranks = gather_objects(own, self.group, None if self.predictions_on == "all_ranks" else 0)
         return [[*merge_parts(chain(*parts), self.batch_dim)] for parts in zip(*of_ranks, strict=True)] or None
 
 
@@ -133,45 +158,13 @@ class _Rest:
         return islice(iter(self._loader), self._skip, None)
 
 
-class DealtLoader(NamedTuple):
-    """A loader of the batches that a rank predicts."""
+class _Dealt(NamedTuple):
+    """The batches of a loader that a rank predicts, with the numbers `first`, `first + step` and so on."""
 
-    loader: Any
-    source: int  # of the places of its batches, whose numbers are `first`, `first + step` and so on
+    source: int  # of their places
     first: int
     step: int
     indices: Sequence[list[Any]] | None  # of each batch; None if the loader draws them later, or never
-
-    def place(self, position: int, rank: int) -> Place:
-        """Return the place of the prediction for the batch at a position."""
-        return Place(self.source, self.first + position * self.step, rank)
-
-
-def deal_batches(
-    loader: Any, is_shared: bool, dataloader_idx: int, group: dist.ProcessGroup, finished: Finished
-) -> DealtLoader:
-    """Give this rank the batches that it predicts. Call on every rank.
-
-    If all ranks have the same data, `is_shared`, the batches that one process would make are dealt out whole, so that
-    any prediction is the one of that process. Other loaders have data of this rank. Finished batches are left out.
-    """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    batches = batches_to_predict(loader)
-    is_dealt = batches is not None and isinstance(batches.get(), TokenBudgetBatchSampler)
-    source, start, step = (0, rank, world_size) if is_shared or is_dealt else (1 + rank, 0, 1)
-    done = list(finished(dataloader_idx, source))[start::step]
-    first = start + len(done) * step
-    if batches is None or (step == 1 and not done):
-        return DealtLoader(_Rest(loader, len(done)) if done else loader, source, first, step, None)
-    with drawing_alike(int(os.environ.get("PL_GLOBAL_SEED", 0)), [batches.get()]):
-        drawn = list(batches.get())
-    if is_shared and not is_dealt:
-        _compare(drawn, group)
-        drawn = drawn[start::step]
-    indices = [*map(as_indices, drawn)]
-    compare_finished(rank, done, [*map(hash_of, indices[: len(done)])])
-    batches.set(drawn[len(done) :])
-    return DealtLoader(loader, source, first, step, indices[len(done) :])
 
 
 def as_indices(batch: Any) -> list[Any]:
@@ -203,16 +196,6 @@ def find_different_rank(indices: Any, group: dist.ProcessGroup) -> int | None:
     """Return the first rank that has drawn other indices than rank 0."""
     hashes = gather_integer(hash_of(indices), group)
     return next((rank for rank, other in enumerate(hashes) if other != hashes[0]), None)
-
-
-def _compare(drawn: Sequence[Any], group: dist.ProcessGroup) -> None:
-    different = find_different_rank([*map(as_indices, drawn)], group)
-    if different is not None:
-        raise UnsupportedFeatureError(
-            f"rank {different} draws other samples to predict than rank 0, so that some would be missing. Use a"
-            " sampler that draws the same on all ranks, or `use_distributed_sampler=False` for ranks with data of their"
-            " own."
-        )
 
 
 def merge_parts(

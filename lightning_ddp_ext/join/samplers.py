@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numpy
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
@@ -27,10 +26,10 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
         self._update_length()
 
     @classmethod
-    def replace(cls, sampler: DistributedSampler[Any], rank: int, num_replicas: int) -> None:
+    def replace(cls, sampler: DistributedSampler[Any]) -> None:
         """Turn a sampler into one of this class in place, since loaders refer to their samplers."""
         sampler.__class__ = cls
-        sampler.rank, sampler.num_replicas = rank, num_replicas
+        sampler.rank = int(sampler.rank)  # no longer the mark of an injected sampler
         cast(UnpaddedDistributedSampler, sampler)._update_length()
 
     @override
@@ -59,16 +58,47 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
         self.total_size = size
 
 
+class SeededRng:
+    """Random numbers from a seed, drawn in blocks: independent of all other draws of this process."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: Any = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw these numbers from the generators of Python, NumPy and torch in a block."""
+        states = self._capture()
+        if self._states is None:
+            random.seed(self._seed)
+            numpy.random.seed(self._seed % 2**32)
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            self._restore(self._states)
+        try:
+            yield
+        finally:
+            self._states = self._capture()
+            self._restore(states)
+
+    @staticmethod
+    def _capture() -> Any:
+        return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+
+    @staticmethod
+    def _restore(states: Any) -> None:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
 @contextmanager
-def drawing_alike(seed: int, samplers: Sequence[Any] = ()) -> Iterator[None]:
-    """Draw the same random numbers on all ranks in a block, also from the generators of samplers."""
-    generators = find_loader_rngs(samplers)
+def drawing_alike(seed: int, sampler: object) -> Iterator[None]:
+    """Draw the same random numbers on all ranks in a block, also from the generators of a sampler."""
+    generators = find_loader_rngs([sampler])
     states = capture_states(generators)
     try:
-        with isolate_rng():
-            random.seed(seed)
-            numpy.random.seed(seed)
-            torch.manual_seed(seed)
+        with SeededRng(seed).drawing():
             seed_all(generators, seed)
             yield
     finally:
@@ -88,21 +118,13 @@ class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
     @override
     def __iter__(self) -> Iterator[Any]:
         # All ranks have to draw the same order, but their RNG states diverge once a rank runs out of data.
-        with drawing_alike((self.seed + self.epoch) % 2**32, [wrapped_sampler(self)]):
+        with drawing_alike((self.seed + self.epoch) % 2**32, wrapped_sampler(self)):
             cast(Any, self.dataset).reset()  # draws a new order
         return (self.dataset[index] for index in self._indices())
 
 
 class LightningInjectedRank(int):
     """A rank passed to the samplers that Lightning injects, which distinguishes them from the user's samplers."""
-
-    rank: int
-    world_size: int
-
-    def __new__(cls, rank: int, world_size: int = 1) -> "LightningInjectedRank":  # noqa: D102
-        created = super().__new__(cls, rank)
-        created.rank, created.world_size = rank, world_size
-        return created
 
 
 def disable_sampler_padding(loader: object) -> None:
@@ -116,4 +138,4 @@ def disable_sampler_padding(loader: object) -> None:
         if isinstance(sampler.rank, LightningInjectedRank):
             kind = UnpaddedSamplerWrapper if is_wrapper else UnpaddedDistributedSampler
             sampler.shuffle = sampler.shuffle and not is_wrapper
-            kind.replace(sampler, sampler.rank.rank, sampler.rank.world_size)
+            kind.replace(sampler)

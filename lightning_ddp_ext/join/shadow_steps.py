@@ -1,7 +1,7 @@
 """Steps of all ranks together: a rank that has run out of data has joined, and makes shadow steps."""
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -32,24 +33,11 @@ from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.metrics import LoggedValues, synchronize_states
 from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.join.step_mirror import StepMirror
-from lightning_ddp_ext.ranks.sample_counts import (
-    BatchSamples,
-    FetchAhead,
-    FetchedBatch,
-    StepParticipation,
-    iterables_and_mode,
-)
+from lightning_ddp_ext.ranks.loaders import FetchedBatch, iterables_and_mode
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps, zero_loss
 from lightning_ddp_ext.resume.resumable_loader import ResumableRng
-
-
-class _OnHost(partial[Tensor]):
-    """Returns a tensor on its device, which has no memory for it meanwhile."""
-
-    @classmethod
-    def copy(cls, tensor: Tensor) -> "_OnHost":
-        return cls(tensor.detach().cpu().to, tensor.device)
 
 
 class LockstepSteps(RankSteps):
@@ -71,7 +59,6 @@ class LockstepSteps(RankSteps):
     ) -> None:
         super().__init__(trainer, samples, gradient)
         reducer = None if gradient is None else gradient.reducer
-        self._owns_group = reducer is None
         # Share the reducer's group: each group costs connections, and a communicator on a device.
         self.group = own_group(timeout) if reducer is None else reducer.process_group
         self.predictions: Predictions | None = None  # while the Trainer predicts
@@ -79,7 +66,7 @@ class LockstepSteps(RankSteps):
         self._uneven_inputs = uneven_inputs
         self._watch = watch
         self._collectives = ActiveRankCollectives(self.group, timeout, trainer.strategy.root_device)
-        self._has_next_batch = HasNextBatch(self.group, is_sent_with_gradients=True)
+        self._has_next_batch = HasNextBatch(self.group)
         self._mirror = None if reducer is None else StepMirror(self.trainer, self.module, reducer)
         self._messages = StoreMailbox(self.group, timeout, watch.failure)
         watch.on_failure(self._messages.interrupt)
@@ -87,7 +74,6 @@ class LockstepSteps(RankSteps):
         self._is_stand_in = False  # the batch stands in for the batches of shadow steps
         self._output: dict[str, Any] = {}  # of the step with the stand-in, on the host
         self._batch_samples = 0.0  # if unknown, nan in evaluation and 1 in the uneven phase of training
-        self._last_uneven: StepParticipation | None = None
         self._runs_among_active = False
         self._batch_stack = ExitStack()
         self._loaders: WeakSet[SteppedCombinedLoader] = WeakSet()
@@ -110,18 +96,16 @@ class LockstepSteps(RankSteps):
         for loader in self._loaders:
             loader.close()
         del self.logged  # it refers to this object, and a cycle would keep the process groups and their threads
-        if self._owns_group and dist.is_initialized():
+        if self._mirror is None and dist.is_initialized():  # otherwise it is the reducer's
             destroy_group(self.group)
 
-    def combine_loaders(
-        self, given: Any, rng: ResumableRng | None, prefetcher: FetchAhead | None = None
-    ) -> SteppedCombinedLoader:
+    def combine_loaders(self, given: Any, rng: ResumableRng | None, prefetcher: Any = None) -> SteppedCombinedLoader:
         """Combine the loaders of a loop so that all ranks make the same steps; `rng` is None in evaluation."""
         loader = LockstepCombinedLoader(
             *iterables_and_mode(given, is_training=rng is not None),
             self.group,
             "join" if rng is None else self._uneven_inputs,  # evaluation includes every sample in any case
-            HasNextBatch(self.group, is_sent_with_gradients=False) if rng is None else self._has_next_batch,
+            HasNextBatch(self.group) if rng is None else self._has_next_batch,
             rng,
             partial(reload_training_data_after_epoch, self.trainer),
         )
@@ -166,14 +150,9 @@ class LockstepSteps(RankSteps):
 
     def _begin_uneven_batch(self) -> None:
         self._collectives.prepare(self.participation.active)
-        # A loader makes a new object when the active ranks change, and in each iteration.
-        if self.participation is not self._last_uneven:
-            self._last_uneven = self.participation
-            self._metrics = [
-                part for part in self.module.modules() if isinstance(part, Metric) and part.process_group is None
-            ]
-            for metric in self._metrics:
-                forget_computed(metric)
+        self._metrics = [one for one in self.module.modules() if isinstance(one, Metric) and one.process_group is None]
+        for metric in self._metrics:
+            forget_computed(metric)
         if not self.trainer.training:
             # In evaluation hooks run among active ranks too: they belong to a batch, not to a step of all ranks.
             self._batch_stack.enter_context(
@@ -195,7 +174,8 @@ class LockstepSteps(RankSteps):
             output = super().training_step(batch, run)
         self._announce(has_ended=True)
         if self._is_stand_in:
-            self._output = apply_to_collection(output, Tensor, _OnHost.copy) if isinstance(output, dict) else {}
+            is_dictionary = isinstance(output, dict)
+            self._output = apply_to_collection(output, Tensor, lambda one: one.detach().cpu()) if is_dictionary else {}
         return output
 
     def _shadow_step(self) -> STEP_OUTPUT:
@@ -204,7 +184,7 @@ class LockstepSteps(RankSteps):
         while not self._await_announcement():
             with self._synchronize():
                 pass
-        return {**apply_to_collection(self._output, _OnHost, _OnHost.__call__), "loss": zero_loss(self.module)}
+        return {**move_data_to_device(self._output, self.module.device), "loss": zero_loss(self.module)}
 
     @override
     def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
@@ -234,7 +214,7 @@ class LockstepSteps(RankSteps):
             yield
         if not self.gradient.window.is_postponed:
             assert control.exchanged is not None
-            self._has_next_batch.receive(control.exchanged.has_next_batch)
+            self._receive_flags(control.exchanged.has_next_batch)
             if is_automatic:
                 self.logged.synchronize(self.gradient.log_weight, control.exchanged.logged_keys)
         elif is_automatic:
@@ -245,24 +225,23 @@ class LockstepSteps(RankSteps):
         if not self.trainer.training:
             self._batch_stack.close()
             if self.predictions is None:  # these log nothing
-                self._exchange_evaluated()
+                if self.participation.is_shadow:
+                    self._await_announcement()
+                else:
+                    self._announce(has_ended=True)
+                self.logged.synchronize(self._batch_samples)
         super().end_batch()
         self.logged.begin()
-
-    def _exchange_evaluated(self) -> None:
-        """Synchronise logged values at the end of a batch of evaluation."""
-        if self.participation.is_shadow:
-            self._await_announcement()
-        else:
-            self._announce(has_ended=True)
-        self.logged.synchronize(self._batch_samples)
 
     def _exchange_keys_and_flags(self) -> None:
         """Synchronise logged values after a step whose gradients are not synchronised; flags are sent along."""
         sent = gather_integers([self.logged.keys_hash, self._has_next_batch.local], self.group)
         keys, has_next_batch = zip(*sent, strict=True)
-        self._has_next_batch.receive(has_next_batch)
+        self._receive_flags(has_next_batch)
         self.logged.synchronize(self.gradient.log_weight, keys)
+
+    def _receive_flags(self, has_next_batch: Sequence[float]) -> None:
+        self._has_next_batch.receive(has_next_batch)
 
     def _announce(self, has_ended: bool) -> None:
         """Announce a backward pass or the end of an uneven step to the joined ranks. Call on each active rank."""

@@ -1,7 +1,7 @@
 """The training state that a step has changed, for ranks that did not run the step."""
 
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from functools import cache, partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
-from lightning_ddp_ext._compat.torch import are_identical, version_of, versions_of
+from lightning_ddp_ext._compat.torch import TensorVersions, are_identical, equal_or_nan, version_of
 from lightning_ddp_ext.batches.containers import is_record
 from lightning_ddp_ext.batches.weights import SampleCounters
 from lightning_ddp_ext.consistency import checksums, find_ignored
@@ -71,10 +71,12 @@ class StepMirror:
             name: (one.requires_grad, _form(one), _content(one).clone()) for name, one in self._parameters.items()
         }
         self._forms = {name: _form(buffer) for name, buffer in self._buffers().items()}
-        self._entries = {place: dict(entries) for place, entries in self._find_entries().items()}
-        self._tensors = {name: version_of(one) for name, one in vars(self._module).items() if isinstance(one, Tensor)}
-        self._optimizers = [(_settings(one), _state(one)) for one in self._trainer.optimizers]
-        self._schedules = {key: vars(scheduler).copy() for key, scheduler in self._schedulers().items()}
+        self._entries = self._attributes()
+        self._versions = {place: version_of(one) for place, one in self._entries.items() if isinstance(one, Tensor)}
+        self._optimizers = [
+            (TensorVersions(_settings(one)), TensorVersions(_state(one))) for one in self._trainer.optimizers
+        ]
+        self._schedules = {key: [*vars(scheduler).values()] for key, scheduler in self._schedulers().items()}
 
     @torch.no_grad()
     def changes(self, samples: float) -> Tensor | None:
@@ -92,7 +94,7 @@ class StepMirror:
             "schedulers": {
                 key: _without_code(scheduler.state_dict())
                 for key, scheduler in self._schedulers().items()
-                if any(_differences(self._schedules.get(key, {}), vars(scheduler)))
+                if not are_identical(self._schedules.get(key, []), vars(scheduler).values())
             },
         }
         state = {name: value for name, value in found.items() if value}
@@ -133,10 +135,9 @@ class StepMirror:
             manual_step_progress(self._trainer).load_state_dict(state["progress"])
             for name, gradient in state["gradients"].items():
                 parameter = self._parameters[name]
-                parameter.grad = None if gradient is None else _gradient(parameter, *gradient)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def _find_structure(self) -> list[Any]:
-        """Return the modules and parameters, which rarely become other objects."""
         return [one for part in self._parts.values() for one in (*part._modules.values(), *part._parameters.values())]
 
     def _describe(self, with_modules: bool) -> dict[str, str]:
@@ -157,19 +158,21 @@ class StepMirror:
                     " `on_train_batch_start`."
                 )
 
-    def _find_entries(self) -> dict[Place, dict[Any, Any]]:
-        """Return the attributes of modules and optimizers, and the dictionaries among these attributes, by place."""
-        owners: dict[Place, dict[Any, Any]] = {
+    def _attributes(self) -> dict[Place, Any]:
+        """Return the attributes of modules and optimizers, all and each, and the entries of dictionaries, by place."""
+        owners: dict[Place, dict[str, Any]] = {
             **{("module", name): vars(part) for name, part in self._parts.items()},
             **{("optimizer", number): vars(one) for number, one in enumerate(self._trainer.optimizers)},
         }
-        dictionaries: dict[Place, dict[Any, Any]] = {
-            (*place, name): value
-            for place, attributes in owners.items()
-            for name, value in attributes.items()
-            if isinstance(value, dict) and len(value) <= _LARGEST_DICTIONARY and name not in _inherited(place[0])
-        }
-        return {**owners, **dictionaries}
+        found: dict[Place, Any] = {**owners}
+        for owner, attributes in owners.items():
+            for name, value in attributes.items():
+                if name not in _inherited(owner[0]):
+                    place = (*owner, name)
+                    found[place] = value
+                    if isinstance(value, dict) and len(value) <= _LARGEST_DICTIONARY:
+                        found.update({(*place, key): one for key, one in value.items()})
+        return found
 
     def _buffers(self) -> dict[str, Tensor | None]:
         named = (
@@ -203,43 +206,36 @@ class StepMirror:
         return {name: one for name, one in buffers.items() if self._forms.get(name, _form(one)) != _form(one)}
 
     def _changed_attributes(self, samples: int) -> list[tuple[Place, list[Any], list[Any]]]:
-        """Return the place of each changed value, and the values before and after; no value is an empty list."""
-        sent = []
-        for owner, entries in self._find_entries().items():
-            for name, old, new in _differences(self._entries.get(owner, entries), entries):
-                place = (*owner, name)
-                is_dictionary = all(isinstance(value, dict) for value in (*old, *new))  # whose entries are compared
-                if len(place) == 3 and (name in _inherited(owner[0]) or (old and new and is_dictionary)):
-                    continue
-                if not _is_plain((*place, *old, *new)):
-                    self._warn_of(place, new)
-                    continue
+        """Return the place of each changed plain value, and the values before and after; no value is an empty list."""
+        sent, attributes = [], self._attributes()
+        for place in {**self._entries, **attributes}:
+            old, new = ([entries[place]] if place in entries else [] for entries in (self._entries, attributes))
+            is_known = place[:-1] in self._entries  # the module, optimizer or dictionary is no new one
+            if is_known and not are_identical(old, new) and _is_plain((*place, *old, *new)):
                 numbers = [value for value in (*old, *new) if isinstance(value, int | float)]
                 raised = [numbers[1] - numbers[0]] if len(numbers) == 2 else []
                 if not self._sample_counters.recognise(place, raised, [samples]):
                     sent.append((place, old, new))
-        for name, version in self._tensors.items():
-            value = vars(self._module).get(name)
-            if isinstance(value, Tensor) and version != version_of(value):
-                self._warn_of(("module", "", name), [value])
+        self._warn_of_others(attributes)
         return sent
 
-    def _warn_of(self, place: Place, values: list[Any]) -> None:
+    def _warn_of_others(self, attributes: dict[Place, Any]) -> None:
         """Warn once of an attribute of the LightningModule, unless a batch has it (container, graph) or it is sent."""
-        silent = all(
-            (isinstance(value, _SILENT) and not is_record(value)) or getattr(value, "requires_grad", False)
-            for value in values
-        )
-        if self._has_warned or silent or place[:2] != ("module", ""):
-            return
-        self._has_warned = True
-        name = place[2] + "".join(f"[{key!r}]" for key in place[3:])
-        warnings.warn(
-            f"rank {self._trainer.global_rank}: `training_step` changes `self.{name}`, of type"
-            f" `{type(values[0]).__name__}`, which ranks that have run out of data keep as it was. If training depends"
-            " on it, register it as a buffer, or make it a number.",
-            stacklevel=2,
-        )
+        for place, value in attributes.items():
+            silent = (isinstance(value, _SILENT) and not is_record(value)) or getattr(value, "requires_grad", False)
+            if self._has_warned or silent or place[:2] != ("module", "") or len(place) != 3:
+                continue
+            old = self._entries.get(place)
+            is_same = value is old and (not isinstance(value, Tensor) or version_of(value) == self._versions[place])
+            if is_same or _is_plain((old, value)):
+                continue
+            self._has_warned = True
+            warnings.warn(
+                f"rank {self._trainer.global_rank}: `training_step` changes `self.{place[2]}`, of type"
+                f" `{type(value).__name__}`, which ranks that have run out of data keep as it was. If training depends"
+                " on it, register it as a buffer, or make it a number.",
+                stacklevel=2,
+            )
 
     def _changed_optimizers(self) -> dict[int, tuple[list[dict[str, Any]], dict[str, Any]]]:
         """Return the settings of each changed optimizer, and its state; empty if only settings have changed."""
@@ -248,8 +244,8 @@ class StepMirror:
             zip(self._trainer.optimizers, self._optimizers, strict=True)
         ):
             # A manual step may change state in any depth, such as in a list, which has no version.
-            has_state = not self._module.automatic_optimization or _have_changed(state, _state(optimizer))
-            if has_state or _have_changed(settings, _settings(optimizer)):
+            has_state = not self._module.automatic_optimization or bool(state.changed(_state(optimizer)))
+            if has_state or settings.changed(_settings(optimizer)):
                 values = _without_code(optimizer.state_dict(), "param_groups") if has_state else {}
                 found[number] = [_without_code(group, "params") for group in optimizer.param_groups], values
         return found
@@ -259,7 +255,7 @@ class StepMirror:
         return {
             "precision": self._trainer.precision_plugin.state_dict(),
             "progress": manual_step_progress(self._trainer).state_dict(),
-            "gradients": {} if accumulates else {name: _described(one.grad) for name, one in self._parameters.items()},
+            "gradients": {} if accumulates else {name: one.grad for name, one in self._parameters.items()},
         }
 
     def _set_parameter(self, name: str, value: Tensor, requires_grad: bool) -> None:
@@ -281,9 +277,8 @@ class StepMirror:
         else:
             # Parts of the LightningModule may be on other devices.
             beside = () if part is self._module else (*part.parameters(), *part.buffers())
-            part._buffers[leaf] = value.to(
-                next((one.device for one in (own, *beside) if one is not None), self._module.device)
-            )
+            place = next((one for one in (own, *beside) if one is not None), self._module)
+            part._buffers[leaf] = value.to(place.device)
 
     def _set_attribute(self, place: Place, before: list[Any], after: list[Any]) -> None:
         """Set an attribute that was the same on both ranks; any other attribute belongs to its rank."""
@@ -294,7 +289,7 @@ class StepMirror:
         if not isinstance(entries, dict):
             return  # such as None on a rank that never had a batch
         own = [entries[name]] if name in entries else []
-        if not _is_plain((*own,)) or not _are_equal(own, before):
+        if not _is_plain((*own,)) or len(own) != len(before) or not all(map(equal_or_nan, own, before)):
             return
         if after:
             entries[name] = after[0]
@@ -343,16 +338,6 @@ def _inherited(kind: str) -> frozenset[str]:
     return frozenset(vars(base)) - {"training"}
 
 
-def _differences(before: dict[Any, Any], after: dict[Any, Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
-    """Yield the names of entries that are other objects, with the values before and after in lists of at most one."""
-    if are_identical(before.values(), after.values()) and are_identical(before, after):
-        return
-    for name in {**before, **after}:
-        old, new = ([entries[name]] if name in entries else [] for entries in (before, after))
-        if not are_identical(old, new):
-            yield name, old, new
-
-
 def _form(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
@@ -366,39 +351,15 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
-def _are_equal(values: list[Any], others: list[Any]) -> bool:
-    # Both may be nan, such as before a first measurement.
-    pairs = zip(values, others, strict=False)
-    return len(values) == len(others) and all(one == other or (one != one and other != other) for one, other in pairs)
-
-
 def _without_code(entries: dict[str, Any], *names: str) -> dict[str, Any]:
     """Return the entries that are not code, except for some names."""
     return {name: value for name, value in entries.items() if name not in names and not isinstance(value, _CODE)}
 
 
-def _settings(optimizer: Optimizer) -> tuple[list[Any], list[int]]:
-    values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
-    return values, versions_of(values)
+def _settings(optimizer: Optimizer) -> list[Any]:
+    return [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
 
 
-def _state(optimizer: Optimizer) -> tuple[list[Any], list[int]]:
+def _state(optimizer: Optimizer) -> list[Any]:
     states = (state.values() if isinstance(state, dict) else (state,) for state in optimizer.state.values())
-    values = [*chain.from_iterable(states)]
-    return values, versions_of(values)
-
-
-def _have_changed(before: tuple[list[Any], list[int]], after: tuple[list[Any], list[int]]) -> bool:
-    return before[1] != after[1] or not are_identical(before[0], after[0])
-
-
-def _described(gradient: Tensor | None) -> tuple[int, Tensor] | None:
-    """Return the number of sparse dimensions of a gradient, and its elements."""
-    if gradient is None:
-        return None
-    return (gradient.sparse_dim(), gradient.to_dense()) if gradient.is_sparse else (0, gradient)
-
-
-def _gradient(parameter: Tensor, sparse_dim: int, gradient: Tensor) -> Tensor:
-    dense = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-    return dense.to_sparse(sparse_dim) if sparse_dim else dense
+    return [*chain.from_iterable(states)]

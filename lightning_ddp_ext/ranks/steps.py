@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,14 +19,10 @@ from lightning_ddp_ext._compat.lightning import is_hook_of_loop, takes_dataloade
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, watch_logging
 from lightning_ddp_ext.batches.weights import WeightRule
+from lightning_ddp_ext.distributed.exchange import add_up
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.sample_counts import (
-    BatchSamples,
-    CountedCombinedLoader,
-    FetchedBatch,
-    StepParticipation,
-    sums_and_means,
-)
+from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch, StepParticipation
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
 
@@ -62,7 +59,7 @@ class RankSteps(ABC):
         if isinstance(combined, CountedCombinedLoader):
             self.begin_fetched(batch, combined.fetched.popleft())
         else:
-            self.samples.end()
+            self.samples.begin(None)
 
     def begin_fetched(self, batch: Any, fetched: FetchedBatch) -> None:
         """Begin with a batch of a loop."""
@@ -86,7 +83,7 @@ class RankSteps(ABC):
 
     def end_batch(self) -> None:
         """End the batch; hooks and logged values that follow belong to no batch."""
-        self.samples.end()
+        self.samples.begin(None)
         self.participation = self.all_ranks
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,12 +99,6 @@ class RankSteps(ABC):
         self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
     ) -> Tensor:
         """Reduce a value over ranks, such as a logged one; `reduce` is Lightning's implementation."""
-
-
-# The reductions of logged values; a mean is made of sums.
-_OPERATIONS: dict[Any, Any] = {
-    "mean": None, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN
-}  # fmt: skip
 
 
 class EvenSteps(RankSteps):
@@ -135,19 +126,15 @@ class EvenSteps(RankSteps):
     def reduce(
         self, tensor: Tensor, group: Any, reduce_op: Any, reduce: Callable[[Tensor, Any, Any], Tensor]
     ) -> Tensor:
-        if reduce_op not in _OPERATIONS or self._weight is None or not self._is_logging:
+        if reduce_op not in ("mean", "sum", "max", "min") or self._weight is None or not self._is_logging:
             return reduce(tensor, group, reduce_op)
-
         # Lightning's function begins with a barrier, for which the host would wait.
-        def all_reduce(values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-            dist.all_reduce(values, operation, group=group)
-            return values
-
         values = tensor.detach().to(self.module.device, non_blocking=True)
         if reduce_op == "mean":
-            _, means = sums_and_means(values.reshape(-1), self._weight, all_reduce)
+            _, means = sums_and_means(values.reshape(-1), self._weight, partial(add_up, group=group))
             return means.reshape(tensor.shape).to(tensor)
-        return all_reduce(values, _OPERATIONS[reduce_op]).to(tensor)
+        dist.all_reduce(values, getattr(dist.ReduceOp, reduce_op.upper()), group=group)
+        return values.to(tensor)
 
     def _log(self, key: str, metric: Any, proceed: Callable[[], None]) -> None:
         self._is_logging = True
@@ -160,13 +147,7 @@ class EvenSteps(RankSteps):
 class RankGradient:
     """Weighs the gradient of this rank, and synchronises it at the end of each accumulation window."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        reducer: GradientReducer,
-        rule: WeightRule,
-        samples: BatchSamples,
-    ) -> None:
+    def __init__(self, trainer: Trainer, reducer: GradientReducer, rule: WeightRule, samples: BatchSamples) -> None:
         self.reducer = reducer
         self.window = AccumulationWindow()
         self.log_weight = 0.0  # of the values that the micro-batch logs
@@ -196,7 +177,7 @@ class RankGradient:
 
     def begin(self, batch: Any, active: Sequence[int]) -> None:
         """Weigh a micro-batch before `training_step` is called with it; `active` ranks have a micro-batch."""
-        self._begin(active)
+        self.begin_without_data(active)
         samples = self._samples.count(batch) if self._counts_samples else 1.0
         if samples is None:
             raise ValueError(f"rank {self._trainer.global_rank}: {self._samples.describe_problem()}")
@@ -206,11 +187,7 @@ class RankGradient:
 
     def begin_without_data(self, active: Sequence[int]) -> None:
         """Begin a step in which the active ranks have a micro-batch and this rank has none."""
-        self._begin(active)
-        self.log_weight = self.weight = 0.0
-
-    def _begin(self, active: Sequence[int]) -> None:
-        self._active = active
+        self._active, self.log_weight, self.weight = active, 0.0, 0.0
         loop = self._trainer.fit_loop.epoch_loop
         index = loop.batch_idx
         if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:

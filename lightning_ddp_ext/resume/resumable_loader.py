@@ -11,13 +11,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.sample_counts import (
-    LOOKAHEAD,
-    CountedCombinedLoader,
-    FetchAhead,
-    combine_counted,
-    iterables_and_mode,
-)
+from lightning_ddp_ext.ranks.loaders import LOOKAHEAD, CountedCombinedLoader, combine_counted, iterables_and_mode
 from lightning_ddp_ext.resume.rng_state import (
     capture_rng_state,
     capture_states,
@@ -267,7 +261,7 @@ def warn_of_prefetching(loader: object) -> None:
 
 
 def make_resumable(
-    given: Any, rng: ResumableRng, world_size: int, may_look_ahead: bool, prefetcher: FetchAhead | None
+    given: Any, rng: ResumableRng, world_size: int, may_look_ahead: bool, prefetcher: Any
 ) -> CombinedLoader:
     """Combine the loaders of a training loop so that they resume; a loader with a state resumes by itself."""
     iterables, mode = iterables_and_mode(given, is_training=True)

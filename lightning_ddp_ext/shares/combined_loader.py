@@ -15,24 +15,17 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode, is_split_by_node, shut_down_workers
 from lightning_ddp_ext._compat.torch import has_torchs_iterator, iterate_counting, samples_of, with_sampler
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
-from lightning_ddp_ext.distributed.exchange import gather_integers
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.distributed.exchange import gather_integers, list_ranks
+from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import SteppedCombinedLoader, combined_length
 from lightning_ddp_ext.join.lockstep_loader import StepMaker
-from lightning_ddp_ext.join.predictions import Finished, compare_finished, find_different_rank
-from lightning_ddp_ext.ranks.sample_counts import FetchedBatch, count_drawn, mean_count
+from lightning_ddp_ext.join.predictions import Finished, compare_finished
+from lightning_ddp_ext.ranks.loaders import FetchedBatch
+from lightning_ddp_ext.ranks.sample_counts import count_drawn, mean_count
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
-from lightning_ddp_ext.shares.samplers import (
-    GlobalBatches,
-    NoSamples,
-    ShareCollate,
-    SharedSampler,
-    SharedStreamBatch,
-    StreamCollate,
-    StreamSampler,
-    hash_of_content,
-)
+from lightning_ddp_ext.shares.samplers import GlobalBatches, NoSamples, ShareCollate, SharedSampler
+from lightning_ddp_ext.shares.streams import SharedStreamBatch, StreamCollate, StreamSampler, hash_of_content
 from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, check_shares, combine_shares
 
 _UNLIMITED = float("inf")
@@ -62,9 +55,9 @@ class SharedLoader:
             return
         _check(loader)
         collate = loader.collate_fn
-        draw = partial(SharedSampler, batches=batches, dataset=loader.dataset, is_cut=not self._is_fetched_whole)
+        draw = partial(SharedSampler, batches=batches, data=loader.dataset, is_cut=not self._is_fetched_whole)
         if self.is_stream:
-            cut = StreamCollate(collate, batches.rank, batches.cost)
+            cut = StreamCollate(ShareCollate(collate), batches.rank, batches.cost)
             self.loader = with_sampler(loader, partial(StreamSampler, batches=batches), cut)
         elif not self._is_fetched_whole:
             if batches.cost is not None:
@@ -90,41 +83,29 @@ class SharedLoader:
 
         All ranks draw the same random numbers meanwhile, so that a stream may shuffle.
         """
-        rng, first, end = self.batches.rng(), None, object()
+        rng, is_first, end = self.batches.rng(), True, object()
         with rng.drawing():
             shares = self._iterate()  # workers get their seeds here
         has_workers = getattr(self.loader, "num_workers", 0) > 0
         while True:
             with nullcontext() if has_workers else rng.drawing():
                 share = next(shares, end)
+            if is_first:
+                is_first = False
+                self._compare_first(None if share is end else self._taken[-1][0])
             if share is end:
-                break
-            if first is None:
-                shared, _ = self._taken[-1]
-                first = shared.agreement
-                self._compare(first)
-                if not shared.drawn:
-                    rank_zero_warn(
-                        f"Ranks cannot compare what they read from `{self._name}`, which has neither numbers nor texts"
-                        " beside its arrays. Ensure that it yields the same samples on every rank, or yield a key with"
-                        " each sample."
-                    )
+                return
             yield share
-        if first is None:
-            self._compare(first)
 
-    def _compare(self, first: int | None) -> None:
-        different = find_different_rank(first, self.batches.group)
-        if different is not None:
-            raise UnsupportedFeatureError(
-                f"rank {different}: the first batch of `{self._name}` has other samples than on rank 0. Under"
-                " `balanced_ddp` every rank reads all samples: use `ddp_join` if each rank has samples of its own, or"
-                " else a dataset that does not depend on the rank."
+    def _compare_first(self, shared: SharedBatch | None) -> None:
+        source = getattr(self.loader, "dataset", self.loader)
+        self.batches.compare_first(None if shared is None else shared.agreement, source)
+        if shared is not None and not shared.drawn:
+            rank_zero_warn(
+                f"Ranks cannot compare what they read from `{type(source).__name__}`, which has neither numbers nor"
+                " texts beside its arrays. Ensure that it yields the same samples on every rank, or yield a key with"
+                " each sample."
             )
-
-    @property
-    def _name(self) -> str:
-        return type(getattr(self.loader, "dataset", self.loader)).__name__
 
     def _note(self, batches: Iterator[Any], batch: Any) -> Any:
         self._taken.append((self.batches.fetched.popleft(), samples_of(batches)))
@@ -220,18 +201,13 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         self._started_with: list[Any] = []
         self._stand_ins: dict[int, list[Any]] = {}
 
-    @override
-    def __len__(self) -> int:
-        limits = self.limits or repeat(_UNLIMITED)
+    def _numbers_of_steps(self) -> list[float]:
         lengths = [
             min(_UNLIMITED if (length := sized_len(loader)) is None else length, limit)
-            for loader, limit in zip(self.flattened, limits, strict=False)
+            for loader, limit in zip(self.flattened, self.limits or repeat(_UNLIMITED), strict=False)
         ]
         mode = combination_mode(self)
-        steps = sum(lengths) if mode == "sequential" else combined_length(mode, lengths)
-        if steps == _UNLIMITED:
-            raise TypeError("the number of batches is not known")
-        return int(steps)
+        return lengths if mode == "sequential" else [combined_length(mode, lengths)]
 
     @override
     def reset(self) -> None:
@@ -270,18 +246,14 @@ class SharedCombinedLoader(SteppedCombinedLoader):
             restore_states(generators, self._resumed_states)
             self._started_with, self._resumed_states = capture_states(generators), []
         number = self._table.begun if self._rng is None else self._table.begin_epoch(skip)
-        is_sequential = combination_mode(self) == "sequential"
-        parts = [[loader] for loader in loaders] if is_sequential else [loaders]
-        limits = list(self.limits or []) if is_sequential else []
+        parts = [[loader] for loader in loaders] if combination_mode(self) == "sequential" else [loaders]
         for position, loader in enumerate(loaders):
             loader.batches.begin(number, *self._seeds(), position)
-        for dataloader_idx, part in enumerate(parts):
-            limit = limits[dataloader_idx] if limits else _UNLIMITED
-            limit = min(limit, len(self)) if not is_sequential and sized_len(self) is not None else limit
+        for dataloader_idx, (part, steps) in enumerate(zip(parts, self._numbers_of_steps(), strict=False)):
+            limit = None if steps == _UNLIMITED else int(steps)
             done = self._finished(dataloader_idx, 0)
             first = skip + len(done)  # no training has finished predictions
-            steps = self._share_steps(part, dataloader_idx, None if limit == _UNLIMITED else int(limit), first, done)
-            for batch_idx, step in enumerate(steps, first):
+            for batch_idx, step in enumerate(self._share_steps(part, dataloader_idx, limit, first, done), first):
                 yield step, batch_idx, dataloader_idx
 
     def _share_steps(
@@ -306,6 +278,23 @@ class SharedCombinedLoader(SteppedCombinedLoader):
     def indices_of(self, dataloader_idx: int) -> Sequence[Any]:
         """Return the indices of this rank's shares of the batches that have been drawn; empty for streams."""
         return self._loaders[dataloader_idx][1].batches.own_indices
+
+    @property
+    def has_next_batch(self) -> bool:
+        """Whether a further batch has been fetched, if Lightning looks ahead; True if it does not."""
+        return not self._has_ended
+
+    def check_ends(self, has_next_batch: Sequence[float]) -> None:
+        """Raise an error on all ranks if a stream has ended on some, given `has_next_batch` of each rank."""
+        ended = [rank for rank, has_next in enumerate(has_next_batch) if not has_next]
+        if 0 < len(ended) < len(has_next_batch):
+            streams = [getattr(loader, "dataset", loader) for loader in self.flattened if sized_len(loader) is None]
+            names = ", ".join(f"`{type(stream).__name__}`" for stream in streams)
+            raise UnevenInputsError(
+                f"{list_ranks(ended)}: {names} ended after {self._position - len(self.fetched)} batches, and has more"
+                " on other ranks. Under `balanced_ddp` every rank reads all samples: yield equally many on every rank,"
+                " or use `ddp_join` if each rank has samples of its own."
+            )
 
     @property
     def is_within_epoch(self) -> bool:

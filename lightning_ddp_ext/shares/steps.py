@@ -1,10 +1,11 @@
 """The steps of ranks that share the batches of their loaders, under Lightning."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -12,23 +13,17 @@ from typing_extensions import override
 
 from lightning_ddp_ext._devices import reports_memory
 from lightning_ddp_ext.batches.balance_controller import PeakMemory
+from lightning_ddp_ext.distributed.exchange import gather_integer
 from lightning_ddp_ext.join.predictions import none_finished
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
-from lightning_ddp_ext.ranks.sample_counts import (
-    BatchSamples,
-    FetchAhead,
-    FetchedBatch,
-    iterables_and_mode,
-)
+from lightning_ddp_ext.ranks.loaders import FetchedBatch, iterables_and_mode
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import RankGradient
 from lightning_ddp_ext.resume.resumable_loader import ResumableRng
 from lightning_ddp_ext.shares.balancer import ShareBalancer
 from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
 from lightning_ddp_ext.shares.table import SharedBatch, ShareTable
-
-_TRAINING, _EVALUATION = 0, 1
-_TABLE, _SAMPLERS, _CONTROLLER = "table", "samplers", "controller"
 
 
 def has_own_memory(trainer: Trainer) -> bool:
@@ -63,13 +58,13 @@ class SharedBatchSteps(LockstepSteps):
         self._resumed_states: list[Any] = []  # of the samplers' generators
         self._training_loader: SharedCombinedLoader | None = None
         if resumed:
-            self._load_state_dict(resumed)
+            self._resumed_states = resumed["samplers"]
+            if self.balancer.load_state_dict(resumed["controller"]):
+                table.load_state_dict(resumed["table"])
 
     @override
-    def combine_loaders(
-        self, given: Any, rng: ResumableRng | None, prefetcher: FetchAhead | None = None
-    ) -> SharedCombinedLoader:
-        stage = _EVALUATION if rng is None else _TRAINING
+    def combine_loaders(self, given: Any, rng: ResumableRng | None, prefetcher: Any = None) -> SharedCombinedLoader:
+        stage = int(rng is None)  # evaluation draws other numbers than training
         loader = SharedCombinedLoader(
             *iterables_and_mode(given, is_training=rng is not None),
             self.group,
@@ -99,6 +94,12 @@ class SharedBatchSteps(LockstepSteps):
     def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         assert self.shared is not None
         self.balancer.count_batch(self.gradient.reducer.control, self.shared)  # not a batch that a callback skips
+        loader = self._training_loader
+        assert loader is not None
+        self._has_next_batch.local = loader.has_next_batch
+        if self.trainer.accumulate_grad_batches > 1 and sized_len(loader) is None:
+            # The last batch of a rank ends its window, so that ranks would synchronise in different steps.
+            loader.check_ends(gather_integer(loader.has_next_batch, self.group))
         return super().training_step(batch, run)
 
     @override
@@ -133,6 +134,11 @@ class SharedBatchSteps(LockstepSteps):
             yield
 
     @override
+    def _receive_flags(self, has_next_batch: Sequence[float]) -> None:
+        assert self._training_loader is not None
+        self._training_loader.check_ends(has_next_batch)
+
+    @override
     def end_batch(self) -> None:
         is_training = self.trainer.training
         if is_training and not self.module.automatic_optimization:
@@ -152,12 +158,7 @@ class SharedBatchSteps(LockstepSteps):
         """Return the state of a run that resumes on any number of ranks, beside the position in the data."""
         loader = self._training_loader
         return {
-            _TABLE: self._table.state_dict(is_within_epoch=loader is not None and loader.is_within_epoch),
-            _SAMPLERS: self._resumed_states if loader is None else loader.sampler_states(),
-            _CONTROLLER: self.balancer.state_dict(),
+            "table": self._table.state_dict(is_within_epoch=loader is not None and loader.is_within_epoch),
+            "samplers": self._resumed_states if loader is None else loader.sampler_states(),
+            "controller": self.balancer.state_dict(),
         }
-
-    def _load_state_dict(self, state: dict[str, Any]) -> None:
-        self._resumed_states = state[_SAMPLERS]
-        if self.balancer.load_state_dict(state[_CONTROLLER]):
-            self._table.load_state_dict(state[_TABLE])

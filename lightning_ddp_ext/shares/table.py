@@ -13,7 +13,6 @@ from lightning_ddp_ext.batches.chunk_sizes import ChunkRule, merge_single_sample
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.shares.costs import Deal, SampleCost
 
-_CHANGES = "changes"
 _MANY = 10**9  # samples, of which a rank gets one if the options give it a share at all
 
 
@@ -108,11 +107,6 @@ class ShareTable:
         self._changes = held + [change for change in self._changes if change[0] > self._first]
         return self._first
 
-    @property
-    def has_fixed_proportions(self) -> bool:
-        """Whether batches of several loaders stay in proportion if they are now."""
-        return not (self.rule.is_auto or self.rule.is_free)
-
     def change(self, number: int, shares: Sequence[float], limits: Sequence[int | None]) -> None:
         """Divide by other shares from the batch of this number on."""
         self._changes.append((number, list(shares), list(limits)))
@@ -134,11 +128,11 @@ class ShareTable:
         """Return the shares since the beginning of this epoch, or for the next one, whose first batch gets number 0."""
         first = self._first if is_within_epoch else self.begun
         changes = [[max(0, number - first), shares, limits] for number, shares, limits in self._changes]
-        return {_CHANGES: changes}
+        return {"changes": changes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state of as many ranks."""
-        self._changes = [(number, shares, limits) for number, shares, limits in state[_CHANGES]]
+        self._changes = [(number, shares, limits) for number, shares, limits in state["changes"]]
 
 
 class SharedBatch(NamedTuple):
@@ -164,15 +158,15 @@ def combine_shares(taken: Sequence[SharedBatch]) -> SharedBatch:
 def check_shares(taken: Sequence[SharedBatch]) -> None:
     """Raise an error if the batches of a step are not divided in the same proportions, or are empty."""
     first = taken[0]
-    total = sum(first.sizes)
+    total, rule = sum(first.sizes), first.table.rule
+    is_fixed = not (rule.is_auto or rule.is_free)  # batches that are in proportion stay so
     if not total:
         raise BatchSplitError("a batch has no samples. Leave empty batches out in the data loader.")
     for other in taken[1:]:
         number = sum(other.sizes)
         is_proportional = all(one * number == size * total for one, size in zip(first.sizes, other.sizes, strict=True))
         # Equal sizes stay equal if shares change.
-        if other.sizes != first.sizes and not (is_proportional and first.table.has_fixed_proportions):
-            is_fixed = first.table.has_fixed_proportions
+        if other.sizes != first.sizes and not (is_proportional and is_fixed):
             or_even = "" if is_fixed else ', and use `balance="even"` unless each step uses all loaders'
             raise BatchSplitError(
                 f"the loaders of a step give {total} and {number} samples, in the shares {list(first.sizes)}"

@@ -29,7 +29,7 @@ from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import check_objects
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader, combine_counted
+from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, combine_counted
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord, ReplicatedModule
 from lightning_ddp_ext.resume.prefetching import Prefetcher, has_streams, pin
 from lightning_ddp_ext.resume.resumable_loader import loader_with_state, warn_of_prefetching

@@ -152,7 +152,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         if self.is_preparing_loader and self.module.trainer.predicting:
             self._injects_sampler = True
             return {"num_replicas": 1, "rank": 0}  # whole batches are dealt out
-        return {"num_replicas": ranks, "rank": LightningInjectedRank(rank, ranks)}
+        return {"num_replicas": ranks, "rank": LightningInjectedRank(rank)}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

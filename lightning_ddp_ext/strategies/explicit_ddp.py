@@ -37,7 +37,8 @@ from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, combine_counted
+from lightning_ddp_ext.ranks.loaders import combine_counted
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from lightning_ddp_ext.ranks.steps import EvenSteps, RankGradient, RankSteps
 from lightning_ddp_ext.reducer.all_reduce import CommHook

@@ -23,7 +23,7 @@ def iterate(lengths, is_sized=True, sends_flags=False, true_lengths=None, **opti
     """Return the steps of each rank, and its loader."""
 
     def run(group):
-        has_next_batch = HasNextBatch(group, sends_flags)
+        has_next_batch = HasNextBatch(group)
         batches = iter(batches_of(group.rank, (true_lengths or lengths)[group.rank]))
         known = list(lengths) if is_sized else None
         loader = LockstepLoader(batches, known, group, has_next_batch, **options)
@@ -71,7 +71,6 @@ def test_all_ranks_make_the_same_steps_and_see_each_batch_once(way):
                 assert loader.dropped == more
             else:  # ranks know only that there was one more
                 assert (loader.dropped or [0] * len(lengths)) == [min(number, 1) for number in more]
-                assert loader.dropped_samples in (None, sum(min(lengths) for number in more if number))
 
 
 def test_errors_name_the_rank_and_the_batch():
@@ -100,7 +99,7 @@ def share(batch):
             lambda group: [
                 given
                 for given, _ in LockstepLoader(
-                    [(batch, 1)] if group.rank == 0 else [], [1, 0], group, HasNextBatch(group, False)
+                    [(batch, 1)] if group.rank == 0 else [], [1, 0], group, HasNextBatch(group)
                 )
             ],
         )

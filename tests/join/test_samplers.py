@@ -29,7 +29,7 @@ def test_ranks_share_all_samples_out_in_torchs_order(size, world_size, shuffle, 
 def test_a_sampler_is_replaced_in_place_unless_it_drops_samples():
     sampler = DistributedSampler(range(5), 2, 1, shuffle=False)
     assert list(sampler) == [1, 3, 0]
-    UnpaddedDistributedSampler.replace(sampler, 1, 2)
+    UnpaddedDistributedSampler.replace(sampler)
     assert list(sampler) == [1, 3]
     assert len(sampler) == 2
     with pytest.raises(ValueError, match="`drop_last=True` drops samples"):

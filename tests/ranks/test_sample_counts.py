@@ -9,7 +9,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, CountedCombinedLoader, CountedLoader, combine_counted
+from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, CountedLoader, combine_counted
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader, ResumableRng
 
 

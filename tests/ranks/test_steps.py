@@ -15,7 +15,8 @@ from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric import DDPCheckpointStrategy
 from lightning_ddp_ext.ranks import steps
-from lightning_ddp_ext.ranks.sample_counts import BatchSamples, StepParticipation, sums_and_means
+from lightning_ddp_ext.ranks.loaders import StepParticipation
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 from lightning_ddp_ext.ranks.steps import EvenSteps, RankGradient
 from lightning_ddp_ext.reducer.control import StepControl
 from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow
@@ -278,8 +279,8 @@ def test_logged_means_of_steps_are_weighted(even_steps, monkeypatch, values, wei
         logs = [partial(log, even_steps, value) for value in values]
         return [even_steps.evaluation_step(weight, one) for weight, one in zip(weights, logs, strict=True)]
 
-    run_steps(lambda part, operation, group: sent.append(part.clone()))
-    found = run_steps(lambda part, operation, group: part.copy_(sum(sent)))
+    run_steps(lambda part, group: sent.append(part.clone()))
+    found = run_steps(lambda part, group: part.copy_(sum(sent)))
     assert [value.item() for value in found] == [expected, expected]
     assert found[0].dtype == torch.float32
 

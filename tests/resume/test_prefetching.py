@@ -21,7 +21,7 @@ from lightning_ddp_ext import (
     DDPCheckpointStrategy,
     DDPJoinStrategy,
 )
-from lightning_ddp_ext.ranks.sample_counts import CountedCombinedLoader
+from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader
 from lightning_ddp_ext.resume.prefetching import Prefetcher
 from tests.parity import quiet_trainer
 

@@ -124,7 +124,7 @@ def make_lockstep(group, between):
     sampler = UnpaddedDistributedSampler(range(10), 1, 0, shuffle=False)
     loader = RankedLoader(DataLoader(range(10), batch_size=2, sampler=sampler), group)
     lockstep = LockstepCombinedLoader(
-        [loader], "max_size_cycle", group, "join", HasNextBatch(group, False), ResumableRng(), between.append
+        [loader], "max_size_cycle", group, "join", HasNextBatch(group), ResumableRng(), between.append
     )
     lockstep.limits = [float("inf")]
     return lockstep, sampler

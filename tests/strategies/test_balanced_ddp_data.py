@@ -332,6 +332,7 @@ def process_groups_and_their_threads_end_with_a_run(folder: str) -> None:
 
 def refuse(name: str, folder: str) -> str:
     options: dict[str, Any] = {"strategy": BalancedDDPStrategy(), "max_epochs": 1}
+    options["accumulate_grad_batches"] = 2 if name.startswith("accumulated") else 1
     try:
         if name.startswith("validation"):
             trainer(**options).validate(Evaluating().double(), REFUSED[name][0](), verbose=False)
@@ -343,6 +344,7 @@ def refuse(name: str, folder: str) -> str:
 
 
 OTHER_SAMPLES = "UnsupportedFeatureError: rank 1: the first batch of `OwnShard` has other samples than on rank 0"
+ENDED = "UnevenInputsError: rank 1: `Stream` ended after 3 batches, and has more on other ranks"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sampler of the rank": (
         lambda: DataLoader(data(), 5, sampler=DistributedSampler(data(), 2, RANK)),
@@ -350,7 +352,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "batches of the rank": (
         lambda: DataLoader(data(), batch_sampler=OfRank()),
-        "UnsupportedFeatureError: rank 1: the indices of the first batch, from `OfRank`, are not those of rank 0",
+        "UnsupportedFeatureError: rank 1: the first batch of `OfRank` has other samples than on rank 0",
     ),
     "diverging batches": (
         lambda: DataLoader(data(), batch_sampler=Diverging()),
@@ -377,6 +379,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "diverging stream": (
         lambda: DataLoader(Stream([*list(data())[:5], *list(data())[5 + RANK :]]), 5),
         "RanksOutOfStepError: rank 1 has drawn other samples than rank 0",
+    ),
+    "stream that ends earlier on a rank": (lambda: DataLoader(Stream(list(data())[: 20 - 5 * RANK]), 5), ENDED),
+    "accumulated stream that ends earlier on a rank": (
+        lambda: DataLoader(Stream(list(data())[: 20 - 5 * RANK]), 5, num_workers=1),
+        ENDED,
     ),
     "data pipe": (
         lambda: DataLoader(IterableWrapper(list(data())), 5),

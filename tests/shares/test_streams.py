@@ -4,7 +4,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.shares.samplers import hash_of_content
+from lightning_ddp_ext.shares.streams import hash_of_content
 
 
 def sample(label: int = 3, noise: float = 0.0, key: str = "a") -> dict[str, object]:
