@@ -1,16 +1,13 @@
 """Models of HuggingFace, made from a configuration: losses over tokens and over samples."""
 
-from functools import partial
-
 import pytest
 import torch
 import transformers
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy
+from lightning_ddp_ext import BalancedDataParallelStrategy
 from tests.parity import relative_difference, seeded, train
-from tests.strategies.toolkit import ALONE, fit, run_on_ranks, values_of
 
 
 class Wrapped(LightningModule):
@@ -113,24 +110,3 @@ def test_a_model_trains_as_on_one_device(model, loader, weight_by, wrong, tolera
     assert steps[0] == pytest.approx(steps[1], abs=tolerance)
     other = fit(BalancedDataParallelStrategy(split=[1, 3, 4], weight_by=wrong), 3)
     assert relative_difference(other.gradients.after_backward[:1], expected[:1]) > 1e-3
-
-
-def classify(strategy=None, folder=""):
-    """Train a classifier of texts under `balanced_ddp`, or in one process; return its parameters."""
-    seed_everything(0, verbose=False)
-    options = ALONE if strategy is None else {"strategy": BalancedDDPStrategy(**strategy)}
-    return fit(Bert(), labelled_texts(), max_epochs=2, **options)[1].parameters
-
-
-def test_ranks_share_the_batches_of_a_classifier():
-    control = {"split": [1, 3], "weight_by": "equal"}
-    cases = {
-        "split": partial(classify, {"split": [1, 3]}),
-        "auto": partial(classify, {}),
-        "control": partial(classify, control),
-    }
-    found, wanted = run_on_ranks(2, cases), classify()
-    for name in cases:
-        for parameters in values_of(found, name):
-            error = float((parameters - wanted).abs().max())
-            assert (error > 1e-6) if name == "control" else (error < 1e-10), (name, error)
