@@ -59,16 +59,6 @@ def test_accumulation_schedules():
     assert len(single.gradients.before_step) == 4 + 2 + 2
 
 
-def test_training_without_samples_on_the_first_device_equals_one_device():
-    options = {"val_loader": batches(19), "limit_train_batches": 0.6, "max_steps": 5}
-    compare(Evaluated, options, gpu0_batch_size=0)
-
-
-def test_the_tests_fail_when_chunks_have_equal_weights():
-    with pytest.raises(AssertionError, match="after_backward"):
-        compare(Evaluated, {"val_loader": batches(19), "overfit_batches": 2}, split=[2, 6], weight_by="equal")
-
-
 @pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`")
 def test_anomalies_are_detected_on_every_replica():
     class Infinite(Evaluated):
