@@ -9,9 +9,8 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
+from lightning.pytorch.profilers import AdvancedProfiler
 from torch import nn
-from torch.autograd import DeviceType
 from torch.nn import functional
 
 from tests.parity import (
@@ -141,24 +140,6 @@ def test_the_advanced_profiler_sees_calls_of_every_replica(tmp_path):
     for name, reports in (("network", expected), ("[Replica 0]network", found), ("[Replica 1]network", found)):
         (report,) = (report for report in reports if report.splitlines()[0] == name)
         assert "linear.py" in report
-
-
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch before 2.13
-def test_the_torch_profiler_records_operators_of_every_replica(tmp_path):
-    def count(**way):
-        profiler = PyTorchProfiler(tmp_path, str(way["devices"]), record_module_names=True)
-        trained = profile(profiler, **way)
-        # A device records the regions that the host names, too.
-        events = [one for one in trained.trainer.profiler.function_events if one.device_type == DeviceType.CPU]
-        names = [event.name for event in events]
-        wanted = ("aten::addmm", "TanhBackward0", "[pl][profile]network", "[pl][profile][Replica 1]network")
-        return trained, [names.count(name) for name in wanted]
-
-    (single, expected), (parallel, found) = both_ways(count)
-    assert_same_training(parallel, single)
-    batches_recorded = expected[2]
-    assert expected == [2 * batches_recorded, batches_recorded, batches_recorded, 0]
-    assert found == [4 * batches_recorded, 2 * batches_recorded, 0, batches_recorded]
 
 
 def replica_threads():
