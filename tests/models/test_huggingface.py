@@ -30,19 +30,6 @@ class Gpt2(Wrapped):
         self.model = transformers.GPT2LMHeadModel(config)
 
 
-class Bert(Wrapped):
-    def __init__(self):
-        super().__init__()
-        config = transformers.BertConfig(
-            vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-            max_position_embeddings=16, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        self.model = transformers.BertForSequenceClassification(config)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 class Wav2Vec(Wrapped):
     """Normalises the weights of a convolution by a parametrization."""
 
@@ -69,11 +56,6 @@ def texts():
     return DataLoader(rows, batch_size=8)
 
 
-def labelled_texts():
-    rows = [{**row, "labels": torch.tensor(index % 3)} for index, row in enumerate(texts().dataset)]
-    return DataLoader(rows, batch_size=8)
-
-
 def sounds():
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(11, 400, generator=generator, dtype=torch.float64)
@@ -94,7 +76,6 @@ def all_labels(batch):
     [
         (Gpt2, texts, labels_that_are_predicted, "samples", 1e-6),  # its loss is computed in float32
         (Gpt2, texts, labels_that_are_predicted, all_labels, 1e-6),
-        (Bert, labelled_texts, "samples", "equal", 1e-12),
         (Wav2Vec, sounds, "samples", "equal", 1e-12),
     ],
 )

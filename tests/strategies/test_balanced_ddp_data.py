@@ -82,11 +82,6 @@ def deal(items: list[Any]) -> list[Any]:
     return items[RANK::2]
 
 
-class ChunksOfRank(Chunks):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(deal([*super().__iter__()]))
-
-
 class OwnShard(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         return iter(deal(list(data())))
@@ -295,10 +290,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "finished batches of the rank": (
         lambda: DataLoader(Stream(deal(list(Chunks()))), None),
         "UnsupportedFeatureError: rank 1: the first batch of `Stream` has other samples than on rank 0",
-    ),
-    "iterable of the rank": (
-        ChunksOfRank,
-        "UnsupportedFeatureError: rank 1: the first batch of `ChunksOfRank` has other samples than on rank 0",
     ),
     "stream that is empty on a rank": (
         lambda: DataLoader(Stream(list(data())[21 * RANK :]), 5),
