@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import lightning_ddp_ext
@@ -42,26 +41,14 @@ def all_modules():
 
 def train(lightning, strategy):
     """Train on two replicas by the Trainer of a Lightning; returns the Trainer and the parameters."""
-    pl = importlib.import_module(lightning)
-
-    class Net(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    pl, demos = (importlib.import_module(name) for name in (lightning, f"{lightning}.demos.boring_classes"))
     torch.manual_seed(1)
-    model, data = Net(), torch.utils.data.DataLoader(torch.randn(24, 4), batch_size=8)
+    model = demos.BoringModel()
     trainer = pl.Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        strategy=strategy, devices=2, accelerator="cpu", max_steps=4, limit_val_batches=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(model, data)
+    trainer.fit(model)
     return trainer, model.layer.weight.detach()
 
 
@@ -202,13 +189,6 @@ def test_paths_in_a_configuration_get_the_name_of_the_run():
         assert pkgutil.resolve_name(path[0]) is not pkgutil.resolve_name(path[1])
 
 
-def test_hydra_instantiates_the_targets_of_both_packages():
-    for package in _import_names.PACKAGES.values():
-        made = instantiate({"_target_": f"{package}.DDPJoinStrategy", "uneven_inputs": "stop"})
-        assert type(made) is importlib.import_module(package).DDPJoinStrategy
-        assert made.uneven_inputs == "stop"
-
-
 def test_the_command_follows_the_class_of_the_model():
     def choose(target, lightning=None):
         return choose_lightning(OmegaConf.create({"lightning": lightning, "model": {"_target_": target}}))
@@ -329,26 +309,21 @@ import json
 import sys
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import {package}
 import {lightning} as pl
+from {lightning}.demos.boring_classes import BoringModel, RandomDataset
 
 
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.seen = 0
+class Net(BoringModel):
+    seen = 0
 
     def training_step(self, batch, batch_idx):
-        self.seen += len(batch[0])
-        loss = self.layer(batch[0]).square().mean()
+        self.seen += len(batch)
+        loss = self.step(batch)
         self.log("loss", loss, on_epoch=True, sync_dist=True)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Imported(pl.Callback):
@@ -362,7 +337,7 @@ class Imported(pl.Callback):
 
 def main(method):
     torch.manual_seed(1)
-    model, data = Net(), TensorDataset(torch.randn(21, 4))
+    model, data = Net(), RandomDataset(32, 21)
     is_name = method in ("ddp_join", "balanced_dp")
     reports = [] if method == "balanced_dp" else [{package}.callbacks.JoinReport()]
     trainer = pl.Trainer(
