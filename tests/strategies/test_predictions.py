@@ -204,12 +204,12 @@ def own_loader(kind: str) -> DataLoader:
     return load(batch_sampler=BatchSampler(own, 2, drop_last=False))
 
 
-def data_of_ranks(folder: str) -> list[list[int]]:
+def data_of_ranks_come_rank_after_rank(folder: str) -> list[list[int]]:
     made = trainer(use_distributed_sampler=False)
     return [indices_of(made.predict(Predicting(), own_loader(kind))) for kind in ("stream", "iterable", "map")]
 
 
-def distributed_sampler_of_the_user(folder: str) -> list[int]:
+def a_distributed_sampler_of_the_user_stays(folder: str) -> list[int]:
     sampler = DistributedSampler(range(9), WORLD_SIZE, RANK, shuffle=False)
     return indices_of(trainer(use_distributed_sampler=True).predict(Predicting(), load(9, sampler=sampler)))
 
@@ -266,10 +266,17 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
+ALL = list(range(7))
+EXPECTED: dict[Callable[[str], Any], Any] = {  # on every rank
+    the_order_of_a_batch_sampler_is_kept: [[6, 5, 4], [3, 2, 1], [0]],
+    a_limit_keeps_the_first_batches: [0, 1, 2, 3],
+    data_of_ranks_come_rank_after_rank: [ALL] * 3,
+    a_distributed_sampler_of_the_user_stays: [0, 3, 6, 1, 4, 7, 2, 5, 8],
+    callbacks_of_lightning_get_the_indices: [[ALL] * 2] * 2,
+}
 OTHERS = [
-    every_rank_has_its_own_order, rank_zero_alone_gets_predictions, every_shuffled_sample_is_predicted_once,
-    the_order_of_a_batch_sampler_is_kept, a_limit_keeps_the_first_batches, token_batches, data_of_ranks,
-    distributed_sampler_of_the_user, callbacks_of_lightning_get_the_indices, refusals,
+    *EXPECTED, every_rank_has_its_own_order, rank_zero_alone_gets_predictions, every_shuffled_sample_is_predicted_once,
+    token_batches, refusals,
 ]  # fmt: skip
 
 
@@ -313,10 +320,9 @@ def test_shuffled_samples_are_predicted_once_and_alike(found):
         assert sorted(order) == list(range(10)) != order
 
 
-def test_the_order_of_a_batch_sampler_is_kept(found):
-    for values in values_of(found[1], the_order_of_a_batch_sampler_is_kept):
-        assert values == [[6, 5, 4], [3, 2, 1], [0]]
-    assert values_of(found[1], a_limit_keeps_the_first_batches) == [[0, 1, 2, 3]] * RANKS
+@pytest.mark.parametrize("case", EXPECTED, ids=lambda case: case.__name__)
+def test_on_every_rank(found, case):
+    assert values_of(found[1], case) == [EXPECTED[case]] * RANKS
 
 
 def test_batches_with_a_token_budget_come_in_their_order(found):
@@ -324,18 +330,6 @@ def test_batches_with_a_token_budget_come_in_their_order(found):
     assert wanted
     for values in values_of(found[1], token_batches):
         assert values == wanted
-
-
-def test_data_of_ranks_come_rank_after_rank(found):
-    for values in values_of(found[1], data_of_ranks):
-        assert values == [list(range(7))] * 3
-    for values in values_of(found[1], distributed_sampler_of_the_user):
-        assert values == [0, 3, 6, 1, 4, 7, 2, 5, 8]
-
-
-def test_callbacks_of_lightning_get_the_indices_of_each_prediction(found):
-    for values in values_of(found[1], callbacks_of_lightning_get_the_indices):
-        assert values == [[list(range(7))] * 2] * 2
 
 
 def test_what_cannot_be_merged_is_refused(found):
