@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -36,7 +35,6 @@ from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.conf import schemas
 from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
 from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, parse_init_method
-from tests.strategies.toolkit import digest_of, run_on_ranks, values_of
 
 CONF = Path(lightning_ddp_ext.__file__).parent / "conf"
 ROOT_CONF = Path(__file__).parent.parent / "conf"
@@ -285,7 +283,7 @@ def test_a_foreign_application_that_has_nothing_else_composes_before_the_package
 
 CLI_OPTIONS = [
     "logger=false", "enable_checkpointing=false", "enable_progress_bar=false", "enable_model_summary=false",
-    "accelerator=cpu", "devices=2",
+    "accelerator=cpu",
 ]  # fmt: skip
 
 
@@ -297,45 +295,33 @@ def fit_by_cli(*options: str) -> Trainer:
         return LightningCLI(DigitsCNN, DigitsData, save_config_callback=None).trainer
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:No seed found")
-def test_lightning_cli_takes_the_name_and_the_class():
-    for given, chunks in (
-        (["strategy=balanced_dp"], [16, 16]),
-        (["strategy=lightning_ddp_ext.BalancedDataParallelStrategy", "strategy.split=[1, 3]"], [8, 24]),
-    ):
-        trainer = fit_by_cli("max_steps=3", "limit_val_batches=1", *given)
-        assert isinstance(trainer.strategy, BalancedDataParallelStrategy)
-        assert trainer.global_step == 3
-        assert trainer.strategy.split_sizes(32) == chunks
-
-
 CLI_FILE = """
 trainer:
   strategy:
     class_path: lightning_ddp_ext.BalancedDDPStrategy
     init_args:
-      split: [1, 3]
+      split: [1]
 """
 
 
-def fit_an_epoch_by_cli(given: str, folder: str) -> tuple[Any, ...]:
-    trainer = fit_by_cli("max_epochs=1", given.format(folder=folder))
-    strategy, accuracy = trainer.strategy, float(trainer.callback_metrics["val_accuracy"])
-    digest = digest_of(trainer.lightning_module)
-    return type(strategy), getattr(strategy, "split", None), trainer.global_step, accuracy, digest
-
-
-def test_lightning_cli_trains_an_epoch_on_ranks(tmp_path):
-    (tmp_path / "train.yaml").write_text(CLI_FILE)
-    expected = {  # batches of 32 of 1257 samples, and on each rank of 629 or 628
-        "strategy=balanced_ddp": (BalancedDDPStrategy, None, 40),
-        "{folder}/train.yaml": (BalancedDDPStrategy, [1, 3], 40),
-        "strategy=ddp_join": (DDPJoinStrategy, None, 20),
-    }
-    found = run_on_ranks(2, {given: partial(fit_an_epoch_by_cli, given) for given in expected}, tmp_path)
-    for given, wanted in expected.items():
-        first, second = values_of(found, given)
-        assert first == second
-        assert first[:3] == wanted
-        assert first[3] > 0.5  # of ten classes
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:No seed found")
+def test_lightning_cli_takes_the_name_the_class_and_a_file(tmp_path):
+    file = tmp_path / "train.yaml"
+    file.write_text(CLI_FILE)
+    for given, kind, split in (
+        (["strategy=balanced_dp", "devices=2"], BalancedDataParallelStrategy, [16, 16]),
+        (
+            ["strategy=lightning_ddp_ext.BalancedDataParallelStrategy", "strategy.split=[1, 3]", "devices=2"],
+            BalancedDataParallelStrategy,
+            [8, 24],
+        ),
+        ([str(file), "devices=1"], BalancedDDPStrategy, [1]),
+        (["strategy=balanced_ddp", "devices=1"], BalancedDDPStrategy, None),
+        (["strategy=ddp_join", "devices=1"], DDPJoinStrategy, None),
+    ):
+        trainer = fit_by_cli("max_steps=3", "limit_val_batches=1", *given)
+        assert type(trainer.strategy) is kind
+        found = trainer.strategy.split_sizes(32) if "devices=2" in given else getattr(trainer.strategy, "split", None)
+        assert found == split
+        assert trainer.global_step == 3

@@ -2,24 +2,20 @@
 
 import importlib
 import inspect
-import itertools
 import json
 import linecache
 import os
 import pickle
 import pkgutil
-import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import lightning_ddp_ext
@@ -45,26 +41,14 @@ def all_modules():
 
 def train(lightning, strategy):
     """Train on two replicas by the Trainer of a Lightning; returns the Trainer and the parameters."""
-    pl = importlib.import_module(lightning)
-
-    class Net(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(4, 1)
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    pl, demos = (importlib.import_module(name) for name in (lightning, f"{lightning}.demos.boring_classes"))
     torch.manual_seed(1)
-    model, data = Net(), torch.utils.data.DataLoader(torch.randn(24, 4), batch_size=8)
+    model = demos.BoringModel()
     trainer = pl.Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        strategy=strategy, devices=2, accelerator="cpu", max_steps=4, limit_val_batches=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(model, data)
+    trainer.fit(model)
     return trainer, model.layer.weight.detach()
 
 
@@ -82,9 +66,6 @@ def test_both_trainers_train_alike_in_one_process():
     assert torch.equal(trained[0], trained[2])
     assert torch.equal(trained[1], trained[3])
     assert package_of(FIRST).DDPJoinStrategy is not package_of(SECOND).DDPJoinStrategy
-
-
-def test_both_registries_have_the_class_of_their_package():
     for lightning in (FIRST, SECOND):
         registry = importlib.import_module(f"{lightning}.strategies").StrategyRegistry
         for name, kind in _import_names.STRATEGIES.items():
@@ -208,13 +189,6 @@ def test_paths_in_a_configuration_get_the_name_of_the_run():
         assert pkgutil.resolve_name(path[0]) is not pkgutil.resolve_name(path[1])
 
 
-def test_hydra_instantiates_the_targets_of_both_packages():
-    for package in _import_names.PACKAGES.values():
-        made = instantiate({"_target_": f"{package}.DDPJoinStrategy", "uneven_inputs": "stop"})
-        assert type(made) is importlib.import_module(package).DDPJoinStrategy
-        assert made.uneven_inputs == "stop"
-
-
 def test_the_command_follows_the_class_of_the_model():
     def choose(target, lightning=None):
         return choose_lightning(OmegaConf.create({"lightning": lightning, "model": {"_target_": target}}))
@@ -330,179 +304,105 @@ def test_the_version_report_needs_nothing_that_works(tmp_path):
     assert broken[len(lines) - 3 :] == ["torch cannot be used: OSError: libcudart.so.12 is missing"]
 
 
-def with_exhaustive(*slow, others):
-    """Return the values of a parameter of slow tests, and others that start processes in nearly the same way."""
-    return [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in slow),
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in others),
-    ]
-
-
-RANKS = """
+PROGRAM = """
 import json
-import os
 import sys
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-{imports}
+import {package}
+import {lightning} as pl
+from {lightning}.demos.boring_classes import BoringModel, RandomDataset
 
 
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.seen = 0
+class Net(BoringModel):
+    seen = 0
 
     def training_step(self, batch, batch_idx):
-        self.seen += len(batch[0])
-        loss = self.layer(batch[0]).square().mean()
+        self.seen += len(batch)
+        loss = self.step(batch)
         self.log("loss", loss, on_epoch=True, sync_dist=True)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Imported(pl.Callback):
     def on_train_end(self, trainer, pl_module):
         roots = {{name.partition(".")[0] for name in sys.modules}} & {libraries}
-        assert isinstance(trainer.strategy, {package}.DDPJoinStrategy)
-        with open(f"rank{{trainer.global_rank}}.json", "w") as file:
+        assert isinstance(trainer.strategy, ({package}.DDPJoinStrategy, {package}.BalancedDataParallelStrategy))
+        with open(f"{{__name__}}{{trainer.global_rank}}.json", "w") as file:
             loss = float(trainer.callback_metrics["loss_epoch"])
             json.dump([sorted(roots), loss, pl_module.layer.weight.tolist(), pl_module.seen], file)
 
 
-if __name__ == "__main__":
+def main(method):
     torch.manual_seed(1)
-    model, data = Net(), TensorDataset(torch.randn(21, 4))
-    method = sys.argv[1]
-    strategy = "ddp_join" if method == "name" else {package}.DDPJoinStrategy(start_method=method)
+    model, data = Net(), RandomDataset(32, 21)
+    is_name = method in ("ddp_join", "balanced_dp")
+    reports = [] if method == "balanced_dp" else [{package}.callbacks.JoinReport()]
     trainer = pl.Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[Imported(), {package}.callbacks.JoinReport()],
+        strategy=method if is_name else {package}.DDPJoinStrategy(start_method=method), devices=2,
+        callbacks=[Imported(), *reports], accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
     )
     trainer.fit(model, DataLoader(data, batch_size=4))
 """
+START = """
+import importlib
+import sys
+
+method, imported, *programs = sys.argv[1:]
+for name in imported.split():
+    importlib.import_module(name)
+modules = [importlib.import_module(program) for program in programs]
+if __name__ == "__main__":
+    for module in modules:
+        module.main(method)
+"""
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+PROGRAMS = {"first": FIRST, "second": SECOND}
 
 
+def run_programs(folder, launcher, method, *programs, imports=""):
+    """Train in one process by the programs of some names; returns for each what its ranks have written."""
+    folder.mkdir()
+    (folder / "start.py").write_text(START)
+    for program, lightning in PROGRAMS.items():
+        names = {"package": _import_names.PACKAGES[lightning], "lightning": lightning}
+        (folder / f"{program}.py").write_text(PROGRAM.format(**names, libraries={*_import_names.LIBRARIES}))
+    run([*launcher, "start.py", method, imports, *programs], cwd=folder)
+    return [[json.loads(path.read_text()) for path in sorted(folder.glob(f"{one}*.json"))] for one in programs]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("method", with_exhaustive("name", "torchrun", "spawn", others=("popen", "fork", "forkserver")))
+@pytest.mark.parametrize("method", ["ddp_join", "torchrun", "spawn", "fork", "forkserver"])
 def test_ranks_import_the_lightning_of_the_program_only_and_train_alike(method, tmp_path):
-    def train_under(lightning):
-        folder = tmp_path / lightning
-        folder.mkdir()
-        package = _import_names.PACKAGES[lightning]
-        imports = f"import {package}\nimport {lightning} as pl"
-        text = RANKS.format(imports=imports, package=package, libraries={*_import_names.LIBRARIES})
-        (folder / "program.py").write_text(text)
-        run([*TORCHRUN, "program.py", "name"] if method == "torchrun" else ["program.py", method], cwd=folder)
-        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-
-    with ThreadPoolExecutor() as threads:
-        first, second = threads.map(train_under, (FIRST, SECOND))
+    launcher, given = (TORCHRUN, "ddp_join") if method == "torchrun" else ([], method)
+    (first,) = run_programs(tmp_path / "1", launcher, given, "first")
+    (second,) = run_programs(tmp_path / "2", launcher, given, "second")
     assert [rank[0] for rank in first] == [["lightning"]] * 2
     assert [rank[0] for rank in second] == [["lightning_fabric", "pytorch_lightning"]] * 2
     assert [rank[3] for rank in first] == [22, 20]
     assert first[0][1:3] == first[1][1:3]
-    assert [rank[1:] for rank in first] == [rank[1:] for rank in second]
-
-
-BOTH = """
-import importlib
-import json
-import sys
-from contextlib import redirect_stdout
-from io import StringIO
-
-method, *names = sys.argv[1:]
-for name in names:
-    importlib.import_module(name)
-import lightning_ddp_ext
-import first
-import second
-
-if __name__ == "__main__":
-    printed = []
-    for module, package in ((first, lightning_ddp_ext), (second, lightning_ddp_ext.pytorch_lightning)):
-        strategy = "balanced_dp" if method == "balanced_dp" else package.DDPJoinStrategy(start_method=method)
-        with redirect_stdout(StringIO()) as output:
-            module.main([("auto", 1), (strategy, 2)] if method == "balanced_dp" else [(strategy, 2)])
-        printed.append([line for line in output.getvalue().splitlines() if "Strategy: loss " in line])
-        assert isinstance(module.main.trainer.strategy, (package.BalancedDataParallelStrategy, package.DDPJoinStrategy))
-        with open(f"rank{module.main.trainer.global_rank}.json", "w") as file:
-            json.dump(printed, file)
-"""
-
-
-def write_program_of_both_names(folder):
-    """Write the README's program as a function of its strategies, once for each name, and a program that calls both."""
-    readme = (PACKAGE.parent / "README.md").read_text()
-    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
-    imports, program = code.split("\n\npl.seed_everything(0)")
-    before, after = program.split('[("auto", 1), ("balanced_dp", 2)]')
-    body = textwrap.indent(f"pl.seed_everything(0){before}strategies{after}", "    ")
-    text = f"{imports}\n\ndef main(strategies):\n{body}    main.trainer = trainer\n"
-    (folder / "first.py").write_text(text)
-    (folder / "second.py").write_text(_import_names.translate_source(text))
-    (folder / "both.py").write_text(BOTH)
+    both = run_programs(tmp_path / "both", launcher, given, "first", "second")
+    for ranks in (second, *both):
+        assert [rank[1:] for rank in ranks] == [rank[1:] for rank in first]
 
 
 ORDERS = [
-    *itertools.permutations((FIRST, SECOND, "lightning_ddp_ext")),
+    ("lightning_ddp_ext", FIRST, SECOND), ("lightning_ddp_ext", SECOND, FIRST), (FIRST, "lightning_ddp_ext", SECOND),
+    (SECOND, "lightning_ddp_ext", FIRST), (FIRST, SECOND, "lightning_ddp_ext"),
     ("lightning_ddp_ext.pytorch_lightning", FIRST, SECOND),
     ("lightning_ddp_ext.pytorch_lightning.callbacks", "lightning_ddp_ext.callbacks"),
-]
-
-
-# What takes most of the time is imported once: torch, and parts of it that Lightning needs.
-EACH_ORDER = """
-import json
-import os
-import runpy
-import sys
-
-import torch._dynamo
-import torchmetrics
-
-assert not {"lightning", "lightning_fabric", "pytorch_lightning", "lightning_ddp_ext"} & set(sys.modules)
-for number, order in enumerate(json.loads(sys.argv[1])):
-    if os.fork() == 0:
-        folder = f"order{number}"
-        os.mkdir(folder)
-        sys.path.insert(0, os.getcwd())
-        os.chdir(folder)
-        sys.argv = ["both.py", "balanced_dp", *order]
-        runpy.run_path("../both.py", run_name="__main__")
-        os._exit(0)
-    if os.wait()[1]:
-        sys.exit(f"{order} failed")
-"""
+]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_the_readmes_program_trains_alike_under_both_names_whatever_is_imported_first(tmp_path):
-    write_program_of_both_names(tmp_path)
-    run(["-c", EACH_ORDER, json.dumps(ORDERS)], cwd=tmp_path)
-    for number, order in enumerate(ORDERS):
-        first, second = json.loads((tmp_path / f"order{number}" / "rank0.json").read_text())
-        names = [line.partition(":")[0] for line in first]
-        assert names == ["SingleDeviceStrategy", "BalancedDataParallelStrategy"], order
-        assert first == second, order
-        assert len({line.partition(":")[2] for line in first}) == 1, order
-
-
-@pytest.mark.parametrize("method", with_exhaustive("popen", "fork", "forkserver", others=("spawn",)))
-def test_the_readmes_program_trains_alike_under_both_names_on_two_ranks(method, tmp_path):
-    write_program_of_both_names(tmp_path)
-    run(["both.py", method], cwd=tmp_path)
-    ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
-    assert len(ranks) == (2 if method == "popen" else 1)  # otherwise the other rank ends with the training
-    for first, second in ranks:
-        assert [line.partition(":")[0] for line in first] == ["DDPJoinStrategy"]
-        assert first == second
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+def test_both_names_train_alike_in_one_process_whatever_is_imported_first(order, tmp_path):
+    first, second = run_programs(tmp_path / "both", [], "balanced_dp", "first", "second", imports=" ".join(order))
+    assert first == second != []
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
-
 import lightning_ddp_ext
 import lightning_ddp_ext.callbacks
 
@@ -27,13 +25,6 @@ def test_public_names_are_these():
     ]  # fmt: skip
     for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks):
         assert all(hasattr(module, name) for name in module.__all__)
-
-
-def test_importing_registers_the_strategies():
-    assert type(StrategyRegistry.get("balanced_dp")) is lightning_ddp_ext.BalancedDataParallelStrategy
-    assert type(StrategyRegistry.get("ddp_checkpoint")) is lightning_ddp_ext.DDPCheckpointStrategy
-    assert type(StrategyRegistry.get("ddp_join")) is lightning_ddp_ext.DDPJoinStrategy
-    assert issubclass(lightning_ddp_ext.BalancedDataParallelStrategy, Strategy)
 
 
 def test_no_kind_of_accelerator_is_a_special_case():

@@ -59,13 +59,6 @@ def with_overflow(size, seed):
     return inputs, targets
 
 
-class Skipping(Regression):
-    """Has no loss, and so no weight, for a batch of seven samples."""
-
-    def training_step(self, batch, batch_idx):
-        return None if len(batch[0]) == 7 else super().training_step(batch, batch_idx)
-
-
 @pytest.mark.filterwarnings("ignore:`training_step` returned `?None")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(name, record_property):
@@ -79,20 +72,3 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(name, record_property):
         norms = [norm for _, norm in end.found]
         assert norms[1] == norms[0] != norms[2] != norms[3]
         assert all(map(math.isfinite, norms))
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `?None")
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_rank_without_weight_leaves_the_scale_alone(name):
-    """The batches of seven samples have no weight; the last step has none at all."""
-    task = Task(
-        partial(Skipping, plain), batch=single_rows, sizes=((3, 7, 2, 7), (6, 2, 7, 7)),
-        callback=ScaleOfSteps, plugins=scaled,
-    )  # fmt: skip
-    if name == "balanced_dp":  # two replicas share a batch evenly; seven of fourteen samples have no weight
-        task = Task(task.module, single_rows, ((4, 14, 4, 14), (4, 0, 4, 0)), callback=ScaleOfSteps, plugins=scaled)
-    ended = train(name, task)
-    assert len({end.digest for end in ended}) == 1
-    assert [scale for scale, _ in ended[0].found] == [SCALE] * 4
-    assert ended[0].found[-1][1] == ended[0].found[-2][1] or name != "balanced_dp"
-    assert all(gradient.isfinite().all() for end in ended for gradient in end.gradients)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
-from tests.parity import GradientRecorder, quiet_trainer
+from tests import parity
 from tests.strategies.toolkit import digest_of
 from tests.support.processes import run_processes
 
@@ -95,24 +95,15 @@ class Ended:
 def train_here(task, batches, strategy, count):
     """Train in this process, on one device or as one of `count` ranks."""
     seed_everything(0, verbose=False)
-    module, gradients = task.module(), GradientRecorder()
-    own = None if task.callback is None else task.callback()
-    options = {"precision": "64-true", "max_epochs": 1, "use_distributed_sampler": False, **task.trainer}
-    options["callbacks"] = [gradients, *([own] if own else [])]
+    module, own, backend = task.module(), task.callback and task.callback(), []
+    module.on_fit_start = lambda: backend.append(dist.get_backend() if dist.is_initialized() else "")
+    options = {"max_epochs": 1, "use_distributed_sampler": False, "callbacks": [own] if own else [], **task.trainer}
     if task.plugins is not None:
         options |= {"plugins": task.plugins(), "precision": None}
-    trainer = quiet_trainer(strategy, count, **options)
-    backend = []
-    module.on_fit_start = lambda: backend.append(dist.get_backend() if dist.is_initialized() else "")
-    trainer.fit(module, DataLoader(list(batches), batch_size=None))
-    parameters = torch.cat([parameter.detach().flatten().cpu() for parameter in module.parameters()])
-    return Ended(
-        gradients.before_step,
-        parameters,
-        digest_of(module, *trainer.optimizers),
-        backend[0],
-        getattr(own, "found", None),
-    )
+    trained = parity.train(module, strategy, count, loader=DataLoader(list(batches), batch_size=None), **options)
+    parameters = torch.cat([parameter.flatten() for parameter in trained.parameters])
+    digest, found = digest_of(module, *trained.trainer.optimizers), getattr(own, "found", None)
+    return Ended(trained.gradients.before_step, parameters, digest, backend[0], found)
 
 
 def train_on_rank(name, task):

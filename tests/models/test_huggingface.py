@@ -1,16 +1,13 @@
 """Models of HuggingFace, made from a configuration: losses over tokens and over samples."""
 
-from functools import partial
-
 import pytest
 import torch
 import transformers
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy
+from lightning_ddp_ext import BalancedDataParallelStrategy
 from tests.parity import relative_difference, seeded, train
-from tests.strategies.toolkit import ALONE, fit, run_on_ranks, values_of
 
 
 class Wrapped(LightningModule):
@@ -31,19 +28,6 @@ class Gpt2(Wrapped):
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
         self.model = transformers.GPT2LMHeadModel(config)
-
-
-class Bert(Wrapped):
-    def __init__(self):
-        super().__init__()
-        config = transformers.BertConfig(
-            vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-            max_position_embeddings=16, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        self.model = transformers.BertForSequenceClassification(config)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Wav2Vec(Wrapped):
@@ -72,11 +56,6 @@ def texts():
     return DataLoader(rows, batch_size=8)
 
 
-def labelled_texts():
-    rows = [{**row, "labels": torch.tensor(index % 3)} for index, row in enumerate(texts().dataset)]
-    return DataLoader(rows, batch_size=8)
-
-
 def sounds():
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(11, 400, generator=generator, dtype=torch.float64)
@@ -97,7 +76,6 @@ def all_labels(batch):
     [
         (Gpt2, texts, labels_that_are_predicted, "samples", 1e-6),  # its loss is computed in float32
         (Gpt2, texts, labels_that_are_predicted, all_labels, 1e-6),
-        (Bert, labelled_texts, "samples", "equal", 1e-12),
         (Wav2Vec, sounds, "samples", "equal", 1e-12),
     ],
 )
@@ -113,24 +91,3 @@ def test_a_model_trains_as_on_one_device(model, loader, weight_by, wrong, tolera
     assert steps[0] == pytest.approx(steps[1], abs=tolerance)
     other = fit(BalancedDataParallelStrategy(split=[1, 3, 4], weight_by=wrong), 3)
     assert relative_difference(other.gradients.after_backward[:1], expected[:1]) > 1e-3
-
-
-def classify(strategy=None, folder=""):
-    """Train a classifier of texts under `balanced_ddp`, or in one process; return its parameters."""
-    seed_everything(0, verbose=False)
-    options = ALONE if strategy is None else {"strategy": BalancedDDPStrategy(**strategy)}
-    return fit(Bert(), labelled_texts(), max_epochs=2, **options)[1].parameters
-
-
-def test_ranks_share_the_batches_of_a_classifier():
-    control = {"split": [1, 3], "weight_by": "equal"}
-    cases = {
-        "split": partial(classify, {"split": [1, 3]}),
-        "auto": partial(classify, {}),
-        "control": partial(classify, control),
-    }
-    found, wanted = run_on_ranks(2, cases), classify()
-    for name in cases:
-        for parameters in values_of(found, name):
-            error = float((parameters - wanted).abs().max())
-            assert (error > 1e-6) if name == "control" else (error < 1e-10), (name, error)

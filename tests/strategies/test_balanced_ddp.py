@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_ext import BalancedDDPStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency
 from lightning_ddp_ext.shares import balancer
+from lightning_ddp_ext.shares import steps as shared_steps
 from tests.parity import CachesMask, normalised_network, quiet_trainer
 from tests.strategies.toolkit import (
     ALONE,
@@ -22,6 +24,7 @@ from tests.strategies.toolkit import (
     Adversaries,
     Classifier,
     Momentum,
+    Stream,
     assert_same_training,
     fit,
     run_on_ranks,
@@ -46,21 +49,11 @@ class Recording(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-class Sizes(Callback):
-    """Records the shares of every training batch."""
-
-    def __init__(self) -> None:
-        self.sizes: list[tuple[int, ...]] = []
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.sizes.append(trainer.strategy.rank_steps.shared.sizes)
-
-
-class Simulated(Sizes):
-    """Replaces the times of this rank: they are proportional to its samples, and known some steps late."""
+class Simulated(Callback):
+    """Records the shares, and replaces the times of this rank: in proportion to its samples, and known steps late."""
 
     def __init__(self, speeds: Any, late: int = 0) -> None:
-        super().__init__()
+        self.sizes: list[tuple[int, ...]] = []
         self.speeds, self.late = speeds, late
         self.patch = mock.patch.object(balancer, "Timer", self.timer)
 
@@ -84,31 +77,44 @@ class Simulated(Sizes):
         self.trainer = trainer
         self.patch.start()
 
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.sizes.append(trainer.strategy.rank_steps.shared.sizes)
+
     def on_train_end(self, *_: Any) -> None:
         self.patch.stop()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run of two epochs on shuffled samples, in batches of 8."""
+    """A run of two epochs; samples are shuffled unless they are of a stream."""
 
     number: int = 45
     windows: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the strategy
+    batch_size: int = 8
+    of_loader: dict[str, Any] = field(default_factory=dict)
+    of_trainer: dict[str, Any] = field(default_factory=dict)
+    is_stream: bool = False
+    speeds: Any = (SPEEDS,)
+    late: int = 0  # steps until a time is known
+    most: int | None = None  # samples that rank 1 has memory for
+    workers_of_rank_1: int | None = None
 
-    def __call__(self, folder: str = "") -> tuple[dict[int, list[int]], torch.Tensor, list[str]]:
-        loader = DataLoader(TensorDataset(*samples(self.number)), batch_size=8, shuffle=True)
-        module = Recording()
-        _, trace = fit(
-            module,
-            loader,
-            strategy=BalancedDDPStrategy(**self.options),
-            callbacks=[] if self.options else [Simulated([SPEEDS])],
-            accumulate_grad_batches=self.windows,
-            max_epochs=EPOCHS,
-            use_distributed_sampler=True,
-        )
-        return module.by_batch, trace.parameters, trace.digests
+    def __call__(self, folder: str = "") -> Any:
+        data = TensorDataset(*samples(self.number))
+        given: Any = Stream(list(data)) if self.is_stream else data
+        other = {} if self.workers_of_rank_1 is None or RANK != 1 else {"num_workers": self.workers_of_rank_1}
+        loader = DataLoader(given, self.batch_size, shuffle=not self.is_stream, **{**self.of_loader, **other})
+        module, simulated = Recording(), Simulated(self.speeds, self.late)
+        options = {"max_epochs": EPOCHS, "accumulate_grad_batches": self.windows, **self.of_trainer}
+        callbacks = [*([] if self.options else [simulated]), *options.pop("callbacks", [])]
+        limits = [self.most if RANK == 1 else None]
+        with (
+            mock.patch.object(shared_steps, "has_own_memory", return_value=self.most is not None),
+            mock.patch.object(shared_steps.PeakMemory, "observe", return_value=limits),
+        ):
+            _, trace = fit(module, loader, strategy=BalancedDDPStrategy(**self.options), callbacks=callbacks, **options)
+        return module.by_batch, trace.parameters, trace.digests, simulated.sizes
 
 
 def joined(lists: Iterable[list[int]]) -> list[int]:
@@ -174,7 +180,7 @@ def test_any_number_of_ranks_trains_as_one_process(wanted, ranks, is_complete, t
         by_rank = values_of(found, name)
         order, alone = wanted(case.number, case.windows)
         assert order_of(by_rank) == order
-        for _, parameters, digests in by_rank:
+        for _, parameters, digests, _ in by_rank:
             error = float((parameters - alone).abs().max())
             assert (error > 1e-6) if name == "control" else (error < 1e-10), (name, error)
             assert digests == by_rank[0][2] != []
@@ -187,9 +193,6 @@ def test_any_number_of_ranks_trains_as_one_process(wanted, ranks, is_complete, t
 def test_wrong_arguments_are_refused_before_ranks_are_started():
     for arguments, error, message in (
         ({"split": [1, 3], "balance": "even"}, ValueError, "`split=.*` and `balance='even'` exclude each other"),
-        ({"gpu0_batch_size": -1}, ValueError, "`gpu0_batch_size` must be at least 0"),
-        ({"split": [0, 0]}, ValueError, "`split` must hold non-negative numbers, not all zero"),
-        ({"balance": "fast"}, ValueError, '`balance` must be "even" or "auto"'),
         ({"uneven_inputs": "stop"}, TypeError, "`uneven_inputs` is not needed"),
         ({"splits": [1, 2]}, TypeError, "`splits` is not an argument of this strategy"),
     ):
@@ -203,68 +206,46 @@ def test_wrong_arguments_are_refused_before_ranks_are_started():
 # ---------------------------------------------------------------- manual optimization, batch normalisation
 
 
-@dataclass(frozen=True)
-class Manual:
-    """Manual optimization with two optimizers, on batches of 8, 8 and 5 samples in their order."""
-
-    options: dict[str, Any]
-    accumulate: bool = False
-
-    def __call__(self, folder: str = "") -> Any:
-        return self.fit(strategy=BalancedDDPStrategy(**self.options))
-
-    def fit(self, **options: Any) -> Any:
-        seed_everything(0, verbose=False)
-        loader = DataLoader(TensorDataset(*samples(21)), batch_size=8)
-        module = Adversaries(toggle=not self.accumulate, accumulate=self.accumulate)
-        return fit(module, loader, max_epochs=2, **options)[1]
-
-
-@dataclass(frozen=True)
-class Normalised:
-    """A module with or without batch normalisation, on batches of 8 samples."""
-
-    is_normalised: bool
-
-    def __call__(self, folder: str = "") -> Any:
-        module, sizes = Classifier(), Sizes()
-        if self.is_normalised:
-            module.network = normalised_network()
-        loader = DataLoader(TensorDataset(*samples(24)), batch_size=8)
-        _, trace = fit(module, loader, strategy=BalancedDDPStrategy(split=[1, 7]), callbacks=[sizes])
-        return sizes.sizes, trace.digests
-
-
-@dataclass(frozen=True)
-class Caching:
-    """A module whose buffers have the size of the share, on batches of 8, 8 and 5 samples."""
-
-    def __call__(self, folder: str = "") -> Any:
-        return self.fit(strategy=BalancedDDPStrategy(split=[1, 3]), callbacks=[ReplicaConsistency(every_n_steps=1)])
-
-    def fit(self, **options: Any) -> Any:
-        seed_everything(0, verbose=False)
-        loader = DataLoader(TensorDataset(*samples(21)[:2]), batch_size=8)
-        return fit(CachesMask(torch.optim.SGD, lr=0.1), loader, max_epochs=2, **options)[1]
-
-
-MANUAL = {
-    "split": Manual({"split": [1, 3]}),
-    "accumulated": Manual({"split": [1, 3]}, accumulate=True),
-    "shadow steps": Manual({"gpu0_batch_size": 0}),
-    "auto": Manual({}),
+OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # modules, and options of the strategy
+    "split": (Adversaries, {"split": [1, 3]}),
+    "accumulated": (partial(Adversaries, toggle=False, accumulate=True), {"split": [1, 3]}),
+    "shadow steps": (Adversaries, {"gpu0_batch_size": 0}),
+    "auto": (Adversaries, {}),
+    "caches of the size of the share": (partial(CachesMask, torch.optim.SGD, lr=0.1), {"split": [1, 3]}),
 }
 
 
+def fit_other(name: str, **options: Any) -> Any:
+    """Train on batches of 8, 8 and 5 samples in their order."""
+    seed_everything(0, verbose=False)
+    loader = DataLoader(TensorDataset(*samples(21)[:2]), batch_size=8)
+    return fit(OTHERS[name][0](), loader, max_epochs=2, **options)[1]
+
+
+def share(name: str, folder: str) -> Any:
+    callbacks = [ReplicaConsistency(every_n_steps=1)] if name.startswith("caches") else []
+    return fit_other(name, strategy=BalancedDDPStrategy(**OTHERS[name][1]), callbacks=callbacks)
+
+
+def normalise(is_normalised: bool, folder: str) -> Any:
+    """Return the sizes of shares of 24 samples with and without batch normalisation."""
+    module, sizes = Classifier(), Simulated([SPEEDS])
+    if is_normalised:
+        module.network = normalised_network()
+    loader = DataLoader(TensorDataset(*samples(24)), batch_size=8)
+    _, trace = fit(module, loader, strategy=BalancedDDPStrategy(split=[1, 7]), callbacks=[sizes])
+    return sizes.sizes, trace.digests
+
+
 @pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    cases = {**MANUAL, "caching": Caching(), "normalised": Normalised(True), "not normalised": Normalised(False)}
-    return run_on_ranks(2, cases, tmp_path_factory.mktemp("others"))
+def others():
+    normalised = {f"{is_normalised}": partial(normalise, is_normalised) for is_normalised in (True, False)}
+    return run_on_ranks(2, {**{name: partial(share, name) for name in OTHERS}, **normalised})
 
 
-@pytest.mark.parametrize("name", MANUAL)
-def test_manual_optimization_has_the_gradients_of_the_whole_batch(others, name):
-    found, wanted = values_of(others, name), MANUAL[name].fit(**ALONE)
+@pytest.mark.parametrize("name", OTHERS)
+def test_manual_optimization_and_caches_have_the_gradients_of_the_whole_batch(others, name):
+    found, wanted = values_of(others, name), fit_other(name, **ALONE)
     if name == "shadow steps":  # rank 0 has no sample and runs no optimizer of the module
         assert found[0].gradients == []
         assert found[0].digests == found[1].digests != []
@@ -273,14 +254,8 @@ def test_manual_optimization_has_the_gradients_of_the_whole_batch(others, name):
     assert_same_training(found, wanted)
 
 
-def test_caches_may_have_the_size_of_the_share(others):
-    assert_same_training(values_of(others, "caching"), Caching().fit(**ALONE))
-
-
 def test_batch_normalisation_gets_no_single_sample(others):
-    for (sizes, digests), (single, _) in zip(
-        values_of(others, "normalised"), values_of(others, "not normalised"), strict=True
-    ):
-        assert single == [(1, 7)] * 3
-        assert sizes == [(0, 8)] * 3
-        assert digests == values_of(others, "normalised")[0][1] != []
+    (sizes, digests), (other_sizes, other_digests) = values_of(others, "True")
+    assert sizes == other_sizes == [(0, 8)] * 3
+    assert digests == other_digests != []
+    assert [sizes for sizes, _ in values_of(others, "False")] == [[(1, 7)] * 3] * 2

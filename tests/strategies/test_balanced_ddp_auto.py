@@ -1,70 +1,35 @@
 """`balance="auto"` of `balanced_ddp`: shares follow the times of the ranks, which are simulated here."""
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import BalancedDDPStrategy
-from lightning_ddp_ext.shares import steps as shared_steps
-from tests.strategies.test_balanced_ddp import SPEEDS, Recording, Simulated, alone, joined
-from tests.strategies.toolkit import RANK, Stream, fit, run_on_ranks, samples, values_of
+from tests.strategies.test_balanced_ddp import Case, alone, joined
+from tests.strategies.toolkit import run_on_ranks, values_of
 
-
-@dataclass(frozen=True)
-class Case:
-    """A run of two epochs of 30 batches of 16 samples, the last of 5."""
-
-    late: int = 0
-    windows: int = 1
-    of_loader: dict[str, Any] = field(default_factory=dict)
-    is_stream: bool = False
-    of_trainer: dict[str, Any] = field(default_factory=dict)
-    speeds: Any = (SPEEDS,)
-    most: int | None = None  # samples that rank 1 has memory for
-    workers_of_rank_1: int | None = None
-
-    def __call__(self, folder: str = "") -> Any:
-        data = TensorDataset(*samples(469))
-        given: Any = Stream(list(data)) if self.is_stream else data
-        other = {} if self.workers_of_rank_1 is None or RANK != 1 else {"num_workers": self.workers_of_rank_1}
-        loader = DataLoader(given, 16, shuffle=not self.is_stream, **{**self.of_loader, **other})
-        module, simulated = Recording(), Simulated(self.speeds, self.late)
-        options = {"max_epochs": 2, "accumulate_grad_batches": self.windows, **self.of_trainer}
-        callbacks = [simulated, *options.pop("callbacks", [])]
-        limits = [self.most if RANK == 1 else None]
-        with (
-            mock.patch.object(shared_steps, "has_own_memory", return_value=self.most is not None),
-            mock.patch.object(shared_steps.PeakMemory, "observe", return_value=limits),
-        ):
-            _, trace = fit(module, loader, strategy=BalancedDDPStrategy(), callbacks=callbacks, **options)
-        return module.by_batch, trace.parameters, trace.digests, simulated.sizes
-
-
+Long = partial(Case, 469, batch_size=16)  # 30 batches of 16 samples, the last of 5
 CASES = {
-    "in time": Case(),
-    "late": Case(late=2),
-    "accumulated": Case(windows=3),
-    "workers": Case(of_loader={"num_workers": 2, "prefetch_factor": 3}),
-    "other workers on each rank": Case(late=1, workers_of_rank_1=2),
-    "persistent workers": Case(of_loader={"num_workers": 1, "persistent_workers": True}),
-    "stream": Case(is_stream=True),
-    "stream with workers": Case(is_stream=True, of_loader={"num_workers": 2}),
-    "memory": Case(most=10),
-    "scarce memory": Case(most=6),  # less than an even share
-    "scarce memory and workers": Case(most=6, of_loader={"num_workers": 2}),
+    "in time": Long(),
+    "late": Long(late=2),
+    "accumulated": Long(windows=3),
+    "workers": Long(of_loader={"num_workers": 2, "prefetch_factor": 3}),
+    "other workers on each rank": Long(late=1, workers_of_rank_1=2),
+    "persistent workers": Long(of_loader={"num_workers": 1, "persistent_workers": True}),
+    "stream": Long(is_stream=True),
+    "stream with workers": Long(is_stream=True, of_loader={"num_workers": 2}),
+    "memory": Long(most=10),
+    "scarce memory": Long(most=6),  # less than an even share
+    "scarce memory and workers": Long(most=6, of_loader={"num_workers": 2}),
 }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     others = {
-        "swapped": Case(speeds=[(1, 3)] * 30 + [(3, 1)]),
-        "deterministic": Case(of_trainer={"deterministic": True}),  # the last one, because it changes the process
+        "swapped": Long(speeds=[(1, 3)] * 30 + [(3, 1)]),
+        "deterministic": Long(of_trainer={"deterministic": True}),  # the last one, because it changes the process
     }
     return run_on_ranks(2, {**CASES, **others}, tmp_path_factory.mktemp("auto"))
 
@@ -112,7 +77,7 @@ def resume(steps: int, until: bool, folder: str) -> Any:
     else:
         options = {"ckpt_path": path}
     workers = {"num_workers": 2} if steps == 40 else {}
-    return Case(of_trainer=options, of_loader=workers)(folder)
+    return Long(of_trainer=options, of_loader=workers)(folder)
 
 
 POINTS = (9, 30, 40)  # a change is decided and not in effect; the end of the first epoch; within the second epoch

@@ -1,17 +1,15 @@
 """`balanced_ddp` with every kind of loader, in training, evaluation and after an interruption."""
 
-import gc
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
@@ -28,9 +26,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ddp_ext import BalancedDDPStrategy
-from lightning_ddp_ext.shares.samplers import NoSamples
 from tests.strategies.test_balanced_ddp import Recording, joined
-from tests.strategies.test_ddp_join_training import count_threads
 from tests.strategies.test_resuming import stateful
 from tests.strategies.toolkit import (
     CLASSES,
@@ -38,7 +34,6 @@ from tests.strategies.toolkit import (
     Noisy,
     Stream,
     fit,
-    gather,
     run_on_ranks,
     samples,
     trainer,
@@ -85,11 +80,6 @@ class Chunks:
 
 def deal(items: list[Any]) -> list[Any]:
     return items[RANK::2]
-
-
-class ChunksOfRank(Chunks):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(deal([*super().__iter__()]))
 
 
 class OwnShard(IterableDataset):
@@ -259,75 +249,10 @@ EVALUATIONS = {
 }
 
 
-class Outputs(Callback):
-    """Notes the samples of which callbacks see predictions on this rank."""
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-
-    def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.indices += [] if isinstance(outputs, NoSamples) else outputs["index"].tolist()
-
-
-def predict(options: dict[str, Any], folder: str) -> list[Any]:
-    """Return the predicted indices, and the sums of features, of one loader and of two."""
-
-    class Predicting(Recording):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return {"index": batch[2], "sum": batch[0].sum(1), "names": [f"{index}" for index in batch[2].tolist()]}
-
-    made, module = trainer(strategy=BalancedDDPStrategy(**options)), Predicting()
-    loaders = [DataLoader(data(), 5), DataLoader(data(9), 4)]
-    limited = trainer(strategy=BalancedDDPStrategy(**options), limit_predict_batches=3)
-    found = [made.predict(module, loaders[0]), *made.predict(module, loaders), limited.predict(module, loaders[0])]
-    seen = Outputs()
-    made = trainer(seen, strategy=BalancedDDPStrategy(**options))
-    assert made.predict(module, loaders[0], return_predictions=False) is None
-    assert sorted(joined(gather(seen.indices))) == list(range(21))
-    return [[{name: list(map(str, value)) for name, value in one.items()} for one in part] for part in found]
-
-
-def predict_objects(folder: str) -> str:
-    """Return the error for predictions of a class that other ranks cannot look up."""
-
-    class Named(NamedTuple):
-        index: Any
-
-    class Predicting(Recording):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return {"named": Named(batch[2])}
-
-    made, module = trainer(strategy=BalancedDDPStrategy(**FIXED)), Predicting()
-    assert made.predict(module, DataLoader(data(), 5), return_predictions=False) is None
-    try:
-        made.predict(module, DataLoader(data(), 5))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-PREDICTIONS = {"predictions": FIXED, "predictions without data": {"gpu0_batch_size": 0}}
-
-
 def only_the_share_is_fetched(folder: str) -> list[int]:
     dataset = Untouched(*samples(21))
     fit(Recording(), DataLoader(dataset, 5, shuffle=True), strategy=BalancedDDPStrategy(**FIXED))
     return dataset.fetched
-
-
-def process_groups_and_their_threads_end_with_a_run(folder: str) -> None:
-    """Forked workers of the next run would wait for the threads; nothing is left to the garbage collector."""
-    found: list[int] = []
-    gc.collect()
-    gc.disable()
-    for _ in range(4):
-        module = Evaluating()
-        made = trainer(strategy=BalancedDDPStrategy(gpu0_batch_size=0), max_epochs=1)
-        made.fit(module, LOADERS["shuffled"](), LOADERS["stream"]())
-        made.validate(module, LOADERS["shuffled"](), verbose=False)
-        found.append(count_threads(found[0] if found else 0))
-    gc.enable()
-    assert found == [found[0]] * 4
 
 
 def refuse(name: str, folder: str) -> str:
@@ -367,10 +292,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "finished batches of the rank": (
         lambda: DataLoader(Stream(deal(list(Chunks()))), None),
         "UnsupportedFeatureError: rank 1: the first batch of `Stream` has other samples than on rank 0",
-    ),
-    "iterable of the rank": (
-        ChunksOfRank,
-        "UnsupportedFeatureError: rank 1: the first batch of `ChunksOfRank` has other samples than on rank 0",
     ),
     "stream that is empty on a rank": (
         lambda: DataLoader(Stream(list(data())[21 * RANK :]), 5),
@@ -416,18 +337,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def found(tmp_path_factory):
     alone = {name: replace(case, options={}) for name, case in RUNS.items()}
     alone.update((name, partial(evaluate, {})) for name in EVALUATIONS)
-    alone["predictions"] = partial(predict, {})
-    predictions = {name: partial(predict, options) for name, options in PREDICTIONS.items()}
     refused = {name: partial(refuse, name) for name in REFUSED}
-    shared = {
-        **RUNS,
-        **EVALUATIONS,
-        **predictions,
-        "objects": predict_objects,
-        "fetched": only_the_share_is_fetched,
-        "threads": process_groups_and_their_threads_end_with_a_run,
-        **refused,
-    }
+    shared = {**RUNS, **EVALUATIONS, "fetched": only_the_share_is_fetched, **refused}
     folder = tmp_path_factory.mktemp("data")
     return run_on_ranks(1, alone, folder), run_on_ranks(2, shared, folder)
 
@@ -452,29 +363,10 @@ def test_evaluation_is_the_one_of_one_process(found, name):
             assert own == pytest.approx(other, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", PREDICTIONS)
-def test_predictions_are_in_the_order_of_the_data_on_every_rank(found, name):
-    (wanted,) = values_of(found[0], "predictions")
-    assert [len(part) for part in wanted] == [5, 5, 3, 3]
-    assert joined(one["names"] for one in wanted[0]) == [f"{index}" for index in range(21)]
-    for predicted in values_of(found[1], name):
-        assert predicted == wanted
-
-
-def test_predictions_that_cannot_be_sent_are_refused_in_the_first_batch(found):
-    wanted = "`predict_step` returns `Named` at `['named']`, which cannot be sent to other ranks"
-    for error in values_of(found[1], "objects"):
-        assert wanted in error
-
-
 def test_a_rank_fetches_no_sample_of_another_rank(found):
     fetched = values_of(found[1], "fetched")
     assert sorted(joined(fetched)) == list(range(21))
     assert len(fetched[0]) < len(fetched[1])
-
-
-def test_process_groups_and_their_threads_end_with_a_run(found):
-    values_of(found[1], "threads")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BatchSplitError
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
@@ -26,6 +26,7 @@ from tests.parity import (
     seeded,
     train,
 )
+from tests.strategies.toolkit import Stream
 
 
 class Pairs:
@@ -84,30 +85,11 @@ def test_loaders_that_are_read_at_once(mode, kind):
     assert single.trainer.global_step == 3 * (3 if mode == "min_size" else 5)
 
 
-def test_several_loaders_of_validation_test_and_prediction():
-    def run(**way):
-        trained = train(seeded(Evaluated), **way, val_loader=[batches(19), batches(9, 3)])
-        loaders = {"a": batches(19), "b": batches(9, 3)}
-        tested = trained.trainer.test(trained.module, loaders, verbose=False)
-        return trained, tested, trained.trainer.predict(trained.module, list(loaders.values()))
-
-    (single, expected, predicted), (parallel, found, predictions) = both_ways(run)
-    assert_same_training(parallel, single)
-    assert "val_loss/dataloader_idx_1" in expected[1]
-    assert found == [pytest.approx(result, rel=1e-9) for result in expected]
-    torch.testing.assert_close(predictions, predicted)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(dataset(27))
-
-
 @pytest.mark.parametrize(
     ("make", "options"),
     [
         (lambda: batches(num_workers=2, persistent_workers=True), {}),
-        (lambda: DataLoader(Stream(), batch_size=8), {"max_steps": 6, "max_epochs": -1}),
+        (lambda: DataLoader(Stream(list(dataset(27))), batch_size=8), {"max_steps": 6, "max_epochs": -1}),
         (lambda: batches(shuffle=True), {}),
     ],
     ids=["workers", "no length", "shuffled"],

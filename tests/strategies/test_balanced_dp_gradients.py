@@ -47,14 +47,16 @@ def test_validation_test_and_predictions_equal_one_device(split, devices, sample
     def run(strategy, count):
         trainer = quiet_trainer(strategy, count, precision="64-true")
         module, loaders = seeded(Evaluated), [batches(samples), batches(samples)]
-        results = trainer.validate(module, loaders[0], verbose=False) + trainer.test(module, loaders, verbose=False)
-        return results, trainer.predict(module, loaders[0])
+        results = trainer.validate(module, loaders[0], verbose=False) + trainer.test(
+            module, dict(zip("ab", loaders, strict=True)), verbose=False
+        )
+        return results, trainer.predict(module, loaders)
 
     found, predicted = run(balanced(split), devices)
     expected, predictions = run("auto", 1)
     assert found == [pytest.approx(result, abs=1e-9) for result in expected]
     torch.testing.assert_close(predicted, predictions)
-    assert len(predictions) == -(-samples // 8)
+    assert [len(part) for part in predictions] == [-(-samples // 8)] * 2
 
 
 def test_the_test_fails_when_chunks_have_equal_weights():

@@ -9,9 +9,8 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler
+from lightning.pytorch.profilers import AdvancedProfiler
 from torch import nn
-from torch.autograd import DeviceType
 from torch.nn import functional
 
 from tests.parity import (
@@ -57,16 +56,6 @@ def test_training_equals_one_device(options):
 def test_accumulation_schedules():
     single, _ = compare(Evaluated, lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]})
     assert len(single.gradients.before_step) == 4 + 2 + 2
-
-
-def test_training_without_samples_on_the_first_device_equals_one_device():
-    options = {"val_loader": batches(19), "limit_train_batches": 0.6, "max_steps": 5}
-    compare(Evaluated, options, gpu0_batch_size=0)
-
-
-def test_the_tests_fail_when_chunks_have_equal_weights():
-    with pytest.raises(AssertionError, match="after_backward"):
-        compare(Evaluated, {"val_loader": batches(19), "overfit_batches": 2}, split=[2, 6], weight_by="equal")
 
 
 @pytest.mark.filterwarnings("ignore:You have turned on `Trainer.detect_anomaly=True.`")
@@ -151,24 +140,6 @@ def test_the_advanced_profiler_sees_calls_of_every_replica(tmp_path):
     for name, reports in (("network", expected), ("[Replica 0]network", found), ("[Replica 1]network", found)):
         (report,) = (report for report in reports if report.splitlines()[0] == name)
         assert "linear.py" in report
-
-
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch before 2.13
-def test_the_torch_profiler_records_operators_of_every_replica(tmp_path):
-    def count(**way):
-        profiler = PyTorchProfiler(tmp_path, str(way["devices"]), record_module_names=True)
-        trained = profile(profiler, **way)
-        # A device records the regions that the host names, too.
-        events = [one for one in trained.trainer.profiler.function_events if one.device_type == DeviceType.CPU]
-        names = [event.name for event in events]
-        wanted = ("aten::addmm", "TanhBackward0", "[pl][profile]network", "[pl][profile][Replica 1]network")
-        return trained, [names.count(name) for name in wanted]
-
-    (single, expected), (parallel, found) = both_ways(count)
-    assert_same_training(parallel, single)
-    batches_recorded = expected[2]
-    assert expected == [2 * batches_recorded, batches_recorded, batches_recorded, 0]
-    assert found == [4 * batches_recorded, 2 * batches_recorded, 0, batches_recorded]
 
 
 def replica_threads():

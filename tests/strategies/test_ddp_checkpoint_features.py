@@ -21,7 +21,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPCheckpointStrategy
-from lightning_ddp_ext.callbacks import ReplicaConsistency
 from tests.strategies.toolkit import (
     CLASSES,
     FEATURES,
@@ -72,21 +71,11 @@ def train(
     folder: str,
     make: Callable[[], dict[str, Any]] = dict,
     module: Callable[[], Any] = Normalised,
-    resumes: bool = False,
 ) -> str:
     """Train with these options of the Trainer; returns the digest of this rank."""
     data = DataLoader(batches_of_ranks([[4, 5, 6, 3]] * 2)[RANK], batch_size=None)
     options = {"strategy": "ddp_checkpoint", "max_epochs": 3, **make()}
-    made, trace = fit(module(), data, data, **options)
-    if resumes:
-        path = made.checkpoint_callback.last_model_path
-        trace = fit(module(), data, data, ckpt_path=path, **{**options, **make(), "max_epochs": 5})[1]
-    return trace.digests[-1]
-
-
-def keep_last(folder: str) -> str:
-    saving = {"callbacks": [ModelCheckpoint(folder, save_last=True)], "enable_checkpointing": True}
-    return train(folder, lambda: saving, resumes=True)
+    return fit(module(), data, data, **options)[1].digests[-1]
 
 
 def post_local_sgd() -> dict[str, Any]:
@@ -103,11 +92,6 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "accumulation schedule": lambda: {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 1, 2: 3})]},
     "bf16-mixed": lambda: {"precision": "bf16-mixed"},
     "bf16-true": lambda: {"precision": "bf16-true"},
-    "float32": lambda: {"precision": "32-true"},
-    "anomaly detection": lambda: {"detect_anomaly": True},
-    "profiler": lambda: {"profiler": "simple"},
-    "consistency": lambda: {"callbacks": [ReplicaConsistency(every_n_steps=1)]},
-    "overfitting": lambda: {"overfit_batches": 2},
     "post-local SGD": post_local_sgd,
     "compressed gradients": lambda: {
         "strategy": DDPCheckpointStrategy(
@@ -142,7 +126,6 @@ def fail_and_save(folder: str) -> dict[str, Any]:
 
 CASES = {
     **{name: partial(train_with, name) for name in OPTIONS},
-    "checkpoints and resuming": keep_last,
     "an optimizer that draws": partial(train, module=Drawing),
     "different modules": partial(train, module=DifferentSize),
     "failure": fail_and_save,

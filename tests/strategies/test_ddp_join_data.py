@@ -22,7 +22,7 @@ from torch.utils.data import (
 from torchmetrics import AUROC, CatMetric, ConfusionMatrix
 from torchmetrics.retrieval import RetrievalMAP
 
-from lightning_ddp_ext import DDPJoinStrategy
+from lightning_ddp_ext import DDPJoinStrategy, TokenBudgetBatchSampler
 from lightning_ddp_ext.join import combined_loader
 from tests.strategies.toolkit import (
     ALONE,
@@ -115,14 +115,17 @@ class ByEpoch(Sampler[int]):
 def samplers_are_divided_among_ranks_once_in_every_epoch(folder: str) -> None:
     generator = torch.Generator().manual_seed(RANK)  # different on every rank
     drawing = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False, generator=generator)
-    for sampler in (ByEpoch(), drawing):
+    tokens = TokenBudgetBatchSampler([1 + index % 4 for index in range(SAMPLES)], max_tokens=6)
+    for sampler in (ByEpoch(), drawing, tokens):
         module = Seeing()
-        trainer(max_epochs=2, use_distributed_sampler=True).fit(module, DataLoader(DATA, 3, sampler=sampler))
+        data = DataLoader(DATA, batch_sampler=tokens) if sampler is tokens else DataLoader(DATA, 3, sampler=sampler)
+        trainer(max_epochs=2, use_distributed_sampler=True).fit(module, data)
         half = len(module.seen) // 2
+        assert gather(module.seen[:half]) != gather(module.seen[half:])
         for epoch, batches in enumerate((module.seen[:half], module.seen[half:])):
             by_rank = gather(list(chain(*batches)))
             assert sorted(chain(*by_rank)) == list(range(SAMPLES))
-            if sampler is not drawing:
+            if isinstance(sampler, ByEpoch):
                 assert [indices[0] for indices in by_rank] == [epoch, epoch + 1, epoch + 2]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -37,11 +37,9 @@ def batch_of(indices: list[int]) -> tuple[Tensor, Tensor]:
 
 
 class Transposed(Classifier):
-    """Takes batches of transposed features, or lists of these, of equal weights."""
+    """Takes batches of transposed features."""
 
     def loss(self, batch: Any) -> Tensor:
-        if isinstance(batch, list) and not isinstance(batch[0], Tensor):
-            return torch.stack([self.loss(part) for part in batch]).mean()
         return super().loss((batch[0].T, batch[1][0]))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -54,41 +52,23 @@ class Transposed(Classifier):
 
     def size_of(self, batch: Any) -> int | None:
         """Lightning has to be given the size of a batch; the strategies know the samples that were drawn."""
-        if self.trainer.world_size > 1:
-            return None
-        return len(batch[1][0]) if isinstance(batch[0], Tensor) else 1
+        return None if self.trainer.world_size > 1 else len(batch[1][0])
 
 
-class Counting(Callback):
-    """Keeps the weight of each batch."""
-
-    def __init__(self) -> None:
-        self.weights: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.weights.append(getattr(trainer.strategy, "batch_weight", 0.0))
-
-
-def train(loader: DataLoader, **options: Any) -> tuple[Trace, list[float], list[str]]:
-    """Train two epochs; returns the trace, the weights of batches, and the warnings about them."""
+def train(loader: DataLoader, **options: Any) -> tuple[Trace, list[str]]:
+    """Train two epochs; returns the trace, and the warnings about weights."""
     seed_everything(0, verbose=False)
-    counting = Counting()
-    callbacks = [counting, *options.pop("callbacks", [])]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trace = fit(Transposed().double(), loader, loader, callbacks=callbacks, max_epochs=2, **options)[1]
+        trace = fit(Transposed().double(), loader, loader, max_epochs=2, **options)[1]
     texts = [str(one.message) for one in caught]
-    return trace, counting.weights, [text for text in texts if "weight" in text]
+    return trace, [text for text in texts if "weight" in text]
 
 
-def train_alone(by_rank: Sizes, is_equal: bool = False) -> Trace:
-    """Train in one process on the samples of all ranks in each step, or with equal weights of their batches."""
+def train_alone(by_rank: Sizes) -> Trace:
+    """Train in one process on the samples of all ranks in each step."""
     steps = [[of_rank[step] for of_rank in by_rank if step < len(of_rank)] for step in range(max(map(len, by_rank)))]
-    if is_equal:
-        batches = [[batch_of(indices) for indices in step] for step in steps]
-    else:
-        batches = [batch_of(list(chain(*step))) for step in steps]
-    return train(DataLoader(batches, batch_size=None, collate_fn=list), **ALONE)[0]
+    return train(ready([list(chain(*step)) for step in steps]), **ALONE)[0]
 
 
 def drawn(indices: list[list[int]]) -> DataLoader:
@@ -102,7 +82,6 @@ def ready(indices: list[list[int]]) -> DataLoader:
 CASES: dict[str, tuple[Callable[[list[list[int]]], DataLoader], dict[str, Any]]] = {
     "drawn": (drawn, {}),
     "ready, with `batch_dim`": (ready, {"batch_dim": 1}),
-    "ready, of equal weight": (ready, {"weight_by": "equal"}),
 }
 
 
@@ -110,7 +89,7 @@ def sizes_of(strategy: str) -> Sizes:
     return EVEN if strategy == "ddp_checkpoint" else UNEVEN
 
 
-def train_case(name: str, strategy: str, folder: str) -> tuple[Trace, list[float], list[str]]:
+def train_case(name: str, strategy: str, folder: str) -> tuple[Trace, list[str]]:
     make, options = CASES[name]
     return train(make(sizes_of(strategy)[RANK]), strategy=STRATEGIES[strategy](**options))
 
@@ -130,17 +109,13 @@ def found():
     return run_on_ranks(2, cases)
 
 
-def assert_same(found, alone):
-    assert found[0].digests == found[1].digests != []
-    assert relative_difference([found[0].parameters], [alone.parameters]) < 1e-12
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", [name for name in CASES if "equal" not in name])
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_and_logged_values_equal_one_process(found, name, strategy):
-    traces, _, warned = zip(*values_of(found, f"{name}, {strategy}"), strict=True)
+    traces, warned = zip(*values_of(found, f"{name}, {strategy}"), strict=True)
     alone = train_alone(sizes_of(strategy))
-    assert_same(traces, alone)
+    assert traces[0].digests == traces[1].digests != []
+    assert relative_difference([traces[0].parameters], [alone.parameters]) < 1e-12
     assert warned == ([], [])
     for trace in traces:
         for values, wanted in zip(trace.metrics, alone.metrics, strict=True):
@@ -148,14 +123,6 @@ def test_gradients_and_logged_values_equal_one_process(found, name, strategy):
         assert [loss for _, loss in trace.validations] == pytest.approx(
             [loss for _, loss in alone.validations], rel=1e-6
         )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_option_for_batches_of_equal_weight_needs_no_counts(found, strategy):
-    traces, weights, _ = zip(*values_of(found, f"ready, of equal weight, {strategy}"), strict=True)
-    assert_same(traces, train_alone(sizes_of(strategy), is_equal=True))
-    assert relative_difference([traces[0].parameters], [train_alone(sizes_of(strategy)).parameters]) > 1e-3
-    assert {*chain(*weights)} <= {0.0, 1.0}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -1,7 +1,7 @@
 """Losses that are means over tokens or have class weights, on ranks with different numbers of them."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import ClassWeights, TokenBudgetBatchSampler, TokenCount
+from lightning_ddp_ext import ClassWeights, TokenCount
 from tests.parity import relative_difference
 from tests.strategies.toolkit import ALONE, RANK, STRATEGIES, Trace, assert_same_training, fit, run_on_ranks, values_of
 
@@ -106,12 +106,7 @@ CONTROLS = {
 
 @pytest.mark.parametrize(
     "world_size",
-    [
-        2,
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(3, marks=pytest.mark.slow),
-        pytest.param(4, marks=pytest.mark.slow),
-    ],
+    [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3, 4))],
 )
 def test_gradients_are_means_over_the_tokens_of_all_ranks(world_size):
     found = run_on_ranks(world_size, {**CASES, **{name: control for name, (control, _) in CONTROLS.items()}})
@@ -121,51 +116,3 @@ def test_gradients_are_means_over_the_tokens_of_all_ranks(world_size):
         wrong, *_ = values_of(found, name)
         if world_size > 1:
             assert relative_difference(wrong.gradients, exact.alone(world_size).gradients) > 1e-3, name
-
-
-class Rows:
-    """Sequences of different length, each with its index."""
-
-    lengths: ClassVar = [1 + index * 7 % 12 for index in range(40)]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return index, self.lengths[index]
-
-
-class Seen(LanguageModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[list[list[int]]] = [[]]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen[-1].append([index for index, _ in batch])
-        return super().training_step({"input_ids": (ids := torch.zeros(1, 4, dtype=torch.int64)), "labels": ids}, 0)
-
-    def on_train_epoch_end(self) -> None:
-        self.seen.append([])
-
-
-def a_token_budget(folder: str) -> Any:
-    sampler = TokenBudgetBatchSampler(Rows.lengths, max_tokens=24)
-    module = Seen()
-    data = DataLoader(Rows(), batch_sampler=sampler, collate_fn=list)
-    options = {"max_epochs": 2, "use_distributed_sampler": True, "strategy": "ddp_join"}
-    made, _ = fit(module, data, **options)
-    return module.seen[:2], made.global_step
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_batches_with_a_token_budget_are_dealt_out_to_ranks_without_losing_any(world_size):
-    by_rank = values_of(run_on_ranks(world_size, [a_token_budget]), a_token_budget)
-    epochs = list(zip(*(seen for seen, _ in by_rank), strict=True))
-    for epoch in epochs:
-        batches = [batch for of_rank in epoch for batch in of_rank]
-        assert sorted(index for batch in batches for index in batch) == list(range(40))
-        assert max(len(batch) * max(Rows.lengths[index] for index in batch) for batch in batches) <= 24
-        assert max(map(len, epoch)) - min(map(len, epoch)) <= 1
-        assert sum(map(len, epoch)) % world_size  # the case: some rank has one batch less
-    assert epochs[0] != epochs[1]
-    assert {steps for _, steps in by_rank} == {2 * max(map(len, epochs[0]))}

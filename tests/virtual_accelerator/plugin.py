@@ -25,7 +25,6 @@ def load() -> ModuleType:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         _LIBRARY.impl("_thnn_fused_lstm_cell", _lstm_cell, key)
-        _LIBRARY.impl("_thnn_fused_gru_cell", _gru_cell, key)
     create = partial(_process_group, compiled)
     dist.Backend.register_backend("virtual_ccl", create, extended_api=True, devices=[NAME])
     AcceleratorRegistry.register(NAME, VirtualAccelerator, description="devices in host memory")
@@ -104,23 +103,12 @@ def _process_group(compiled: ModuleType, group: Any, options: Any) -> Any:
     return compiled.VirtualCcl(gloo, group.store, str(group.group_id), str(ranks))
 
 
-def _add_biases(gates: Tensor, hidden: Tensor, biases: Sequence[Tensor | None], count: int) -> Any:
-    bias, hidden_bias = biases if biases and biases[0] is not None else (0, 0)
-    return (gates + bias).chunk(count, 1), (hidden + hidden_bias).chunk(count, 1)
-
-
 def _lstm_cell(gates: Tensor, hidden: Tensor, cx: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the cell of `nn.LSTM`, for which torch has no kernel in host memory."""
-    enter, forget, cell, leave = (a + b for a, b in zip(*_add_biases(gates, hidden, biases, 4), strict=True))
+    summed = gates + hidden + sum(bias for bias in biases if bias is not None)
+    enter, forget, cell, leave = summed.chunk(4, 1)
     cy = forget.sigmoid() * cx + enter.sigmoid() * cell.tanh()
     return leave.sigmoid() * cy.tanh(), cy, gates.new_empty(0)
-
-
-def _gru_cell(gates: Tensor, hidden: Tensor, hx: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the cell of `nn.GRU`."""
-    (reset, update, new), (hidden_reset, hidden_update, hidden_new) = _add_biases(gates, hidden, biases, 3)
-    new = (new + hidden_new * (reset + hidden_reset).sigmoid()).tanh()
-    return (hx - new) * (update + hidden_update).sigmoid() + new, gates.new_empty(0)
 
 
 _LIBRARY = torch.library.Library("aten", "IMPL")

@@ -53,17 +53,24 @@ class Network(LightningModule):
         return optimizer
 
 
-def counts_of_a_step(strategy, devices, logs, batches=STEPS):
-    """Train one epoch; return what its last step has added to the counters."""
-    virtual_accelerator.load()
-    module = Network(logs)
+def train(strategy, devices, module, batches=STEPS):
+    """Train one epoch, and return the module."""
     data = TensorDataset(torch.randn(8 * batches, 5), torch.arange(8 * batches) % 3)
     options = {"accelerator": "virtual", "max_epochs": 1, "use_distributed_sampler": False}
     quiet_trainer(strategy, devices, **options).fit(module, DataLoader(data, batch_size=8))
-    virtual_accelerator.check()
+    virtual_accelerator.check()  # no race, and nothing freed in use
     assert len(module.counts) == STEPS
-    before, after = module.counts[-2:]
-    return {name: after.get(name, 0) - before.get(name, 0) for name in after}
+    return module
+
+
+def added(counts):
+    """Return what the steps after the first of these counts have added."""
+    return {name: number - counts[0].get(name, 0) for name, number in counts[-1].items()}
+
+
+def counts_of_a_step(strategy, devices, logs, batches=STEPS):
+    virtual_accelerator.load()
+    return added(train(strategy, devices, Network(logs), batches).counts[-2:])
 
 
 def rank_counts(strategy, logs, *batches):
@@ -112,13 +119,13 @@ class Overridden(Network):
         return batch
 
 
-def parameters_and_counts(make, devices, kind=Network, batches=STEPS, **options):
+def parameters_and_counts(make, devices, kind=Network, **options):
     """Train one epoch; return the parameters, the counts of the last steps, and the devices of the batches.
 
     `balanced_dp` compares parameters in the first three steps, for which the host waits.
     """
     virtual_accelerator.load()
-    module, strategy, found = kind(False), make(**options), []
+    strategy, found = make(**options), []
     batch_to_device = strategy.batch_to_device
 
     def note(batch, *args, **kwargs):
@@ -126,14 +133,8 @@ def parameters_and_counts(make, devices, kind=Network, batches=STEPS, **options)
         return batch_to_device(batch, *args, **kwargs)
 
     strategy.batch_to_device = note
-    data = TensorDataset(torch.randn(8 * batches, 5), torch.arange(8 * batches) % 3)
-    loader = DataLoader(data, batch_size=8)
-    trainer_options = {"accelerator": "virtual", "max_epochs": 1, "use_distributed_sampler": False}
-    quiet_trainer(strategy, devices, **trainer_options).fit(module, loader)
-    virtual_accelerator.check()  # no race, and nothing freed in use
-    first, last = module.counts[3], module.counts[-1]
-    added = {name: last.get(name, 0) - first.get(name, 0) for name in last}
-    return [parameter.tolist() for parameter in module.parameters()], added, found
+    module = train(strategy, devices, kind(False))
+    return [parameter.tolist() for parameter in module.parameters()], added(module.counts[3:]), found
 
 
 def prefetched_on_rank(name, kind, prefetch):

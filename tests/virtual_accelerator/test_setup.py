@@ -1,6 +1,4 @@
-"""The build, its cache, and the devices in other processes."""
-
-import threading
+"""The devices in other processes, and training on them."""
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -10,25 +8,6 @@ from tests.conftest import skip
 from tests.parity import Classifier, balanced, batches, quiet_trainer, relative_difference, seeded
 from tests.support.processes import run_processes
 from tests.virtual_accelerator import build
-
-
-def test_threads_and_processes_that_need_the_build_at_once_share_one(monkeypatch, tmp_path):
-    built = []
-
-    def compile_(source, library, options):
-        built.append(library)
-        library.touch()
-
-    monkeypatch.setattr(build, "_build", compile_)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    threads = [threading.Thread(target=build.built_library) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert built == [build.built_library()]
-    monkeypatch.setattr(torch, "__version__", "2.99")
-    assert build.built_library() == built[1] != built[0]
 
 
 def loaded_rank():
