@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_ddp_ext.demo.training import check_options, cosine_adamw
+from lightning_ddp_ext.demo import check_options, cosine_adamw
 
 _BYTES = 256
 

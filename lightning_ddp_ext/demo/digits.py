@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_number
-from lightning_ddp_ext.demo.training import check_options, cosine_adamw
+from lightning_ddp_ext.demo import check_options, cosine_adamw
 from lightning_ddp_ext.replicas.workers import current_replica
 
 _CLASSES = 10
