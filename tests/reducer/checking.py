@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from tests.support import devices
 
 EXACT = 1e-12
 FLOAT32 = 1e-6
@@ -17,13 +18,16 @@ FLOAT16 = 1e-3
 Judge = Callable[[object, int], bool]
 CHECKS: dict[str, Callable[[], object]] = {}
 EXPECTED: dict[str, object] = {}
+LACKING: dict[str, str] = {}  # what a check needs that virtual devices lack
 
 
-def check(expected: object) -> Callable[[Callable[[], object]], Callable[[], object]]:
+def check(expected: object, lacking: str = "") -> Callable[[Callable[[], object]], Callable[[], object]]:
     """Register a check with its result on every rank: a value, a largest number, or a `Judge` of result and rank."""
 
     def register(function: Callable[[], object]) -> Callable[[], object]:
         assert function.__name__ not in CHECKS
+        if lacking and devices.accelerator() == "virtual":
+            LACKING[function.__name__] = lacking
         CHECKS[function.__name__], EXPECTED[function.__name__] = function, expected
         return function
 

@@ -76,7 +76,7 @@ class Table(nn.Module):
         return sum(values.pow(2).sum(1) for values in tables)
 
 
-@check((EXACT, True))
+@check((EXACT, True), lacking="sparse tensors")
 def sparse_gradients() -> tuple[float, bool]:
     """Of a module and of functions, on both ranks and on one."""
     error = 0.0
@@ -98,7 +98,9 @@ def sparse_gradients() -> tuple[float, bool]:
     return error, is_sparse
 
 
-@check([("torch.complex64", 0.0), *[("torch.float64", 0.0)] * 2, *[("torch.bfloat16", 0.0)] * 2])
+@check(
+    [("torch.complex64", 0.0), *[("torch.float64", 0.0)] * 2, *[("torch.bfloat16", 0.0)] * 2], lacking="complex tensors"
+)
 def several_types_in_one_module() -> list[tuple[str, float]]:
     module = nn.ModuleList([nn.Linear(6, 6, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)])
     module.scale = nn.Parameter(torch.ones(6, dtype=torch.complex64))
@@ -112,7 +114,7 @@ def several_types_in_one_module() -> list[tuple[str, float]]:
     return [(str(gradient.dtype), spread(gradient)) for gradient in gradients(module)]
 
 
-@check(EXACT)
+@check(EXACT, lacking="sparse tensors")
 def a_sparse_embedding_tied_to_a_dense_layer() -> float:
     compared = Comparison(nn.Embedding(6, 6, sparse=True).double())
 
@@ -169,7 +171,7 @@ def a_loss_without_weight_may_be_nan() -> bool:
     return all(bool(gradient.isfinite().all()) for gradient in gradients(together))
 
 
-@check([False, True, True] * 3)
+@check([False, True, True] * 3, lacking="sparse tensors")
 def gradients_of_ranks_without_weight_alone_stay_none() -> list[bool]:
     """For a parameter with a bucket, one without a bucket, and a sparse one."""
     module = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 2), nn.Embedding(3, 2, sparse=True)]).double()

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ddp_ext.errors import ReplicaMismatchError
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.reducer import buffer_checks, exchange_checks, gradient_checks  # noqa: F401 - they register checks
-from tests.reducer.checking import CHECKS, EXPECTED, agrees
+from tests.reducer.checking import CHECKS, EXPECTED, LACKING, agrees
 from tests.support import devices
 from tests.support.processes import run_processes
 
@@ -22,6 +22,8 @@ def run_checks() -> dict[str, object]:
     own = devices.init_process_group()
     results: dict[str, object] = {}
     for name, function in CHECKS.items():
+        if name in LACKING:
+            continue
         try:
             torch.manual_seed(0)
             with devices.tensors_on_device(own):
@@ -38,6 +40,8 @@ def results():
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_every_rank(results, name):
+    if name in LACKING:
+        pytest.skip(f"virtual devices have no {LACKING[name]}")
     for rank, found in enumerate(results):
         assert agrees(found[name], EXPECTED[name], rank), f"rank {rank}: {found[name]}"
 
@@ -144,7 +148,8 @@ def test_a_reducer_with_the_state_of_another_rounds_as_it_does(rounded):
     for _, found in rounded:
         assert found["with its state"] == 0
         assert found["without"] > 0
-        assert found["without its predictions"] > 0
+        if devices.backend(3) == "gloo":  # both are equal with virtual_ccl
+            assert found["without its predictions"] > 0
         assert found["of another setup"] == found["without"]
         of_different_steps, too_late = found["errors"]
         assert of_different_steps.startswith(
