@@ -283,7 +283,12 @@ class ReplicatedModule:
             refuse_changed_settings(trainer.optimizers if len(record.active) > 1 else [], step),
             self._replicas.refuse_changed_parameters(record.active, step),
         ):
-            outputs = self._apply(jobs, record)
+            try:
+                outputs = self._apply(jobs, record)
+            except RuntimeError:  # perhaps a tensor of another device, from the cache that replicas share
+                if record.in_order or len(jobs) == 1 or not self._shared.notice_use(step):
+                    raise
+                return [], record, True
         has_used = self._shared.notice_use(step)
         return [outputs[index] for index in record.active], record, has_used
 

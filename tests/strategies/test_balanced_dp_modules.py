@@ -205,7 +205,7 @@ def test_the_recompile_limit_allows_for_the_threads_of_replicas_while_the_traine
 
     train(Watching(), balanced([2, 6]), 2, max_epochs=1)
     threads = ["MainThread", *(f"replica-{index}-{device(index)}" for index in (0, 1))]
-    assert limits == {(name, 2 * before) for name in threads}
+    assert limits == {(name, 2 * len({device(0), device(1)}) * before) for name in threads}
     assert recompile_limit() == before
 
 

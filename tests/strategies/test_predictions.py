@@ -79,7 +79,7 @@ class Predicting(LightningModule):
             raise ArithmeticError("interrupted")  # also on a rank without a sample
         self.begun += 1
         if isinstance(self.trainer.strategy, DDPJoinStrategy):  # ranks of `ddp` have different numbers of batches
-            ranks = torch.ones(1)
+            ranks = torch.ones(1, device=self.device)
             dist.all_reduce(ranks)
             assert ranks.item() == WORLD_SIZE  # also between two batches that some rank has no sample of
         return batch

@@ -29,7 +29,8 @@ class LanguageModel(LightningModule):
 
     def training_step(self, batch: TextBatch, batch_idx: int) -> Tensor:
         logits, targets = self.network(batch["input_ids"][:, :-1]), batch["labels"][:, 1:]
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), self.weight)
+        weight = None if self.weight is None else self.weight.to(logits)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.5)
