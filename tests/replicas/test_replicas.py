@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.replicas.replica import Replica, Replicas
-from tests.support.devices import device
+from tests.support.devices import device, virtual_devices_lack
 
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
@@ -144,6 +144,7 @@ def test_weights_of_recurrent_layers_on_other_devices_are_flattened_when_they_ar
     assert flattened == [replicas[1].module[0], net[0], replicas[1].module[0]]  # `half` itself flattens the module's
 
 
+@virtual_devices_lack("sparse tensors")
 def test_sparse_gradients_are_added():
     net = nn.Embedding(5, 2, sparse=True)
     replicas = replicate(net)

@@ -235,6 +235,7 @@ def test_equal_weights_fail_the_same_check():
     assert float((control - exact).norm() / exact.norm()) > 1e-3
 
 
+@pytest.mark.cpu_only("is about torch's `Join`")
 def test_torchs_join_fails_the_same_check(found):
     (first, first_digest), (second, second_digest) = values_of(found, "torch's Join")
     exact = parameters_of(train_in_one_process(TORCHS))

@@ -87,8 +87,8 @@ class Predicting(LightningModule):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         indices, rows = batch
         if dist.is_initialized():
-            active = self.all_gather(torch.ones(1))
-            total = torch.ones(1)
+            active = self.all_gather(torch.ones(1, device=self.device))
+            total = torch.ones(1, device=self.device)
             dist.all_reduce(total)
             assert total.item() == active.numel()
         self.seen.extend(indices)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
@@ -56,6 +57,11 @@ def device(index: int = 0) -> torch.device:
 
 def devices(count: int) -> list[torch.device]:
     return [device(index) for index in range(count)]
+
+
+def virtual_devices_lack(what: str) -> pytest.MarkDecorator:
+    """Return a marker that skips a test on virtual devices; where other tests depend on its cases, they run."""
+    return pytest.mark.skipif(accelerator() == "virtual", reason=f"virtual devices have no {what}")
 
 
 def tolerance(on_cpu: float = 1e-12) -> float:
