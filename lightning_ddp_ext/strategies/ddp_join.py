@@ -41,7 +41,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
 
     Args:
         uneven_inputs: What to do when a rank runs out of data: `"join"` continues until the last rank has; `"stop"`
-            ends the epoch on all ranks when the first has, and logs how many samples are dropped; `"error"` raises.
+            ends the epoch on all ranks when the first has, and logs what this drops; `"error"` raises.
         predictions_on: Which ranks `trainer.predict` returns the predictions of all ranks on: `"all_ranks"`, or
             `"rank_zero"`, with None on the others.
         options: Arguments of `ExplicitDDPStrategy`.
