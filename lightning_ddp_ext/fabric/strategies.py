@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, postpone_synchronization
+from lightning_ddp_ext._compat.torch import is_lost_connection
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -24,7 +25,7 @@ from lightning_ddp_ext.clusters.process_group_options import Connection, StartMe
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_known, gather_objects, own_group
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
 from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, LoopBatch, without_first, without_rng
 from lightning_ddp_ext.join.lockstep_loader import (
@@ -307,8 +308,18 @@ class DDPCheckpointStrategy(DDPStrategy):
         for one in new:
             one.is_new = one.has_skipped = False
         batch.is_reweighted = False
-        with self._synchronizing(reducer):
-            super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
+        try:
+            with self._synchronizing(reducer):
+                super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, DDPExtError) or not is_lost_connection(error):
+                raise
+            of_batch = f" of batch {batch.number} of its loader, counted over all epochs" if batch.number else ""
+            raise OtherRankError(
+                f"rank {self.global_rank}: another rank did not take part in the `fabric.backward`{of_batch}. The other"
+                " rank has failed, or its loop had fewer batches or backward passes. Look for its error; if there is"
+                ' none, use `strategy="ddp_join"`, whose loops end together on ranks with different numbers of batches.'
+            ) from error
         self._window.end_pass(reducer, self.modules)
 
     def _warn_of_skipped(self, new: Sequence[LoopBatch]) -> None:
