@@ -27,7 +27,7 @@ from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_known, gather_objects, own_group
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
-from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, LoopBatch, without_first, without_rng
+from lightning_ddp_ext.fabric.loaders import RNG, Batches, FabricLoader, LoopBatch, without_first
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
     LockstepLoader,
@@ -192,7 +192,7 @@ class DDPCheckpointStrategy(DDPStrategy):
     def _loss_weight(self) -> float:
         """Return the weight of a closure's loss: of its backward passes, or of the batch if it has none."""
         batch = self._batches[-1]
-        return (batch.weight or 0.0) if batch.is_new or batch.is_reweighted else self._window.last_total
+        return (batch.weight or 0.0) if batch.is_new or batch.is_reweighted else self._window.last.total
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -205,7 +205,7 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     def make_loader(self, dataloader: Any) -> FabricLoader:
         """Return the loader that `fabric.setup_dataloaders` returns."""
-        return FabricLoader(dataloader, self, self.root_device)
+        return FabricLoader(dataloader, self)
 
     # ------------------------------------------------------------ batches
 
@@ -418,7 +418,8 @@ class DDPCheckpointStrategy(DDPStrategy):
                 f"The checkpoint was saved by {len(of_ranks)} ranks, and {self.world_size} load it. Random numbers will"
                 " be others than without interruption."
             )
-            self._resumed = {"loaders": [without_rng(state) for state in of_ranks[0]["loaders"]]}
+            loaders = of_ranks[0]["loaders"]
+            self._resumed = {"loaders": [{name: state[name] for name in state if name != RNG} for state in loaders]}
             for index in range(len(self._loaders)):
                 self._resume_loader(index)
             return
