@@ -136,11 +136,11 @@ def spare_port(port: int) -> None:
 
 def count_received(but_port: int | None) -> int | None:
     """Return the bytes received over all open TCP connections except to one port; None if unknown."""
+    if not hasattr(socket, "TCP_INFO"):  # only Linux has it
+        return None
     try:
-        sockets = _list_sockets() if hasattr(socket, "TCP_INFO") else None  # only Linux has it
+        sockets = _list_sockets()
     except OSError:  # no descriptor is left to list the folder with
-        sockets = None
-    if sockets is None:
         return None
     received = 0
     for descriptor, _ in sockets:

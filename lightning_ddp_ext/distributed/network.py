@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from lightning_ddp_ext.distributed.backends import GLOO_INTERFACE, INTERFACE_VARIABLES, includes_gloo
-from lightning_ddp_ext.errors import NetworkInterfaceError, RendezvousError
+from lightning_ddp_ext.errors import NetworkInterfaceError
 
 LOOPBACK = "loopback"
 AUTO = "auto"
@@ -207,14 +207,6 @@ def listen(address: str | None, port: int) -> socket.socket:
         listening.close()
         raise
     return listening
-
-
-def port_error(address: str | None, port: int, error: OSError) -> RendezvousError:
-    """Return the error that explains why rank 0 cannot listen on a port."""
-    place = f"port {port} of node {socket.gethostname()} cannot be listened on, {address or 'any address'}, rank 0"
-    is_taken = error.errno == errno.EADDRINUSE
-    other = ", or end the process that has this one, which `ss -ltnp` lists" if is_taken else ""
-    return RendezvousError(f"{place}: {error.strerror}. Choose another port for rank 0{other}.")
 
 
 def explain_failures(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> dict[Target, str]:
