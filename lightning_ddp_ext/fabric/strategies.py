@@ -200,7 +200,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         loader = self.make_loader(dataloader)
         self._loaders.append(loader)
         if self._resumed is not None:
-            self._resume_loader(len(self._loaders) - 1)
+            self._resume_loaders(len(self._loaders) - 1)
         return loader
 
     def make_loader(self, dataloader: Any) -> FabricLoader:
@@ -420,23 +420,20 @@ class DDPCheckpointStrategy(DDPStrategy):
             )
             loaders = of_ranks[0]["loaders"]
             self._resumed = {"loaders": [{name: state[name] for name in state if name != RNG} for state in loaders]}
-            for index in range(len(self._loaders)):
-                self._resume_loader(index)
+            self._resume_loaders()
             return
         self._resumed = own = of_ranks[self.global_rank]
         self.load_own_state(own)
-        for index in range(len(self._loaders)):
-            self._resume_loader(index)
+        self._resume_loaders()
         restore_rng_state(own["rng"], self.root_device)
         if self._reducer is not None and saved["reducer"] is not None:
             self._make_reducer()  # one that has learned nothing
             self._reducer.load_state_dict({**saved["reducer"], "of_rank": own["reducer"]})
 
-    def _resume_loader(self, index: int) -> None:
+    def _resume_loaders(self, first: int = 0) -> None:
         assert self._resumed is not None
-        states = self._resumed["loaders"]
-        if index < len(states):
-            self._loaders[index].load_state(states[index])
+        for loader, state in zip(self._loaders[first:], self._resumed["loaders"][first:], strict=False):
+            loader.load_state(state)
 
 
 class DDPJoinStrategy(DDPCheckpointStrategy):
