@@ -35,21 +35,16 @@ _REMEDIES = {
 }
 
 
-def available_backends() -> list[str]:
-    """Return the names of the backends that this torch was built with or that have been registered since."""
-    return [
-        name
-        for name in dist.Backend.backend_list
-        if name not in _NOT_FOR_TRAINING and (name not in _BUILT or _BUILT[name]())
-    ]
-
-
 def check_backend(backend: str | None, device_type: str | None = None) -> None:
     """Raise a BackendError unless this torch has the backend, `"gloo"` or `"cpu:gloo,cuda:nccl"`, for the devices."""
     if backend is None:
         return
     by_device = _by_device(backend)
-    available = available_backends()
+    available = [  # in this build of torch, or registered since
+        name
+        for name in dist.Backend.backend_list
+        if name not in _NOT_FOR_TRAINING and (name not in _BUILT or _BUILT[name]())
+    ]
     for name in by_device.values():
         if name not in available:
             remedy = _REMEDIES.get(name, "Use one of these.")
@@ -141,11 +136,11 @@ def spare_port(port: int) -> None:
 
 def count_received(but_port: int | None) -> int | None:
     """Return the bytes received over all open TCP connections except to one port; None if unknown."""
+    if not hasattr(socket, "TCP_INFO"):  # only Linux has it
+        return None
     try:
-        sockets = _list_sockets() if hasattr(socket, "TCP_INFO") else None  # only Linux has it
+        sockets = _list_sockets()
     except OSError:  # no descriptor is left to list the folder with
-        sockets = None
-    if sockets is None:
         return None
     received = 0
     for descriptor, _ in sockets:

@@ -42,12 +42,8 @@ def _prepare_forks() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
     # There, a fork may wait for ever if a thread of gloo releases a tensor meanwhile (CPython issue 112275).
     if sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 10):
-        os.register_at_fork(before=_let_gloo_release_tensors)
-
-
-def _let_gloo_release_tensors() -> None:
-    """Release Python's lock for as long as threads of gloo usually need it after a collective."""
-    time.sleep(0.02)  # before every fork, so it is short
+        # So release Python's lock for as long as threads of gloo usually need it after a collective.
+        os.register_at_fork(before=functools.partial(time.sleep, 0.02))
 
 
 def destroy_group(group: dist.ProcessGroup | None = None) -> None:

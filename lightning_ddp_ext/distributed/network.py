@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from lightning_ddp_ext.distributed.backends import GLOO_INTERFACE, INTERFACE_VARIABLES, includes_gloo
-from lightning_ddp_ext.errors import NetworkInterfaceError, RendezvousError
+from lightning_ddp_ext.errors import NetworkInterfaceError
 
 LOOPBACK = "loopback"
 AUTO = "auto"
@@ -86,9 +86,8 @@ def find_interface(name: str, num_nodes: int = 1) -> Interface:
     if name == LOOPBACK:
         chosen = next((found for found, addresses in available.items() if any(map(is_loopback, addresses))), LOOPBACK)
     if not available.get(chosen):
-        problem = f"interface `{name}` not found" if name else "no interface named"
-        if chosen in available:
-            problem = f"interface `{name}` has no address"
+        missing = f"interface `{name}` not found" if name else "no interface named"
+        problem = f"interface `{name}` has no address" if chosen in available else missing
         raise NetworkInterfaceError(
             f"{problem} on node {socket.gethostname()}; available: {_list_interfaces(available)}."
             " Set `network.interface` to one of these, or to `auto`."
@@ -146,24 +145,9 @@ def loopback_address() -> str:
 def default_gloo_interface() -> Interface:
     """Return the interface that gloo takes by itself: the one in its variable, or the address of this node's name."""
     names = os.environ.get(GLOO_INTERFACE)
-    if names:
-        return _interface_of_variable(names)
-    own = next((address for address in resolve(socket.gethostname()) if is_local(address)), None)
-    return Interface(None, (own or loopback_address(),))
-
-
-def has_gloo_variable() -> bool:
-    """Return True if the user has chosen gloo's interface by its environment variable."""
-    return bool(os.environ.get(GLOO_INTERFACE))
-
-
-def check_gloo_variable(backend: str, requested: str | None) -> None:
-    """Raise a NetworkInterfaceError if gloo would read its variable and find an interface that this node lacks."""
-    if has_gloo_variable() and requested in (None, AUTO) and includes_gloo(backend):
-        default_gloo_interface()
-
-
-def _interface_of_variable(names: str) -> Interface:
+    if not names:
+        own = next((address for address in resolve(socket.gethostname()) if is_local(address)), None)
+        return Interface(None, (own or loopback_address(),))
     available = interface_addresses()
     for name in names.split(","):
         if not available.get(name):
@@ -173,6 +157,12 @@ def _interface_of_variable(names: str) -> Interface:
                 " Unset the variable, or name one of these."
             )
     return Interface(names, tuple(available[name][0] for name in names.split(",")))
+
+
+def check_gloo_variable(backend: str, requested: str | None) -> None:
+    """Raise a NetworkInterfaceError if gloo would read its variable and find an interface that this node lacks."""
+    if os.environ.get(GLOO_INTERFACE) and requested in (None, AUTO) and includes_gloo(backend):
+        default_gloo_interface()
 
 
 def _list_interfaces(available: dict[str, list[str]]) -> str:
@@ -217,14 +207,6 @@ def listen(address: str | None, port: int) -> socket.socket:
         listening.close()
         raise
     return listening
-
-
-def port_error(address: str | None, port: int, error: OSError) -> RendezvousError:
-    """Return the error that explains why rank 0 cannot listen on a port."""
-    place = f"port {port} of node {socket.gethostname()} cannot be listened on, {address or 'any address'}, rank 0"
-    is_taken = error.errno == errno.EADDRINUSE
-    other = ", or end the process that has this one, which `ss -ltnp` lists" if is_taken else ""
-    return RendezvousError(f"{place}: {error.strerror}. Choose another port for rank 0{other}.")
 
 
 def explain_failures(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> dict[Target, str]:
@@ -318,7 +300,7 @@ def choose_interface(
         return default_gloo_interface() if gloo else Interface(None, ())
     if requested != AUTO:
         return find_interface(requested, num_nodes)
-    if gloo and has_gloo_variable():
+    if gloo and os.environ.get(GLOO_INTERFACE):
         return default_gloo_interface()
     if local_address is None or is_loopback(local_address):
         return None

@@ -1,5 +1,6 @@
 """Stores in which the ranks of a run meet, a TCP store of rank 0, torchrun's store, or a file; and their endpoints."""
 
+import errno
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext._validation import check_host
 from lightning_ddp_ext.distributed.backends import spare_port
-from lightning_ddp_ext.distributed.network import is_local, is_loopback, listen, loopback_address, port_error, resolve
+from lightning_ddp_ext.distributed.network import is_local, is_loopback, listen, loopback_address, resolve
 from lightning_ddp_ext.errors import RendezvousError
 
 _FORMS = "`env://`, `tcp://host:port` or `file:///path`"
@@ -113,7 +114,12 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
     try:
         listening = listen(address, port)
     except OSError as error:
-        raise port_error(address, port, error) from error
+        is_taken = error.errno == errno.EADDRINUSE
+        other = ", or end the process that has this one, which `ss -ltnp` lists" if is_taken else ""
+        raise RendezvousError(
+            f"port {port} of node {socket.gethostname()} cannot be listened on, {address or 'any address'}, rank 0:"
+            f" {error.strerror}. Choose another port for rank 0{other}."
+        ) from error
     chosen = int(listening.getsockname()[1])
     spare_port(chosen)
     store = dist.TCPStore(

@@ -14,7 +14,7 @@ from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, Gradi
 
 
 class _Synchronized(NamedTuple):
-    """A window that has been synchronised."""
+    """The last window that has been synchronised."""
 
     total: float  # weight of this rank
     length: int
@@ -34,7 +34,7 @@ class LoopWindow(AccumulationWindow):
         self._modules: tuple[object, ...] = ()  # that `no_backward_sync` names in the first pass
         self._mark: GradientMark | None = None  # if the next pass may belong to a window
         self._is_again = False  # the pass belongs to the window that has ended
-        self._ended = _Synchronized(0.0, 0, 0)  # the last window
+        self.last = _Synchronized(0.0, 0, 0)
         super().__init__()
 
     @override
@@ -42,11 +42,6 @@ class LoopWindow(AccumulationWindow):
         super().begin()
         self._ranks: set[int] = set()  # with a batch in this window
         self._is_single = True  # the window has one backward pass
-
-    @property
-    def last_total(self) -> float:
-        """Weight of this rank in the last synchronisation."""
-        return self._ended.total
 
     def begin_pass(
         self, batch: LoopBatch, new: Sequence[LoopBatch], active: Iterable[int], modules: tuple[object, ...]
@@ -84,16 +79,16 @@ class LoopWindow(AccumulationWindow):
 
     def _weigh_again(self, weight: float) -> float:
         """Return the factor of another loss of the last micro-batch, whose window has been synchronised."""
-        ended = self._ended
+        last = self.last
         self.skips_pass = not weight
         if self._is_sum:
-            return float(ended.ranks) if weight else 0.0
-        return weight * ended.length / ended.total if ended.total else 0.0
+            return float(last.ranks) if weight else 0.0
+        return weight * last.length / last.total if last.total else 0.0
 
     def synchronize_pass(self, reducer: GradientReducer, position: int) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block and end the window, unless that is postponed."""
         if self._is_again:
-            weight, scale = self._ended.total, None
+            weight, scale = self.last.total, None
         elif self._is_sum:
             weight = min(self.total, 1.0)
             # Gradients that were synchronised before stay as they are only if the scale is the weight.
@@ -101,12 +96,12 @@ class LoopWindow(AccumulationWindow):
         else:
             weight, scale = self.total, self.first * self.length  # the user has divided each loss by the length
         if not (self.is_postponed or self._is_again):
-            self._ended = _Synchronized(weight, self.length, len(self._ranks))
+            self.last = _Synchronized(weight, self.length, len(self._ranks))
         return self.synchronize(reducer, weight, scale, None, position)
 
     def end_pass(self, reducer: GradientReducer, modules: Iterable[nn.Module]) -> None:
         """End a backward pass of modules; mark a gradient that is dropped together with the window."""
-        if not self.length and self._ended.length == 1:
+        if not self.length and self.last.length == 1:
             return  # a further pass would be a window like this one
         named = [module for module in self._modules if isinstance(module, nn.Module)]
         parameters = chain.from_iterable(module.parameters() for module in named or modules)

@@ -2,16 +2,17 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_ddp_ext.ranks.loaders import CountedLoader, FetchedBatch, StepParticipation
 from lightning_ddp_ext.resume.resumable_loader import FetchRecord, ResumableRng
+
+if TYPE_CHECKING:
+    from lightning_ddp_ext.fabric.strategies import DDPCheckpointStrategy
 
 EPOCH, USED, RNG = "epoch", "used", "rng"
 Batches = Iterable[tuple[Any, float | None]]
@@ -34,39 +35,22 @@ class LoopBatch:
     has_evaluated: bool = False  # a loop over another loader has begun and ended since
 
 
-class BatchUser(Protocol):
-    """What a loader calls on its strategy."""
-
-    def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
-        """Return the batches of this rank, without the first `skip`, and those that stand in for missing ones."""
-
-    def number_of_steps(self, length: int | None) -> int | None:
-        """Return the number of steps of all ranks, from the number of batches of this rank; None if it is unknown."""
-
-    def iterating(self) -> AbstractContextManager[LoopBatch]:
-        """Return the batch of a loop, which no step uses when the loop has ended."""
-
-    def begin_batch(self, current: LoopBatch, batch: Any, fetched: FetchedBatch) -> None:
-        """Begin with the next batch of a loop."""
-
-
 class FabricLoader:
     """A loader that tells its strategy about each batch, and continues an epoch where a checkpoint was saved.
 
     It has the attributes of the user's loader.
     """
 
-    def __init__(self, loader: Any, user: BatchUser, device: torch.device) -> None:
+    def __init__(self, loader: Any, strategy: "DDPCheckpointStrategy") -> None:
         self.__dict__.update(getattr(loader, "__dict__", {}))
         self._loader = loader
-        self._user = user
-        self._device = device
-        self._rng = ResumableRng(device)
+        self._strategy = strategy
+        self._rng = ResumableRng(strategy.root_device)
         self._given = 0  # batches, by this process
         self._epoch = 0  # iterations that have begun
         self._used: int | None = None  # batches of this epoch that the loop has got; None between epochs
         self._skip = 0
-        self._steps = user.number_of_steps(sized_len(loader))
+        self._steps = strategy.number_of_steps(sized_len(loader))
 
     def __len__(self) -> int:
         if self._steps is None:
@@ -82,7 +66,7 @@ class FabricLoader:
                 sampler.set_epoch(epoch)
         self._used = skip
         length = sized_len(self._loader)
-        with self._user.iterating() as current:
+        with self._strategy.iterating() as current:
             own_skip = skip if length is None else min(skip, length)  # this rank may have had fewer batches
             steps = iter(self._make_steps(own_skip, length, skip))
             while True:
@@ -93,13 +77,13 @@ class FabricLoader:
                 self._used += 1
                 self._given += 1
                 current.number = self._given
-                self._user.begin_batch(current, *step)
+                self._strategy.begin_batch(current, *step)
                 yield step[0]
             self._used = None
 
     def _make_steps(self, own_skip: int, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
         """Return the steps of this epoch after the first `skip`, of which this rank has had `own_skip` batches."""
-        return self._user.lockstep(self._fetch(own_skip, length), length, skip)
+        return self._strategy.lockstep(self._fetch(own_skip, length), length, skip)
 
     def _fetch(self, skip: int, length: int | None) -> Iterator[tuple[Any, float | None]]:
         counts: list[int | None] = []
@@ -117,14 +101,9 @@ class FabricLoader:
         """Let the next iteration continue at a position."""
         self._epoch, self._skip = state[EPOCH], state[USED] or 0
         self._used = None
-        self._rng = ResumableRng(self._device)
+        self._rng = ResumableRng(self._strategy.root_device)
         if RNG in state:
             self._rng.resume(FetchRecord(**state[RNG]))
-
-
-def without_rng(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a loader for other ranks, to which random numbers do not belong."""
-    return {name: value for name, value in state.items() if name != RNG}
 
 
 def without_first(batches: Batches, skip: int) -> Iterator[tuple[Any, FetchedBatch]]:

@@ -32,9 +32,8 @@ class SharedFabricLoader(FabricLoader):
     """A loader of global batches, which yields the share of this rank."""
 
     def __init__(self, loader: Any, strategy: "BalancedDDPStrategy", table: ShareTable, index: int) -> None:
-        super().__init__(loader, strategy, strategy.root_device)
+        super().__init__(loader, strategy)
         self.table = table
-        self._strategy = strategy
         self._group = strategy.steps_group
         self._seeds = broadcast_object(torch.initial_seed(), self._group, 0), index
         self._shared = SharedLoader(loader, GlobalBatches(table, self._group, True), strategy.batch_dim)

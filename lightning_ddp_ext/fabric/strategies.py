@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, postpone_synchronization
+from lightning_ddp_ext._compat.torch import is_lost_connection
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -24,9 +25,9 @@ from lightning_ddp_ext.clusters.process_group_options import Connection, StartMe
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_known, gather_objects, own_group
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
-from lightning_ddp_ext.fabric.loaders import Batches, FabricLoader, LoopBatch, without_first, without_rng
+from lightning_ddp_ext.fabric.loaders import RNG, Batches, FabricLoader, LoopBatch, without_first
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
     LockstepLoader,
@@ -191,7 +192,7 @@ class DDPCheckpointStrategy(DDPStrategy):
     def _loss_weight(self) -> float:
         """Return the weight of a closure's loss: of its backward passes, or of the batch if it has none."""
         batch = self._batches[-1]
-        return (batch.weight or 0.0) if batch.is_new or batch.is_reweighted else self._window.last_total
+        return (batch.weight or 0.0) if batch.is_new or batch.is_reweighted else self._window.last.total
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -199,12 +200,12 @@ class DDPCheckpointStrategy(DDPStrategy):
         loader = self.make_loader(dataloader)
         self._loaders.append(loader)
         if self._resumed is not None:
-            self._resume_loader(len(self._loaders) - 1)
+            self._resume_loaders(len(self._loaders) - 1)
         return loader
 
     def make_loader(self, dataloader: Any) -> FabricLoader:
         """Return the loader that `fabric.setup_dataloaders` returns."""
-        return FabricLoader(dataloader, self, self.root_device)
+        return FabricLoader(dataloader, self)
 
     # ------------------------------------------------------------ batches
 
@@ -307,8 +308,18 @@ class DDPCheckpointStrategy(DDPStrategy):
         for one in new:
             one.is_new = one.has_skipped = False
         batch.is_reweighted = False
-        with self._synchronizing(reducer):
-            super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
+        try:
+            with self._synchronizing(reducer):
+                super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, DDPExtError) or not is_lost_connection(error):
+                raise
+            of_batch = f" of batch {batch.number} of its loader, counted over all epochs" if batch.number else ""
+            raise OtherRankError(
+                f"rank {self.global_rank}: another rank did not take part in the `fabric.backward`{of_batch}. The other"
+                " rank has failed, or its loop had fewer batches or backward passes. Look for its error; if there is"
+                ' none, use `strategy="ddp_join"`, whose loops end together on ranks with different numbers of batches.'
+            ) from error
         self._window.end_pass(reducer, self.modules)
 
     def _warn_of_skipped(self, new: Sequence[LoopBatch]) -> None:
@@ -407,24 +418,22 @@ class DDPCheckpointStrategy(DDPStrategy):
                 f"The checkpoint was saved by {len(of_ranks)} ranks, and {self.world_size} load it. Random numbers will"
                 " be others than without interruption."
             )
-            self._resumed = {"loaders": [without_rng(state) for state in of_ranks[0]["loaders"]]}
-            for index in range(len(self._loaders)):
-                self._resume_loader(index)
+            loaders = of_ranks[0]["loaders"]
+            self._resumed = {"loaders": [{name: state[name] for name in state if name != RNG} for state in loaders]}
+            self._resume_loaders()
             return
         self._resumed = own = of_ranks[self.global_rank]
         self.load_own_state(own)
-        for index in range(len(self._loaders)):
-            self._resume_loader(index)
+        self._resume_loaders()
         restore_rng_state(own["rng"], self.root_device)
         if self._reducer is not None and saved["reducer"] is not None:
             self._make_reducer()  # one that has learned nothing
             self._reducer.load_state_dict({**saved["reducer"], "of_rank": own["reducer"]})
 
-    def _resume_loader(self, index: int) -> None:
+    def _resume_loaders(self, first: int = 0) -> None:
         assert self._resumed is not None
-        states = self._resumed["loaders"]
-        if index < len(states):
-            self._loaders[index].load_state(states[index])
+        for loader, state in zip(self._loaders[first:], self._resumed["loaders"][first:], strict=False):
+            loader.load_state(state)
 
 
 class DDPJoinStrategy(DDPCheckpointStrategy):

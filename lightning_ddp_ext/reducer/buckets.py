@@ -250,8 +250,12 @@ class GradientLayout:
         new = sorted((member for member in self.unassigned if used[member]), reverse=True)
         if not new:
             return []
+        # A parameter is complete when its last gradient has come; one that the source did not use goes last.
+        last = {member: position for position, member in enumerate(order)}
+        positions = torch.tensor([last.get(member, len(order)) for member in new])
+        dist.broadcast(positions, group=self._group, group_src=source)
+        ordered = [member for _, member in sorted(zip(positions.tolist(), new, strict=True), key=lambda pair: pair[0])]
         begin = len(self.buckets)
-        ordered = self._agree_on_order(new, order, source)
         first_cap = None if self.buckets else min(self.cap, _FIRST_BYTES)
         self.append(divide_into_buckets(self._parameters, ordered, self.cap, first_cap))
         return self.buckets[begin:]
@@ -270,10 +274,3 @@ class GradientLayout:
             self.unassigned.difference_update(members)
         for bucket in self.buckets:
             bucket.last = bucket is self.buckets[-1]
-
-    def _agree_on_order(self, new: list[int], order: Sequence[int], source: int) -> list[int]:
-        # A parameter is complete when its last gradient has come; one that the source did not use goes last.
-        last = {member: position for position, member in enumerate(order)}
-        positions = torch.tensor([last.get(member, len(order)) for member in new])
-        dist.broadcast(positions, group=self._group, group_src=source)
-        return [member for _, member in sorted(zip(positions.tolist(), new, strict=True), key=lambda pair: pair[0])]

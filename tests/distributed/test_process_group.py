@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.distributed import backends, network, rendezvous
 from lightning_ddp_ext.distributed.backends import check_backend
-from lightning_ddp_ext.distributed.network import Interface, explain_failures, listen, port_error
+from lightning_ddp_ext.distributed.network import Interface, explain_failures, listen
 from lightning_ddp_ext.distributed.process_group import init_process_group
-from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, connect_store, parse_init_method
+from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, connect_store, parse_init_method, serve_store
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError
 from tests.support.ports import free_port
 
@@ -79,18 +79,16 @@ def test_a_backend_for_other_devices_is_rejected_and_a_registered_one_is_accepte
 def test_a_port_of_another_program_is_an_error(address):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match="in use") as raised:
-            listen(address, port)
-        text = str(port_error(address, port, raised.value))
-    assert text.startswith(f"port {port} of node ")
+        with pytest.raises(RendezvousError, match=f"^port {port} of node ") as raised:
+            serve_store(address, port, 1, timedelta(seconds=1))
+    text = str(raised.value)
     assert "already in use. Choose another port for rank 0, or end the process that has this one, which `ss" in text
 
 
 def test_an_address_of_another_node_cannot_be_listened_on():
-    with pytest.raises(OSError, match="Cannot assign") as raised:
-        listen("192.0.2.1", 0)
-    text = str(port_error("192.0.2.1", 0, raised.value))
-    assert "192.0.2.1, rank 0: Cannot assign requested address. Choose another port" in text
+    message = "192.0.2.1, rank 0: Cannot assign requested address. Choose another port"
+    with pytest.raises(RendezvousError, match=message):
+        serve_store("192.0.2.1", 0, 1, timedelta(seconds=1))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", None])

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from datetime import timedelta
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import (
     BatchSplitError,
+    OtherRankError,
     RanksOutOfStepError,
     UnevenInputsError,
     UnsupportedFeatureError,
@@ -515,6 +517,20 @@ def times_of_other_loops_are_not_measured(folder: str) -> list[list[float]]:
     return [[*step.seconds.values()] for step in fabric.strategy.balancer.take_timed()]
 
 
+def a_rank_with_fewer_batches(folder: str) -> str:
+    """Rank 1 leaves out the last batch; return the error of the other rank."""
+    fabric = launched(DDPCheckpointStrategy(timeout=timedelta(seconds=5)))
+    model = fabric.setup(nn.Linear(1, 1))
+    loader = fabric.setup_dataloaders(DataLoader(torch.ones(6, 1), batch_size=1))  # 3 on a rank
+    try:
+        for number, batch in enumerate(loader):
+            if number < 3 - RANK:
+                fabric.backward(model(batch).mean())
+    except OtherRankError as error:
+        return str(error)
+    return ""
+
+
 BATCHES = {"one": (8, 8), "same": (8, 8), "half": (4, 4), "other": (3, 4)}  # samples of two ranks
 
 
@@ -601,6 +617,7 @@ CASES = [
     steps_of_several_loaders,
     batches_taken_ahead,
     a_gradient_penalty,
+    a_rank_with_fewer_batches,
 ]
 
 
@@ -686,6 +703,13 @@ def test_loops_that_differ_between_ranks_end_in_an_error(found):
             assert "optimizer steps, others" in text
         (warning,) = said["ahead"]
         assert "uses the weight of the last one, 1." in warning
+
+
+def test_a_rank_with_fewer_batches_ends_in_an_error_with_a_remedy(found):
+    waiting, other = values_of(found, a_rank_with_fewer_batches)
+    assert waiting.startswith("rank 0: another rank did not take part in the `fabric.backward` of batch 3 of")
+    assert 'use `strategy="ddp_join"`' in waiting
+    assert other == ""
 
 
 def test_weights_that_were_read_with_their_batches_make_batches_taken_ahead_exact(found):
