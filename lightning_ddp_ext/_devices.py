@@ -22,8 +22,6 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def get_rng_state(device: torch.device) -> Tensor:
     """Return the state of a device's default generator, which is kept on the host."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
     with current_device(device):  # the function of MPS takes no device
         state: Tensor = _random(device).get_rng_state()
     return state

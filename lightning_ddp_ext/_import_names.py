@@ -46,11 +46,6 @@ STRATEGIES = {
     "ddp_checkpoint": "DDPCheckpointStrategy",
     "ddp_join": "DDPJoinStrategy",
 }
-FABRIC_STRATEGIES = {
-    "balanced_ddp": "BalancedDDPStrategy",
-    "ddp_checkpoint": "DDPCheckpointStrategy",
-    "ddp_join": "DDPJoinStrategy",
-}
 
 _LIGHTNING = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 _IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import \(?([\w, ]*))?", re.MULTILINE)
@@ -236,17 +231,14 @@ def get_public(lightning: str, name: str) -> Any:
 
 
 def _register_strategies(lightning: str, module: ModuleType) -> None:
-    """Register the names of the strategies in a module `lightning.pytorch.strategies`."""
+    """Register the names of the strategies in the module `strategies` of a Lightning or of its Fabric."""
+    is_fabric = module.__name__ == f"{_FABRICS[lightning]}.strategies"
+    package = f"{PACKAGES[lightning]}.fabric" if is_fabric else PACKAGES[lightning]
+    registry = module.STRATEGY_REGISTRY if is_fabric else module.StrategyRegistry
     for name, class_name in STRATEGIES.items():
-        make = functools.partial(_make, PACKAGES[lightning], class_name)
-        module.StrategyRegistry.register(name, make, description=class_name, override=True)
-
-
-def _register_fabric_strategies(lightning: str, module: ModuleType) -> None:
-    """Register the names of the strategies for Fabric in a module `lightning.fabric.strategies`."""
-    for name, class_name in FABRIC_STRATEGIES.items():
-        make = functools.partial(_make, f"{PACKAGES[lightning]}.fabric", class_name)
-        module.STRATEGY_REGISTRY.register(name, make, description=class_name, override=True)
+        if not (is_fabric and name == "balanced_dp"):  # it is for the Trainer only
+            make = functools.partial(_make, package, class_name)
+            registry.register(name, make, description=class_name, override=True)
 
 
 def _make(package: str, class_name: str, **options: Any) -> Any:
@@ -290,7 +282,7 @@ _CALLED: dict[str, Callable[[ModuleType], None]] = {
     for prefix, module, call in (
         (lightning, "strategies", _register_strategies),
         (lightning, "trainer", _check_arguments),
-        (_FABRICS[lightning], "strategies", _register_fabric_strategies),
+        (_FABRICS[lightning], "strategies", _register_strategies),
     )
 }
 

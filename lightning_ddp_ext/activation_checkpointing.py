@@ -229,12 +229,9 @@ class ActivationCheckpointing:
         self.modules: dict[str, str] = {}  # class name of each checkpointed module
         self._matches = _predicate(policy)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # For processes that are started with "spawn", because the predicate of a policy cannot be pickled.
-        return {"policy": self.policy}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["policy"])  # type: ignore[misc]
+        return ActivationCheckpointing, (self.policy,)
 
     @property
     def report(self) -> str:

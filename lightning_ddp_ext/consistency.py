@@ -377,10 +377,9 @@ def _measure_difference(tensor: Tensor, source: int, other: int, group: dist.Pro
     own = dense.resolve_conj().resolve_neg().to(exchange_device(group)).contiguous().view(-1)
     reference = own.clone()
     dist.broadcast(reference.view(torch.uint8), group=group, group_src=source)  # bytes: gloo lacks some dtypes
-    is_other = dist.get_rank(group) == other
-    text = (
-        _compare_elements(own.cpu(), reference.cpu(), dense.shape) if is_other else ""
-    )  # not every device has float64
+    text = ""
+    if dist.get_rank(group) == other:
+        text = _compare_elements(own.cpu(), reference.cpu(), dense.shape)  # not every device has float64
     return str(gather_objects(text, group)[other])
 
 
@@ -397,14 +396,11 @@ def _compare_elements(own: Tensor, reference: Tensor, shape: torch.Size) -> str:
     values, expected = own[positions].to(precise), reference[positions].to(precise)
     absolute = float((values - expected).abs().max())
     relative = absolute / float(torch.maximum(values.abs(), expected.abs()).max()) if absolute else 0.0
-    texts = _element_to_text(own[first]), _element_to_text(reference[first])
-    if texts[0] == texts[1]:
-        texts = (
-            f"{texts[0]} ({_element_to_hex(bits[first])})",
-            f"{texts[1]} ({_element_to_hex(bits_of_reference[first])})",
-        )
+    found, wanted = _element_to_text(own[first]), _element_to_text(reference[first])
+    if found == wanted:  # such as nan with other bits
+        found, wanted = (f"{found} ({_element_to_hex(one[first])})" for one in (bits, bits_of_reference))
     return (
-        f": {number} element{'s differ' if number > 1 else ' differs'}, first{place} {texts[0]} instead of {texts[1]},"
+        f": {number} element{'s differ' if number > 1 else ' differs'}, first{place} {found} instead of {wanted},"
         f" by up to {absolute:.3g} (relative {relative:.3g})"
     )
 

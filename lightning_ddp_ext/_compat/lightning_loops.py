@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop, replace_attributes
@@ -265,22 +264,13 @@ def end_epoch(trainer: Trainer, is_last_batch: bool) -> None:
     for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         part._restarting = False
     if is_last_batch:
-        # Values that the module logs in `on_train_epoch_end` are missing, because callbacks saved before it.
-        with _without_strictness(trainer.lr_scheduler_configs):
+        with ExitStack() as cleanup:
+            # Values that the module logs in `on_train_epoch_end` are missing, because callbacks saved before it.
+            # Schedulers that monitor such a value warn instead of raise.
+            for config in trainer.lr_scheduler_configs:
+                cleanup.callback(setattr, config, "strict", config.strict)
+                config.strict = False
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-
-
-@contextmanager
-def _without_strictness(configs: Sequence[LRSchedulerConfig]) -> Iterator[None]:
-    """Have schedulers whose monitored value is missing warn instead of raise."""
-    given = [config.strict for config in configs]
-    for config in configs:
-        config.strict = False
-    try:
-        yield
-    finally:
-        for config, strict in zip(configs, given, strict=True):
-            config.strict = strict
 
 
 def complete_batch(trainer: Trainer, is_last_batch: bool) -> None:

@@ -4,6 +4,7 @@ import csv
 import sys
 import time
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -125,24 +126,25 @@ class BalanceReport(Callback):
         """Record the steps whose times have arrived from all ranks; return True if there are any."""
         steps = strategy.take_timed_steps()
         for step in steps:
-            longest = max(step.seconds.values()) or 1.0
-            for rank, device in enumerate(self._devices):
-                size, seconds = sum(batch.sizes[rank] for batch in step.batches), step.seconds[rank]
-                record = ReplicaRecord(step.batches[0].number, rank, device, size, seconds, 1 - seconds / longest)
-                self.records.append(record)
+            sizes = [sum(of_rank) for of_rank in zip(*(batch.sizes for batch in step.batches), strict=True)]
+            seconds = [step.seconds[rank] for rank in range(len(sizes))]
+            self._append(step.batches[0].number, self._devices, sizes, seconds)
         return bool(steps)
 
     def _record(self, trainer: Trainer, waits: bool = True) -> None:
         """Record the batches that the devices have finished; if it waits for the devices, all batches."""
         while self._unread and (waits or self._unread[0].is_done()):
             assert isinstance(trainer.strategy, BalancedDataParallelStrategy)
-            last, devices = self._unread.popleft(), trainer.strategy.devices
-            longest = max(last.seconds) or 1.0
+            last = self._unread.popleft()
             batch = self.records[-1].batch + 1 if self.records else 0
-            self.records.extend(
-                ReplicaRecord(batch, replica, str(device), size, seconds, 1 - seconds / longest)
-                for replica, (device, size, seconds) in enumerate(zip(devices, last.sizes, last.seconds, strict=True))
-            )
+            self._append(batch, trainer.strategy.devices, last.sizes, last.seconds)
+
+    def _append(self, batch: int, devices: Sequence[object], sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        longest = max(seconds) or 1.0
+        parts = enumerate(zip(devices, sizes, seconds, strict=True))
+        self.records += [
+            ReplicaRecord(batch, n, str(one), size, own, 1 - own / longest) for n, (one, size, own) in parts
+        ]
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

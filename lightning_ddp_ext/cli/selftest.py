@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_ddp_ext._devices import widest_float
@@ -34,9 +34,10 @@ from lightning_ddp_ext.clusters.launchers import PREFIXES
 from lightning_ddp_ext.clusters.process_group_options import Connection, device_type_of
 from lightning_ddp_ext.consistency import find_difference
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects, own_group
+from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
-from lightning_ddp_ext.strategies.explicit_ddp import DDPCheckpointStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import DDPCheckpointStrategy, ExplicitDDPStrategy
 
 LIMIT = 60.0  # seconds of a trial
 _CONNECT_LIMIT = 30.0  # seconds in which ranks have to find each other
@@ -163,7 +164,10 @@ def _train(
     seed_everything(0, verbose=False)
     model = Model()
     alone = copy.deepcopy(model).to(own.device, dtype)
-    trainer.fit(model, DataLoader(make_batches(dtype), batch_size=None))  # type: ignore[arg-type]
+    batches = make_batches(dtype)
+    samples = TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
+    indices = torch.split(torch.arange(len(samples)), [len(batch[0]) for batch in batches])
+    trainer.fit(model, DataLoader(samples, batch_sampler=[one.tolist() for one in indices]))
     optimizer = alone.configure_optimizers()
     for features, targets in _whole_batches(own.world_size, is_uneven, dtype):
         optimizer.zero_grad()
@@ -178,7 +182,7 @@ def _train(
 
 
 def _train_on_ranks(
-    own: TrialRank, kind: type[DDPCheckpointStrategy | DDPJoinStrategy], is_uneven: bool = False, *callbacks: Callback
+    own: TrialRank, kind: type[ExplicitDDPStrategy], is_uneven: bool = False, *callbacks: Callback
 ) -> str:
     strategy = kind(
         process_group_backend=own.backend,
@@ -187,6 +191,8 @@ def _train_on_ranks(
         stall_timeout=_STALL,
     )
     batches = partial(_batches, own.rank, is_uneven)
+    if kind is BalancedDDPStrategy:  # it divides the whole batches itself
+        batches = partial(_whole_batches, own.world_size, is_uneven)
     environment = [TorchElasticEnvironment()]
     return _train(own, strategy, batches, is_uneven, callbacks, num_nodes=own.num_nodes, plugins=environment)
 
@@ -220,6 +226,11 @@ _TRIALS = (
         "ddp_join",
         f"with {_STEPS} batches on rank 0 and {_FEWER_STEPS} on others, ranks are identical, and train as one process",
         lambda own: _train_on_ranks(own, DDPJoinStrategy, True),
+    ),
+    Trial(
+        "balanced_ddp",
+        "ranks divide whole batches, are identical, and train as one process",
+        lambda own: _train_on_ranks(own, BalancedDDPStrategy),
     ),
     Trial(
         "killed rank",

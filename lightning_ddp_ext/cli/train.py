@@ -1,6 +1,7 @@
 """Training: fit, test and write the results into the run folder; the same once more in one process, to compare."""
 
 import copy
+import functools
 import itertools
 import math
 import os
@@ -19,7 +20,7 @@ from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -293,7 +294,7 @@ def train_single_process(config: DictConfig, run: Trainer, recorder: BatchRecord
         devices=1 if device.index is None else [device.index],
         num_nodes=1,
         plugins=config.trainer.plugins or [LightningEnvironment()],
-        callbacks=[_StopAfter(run.global_step)],
+        callbacks=[LambdaCallback(on_train_batch_end=functools.partial(_stop_after, run.global_step))],
         # The recorded batches are already limited by these arguments.
         accumulate_grad_batches=recorder.accumulated,
         limit_train_batches=None,
@@ -345,13 +346,8 @@ class _Replay:
         return self.recorder.length
 
 
-class _StopAfter(Callback):
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        trainer.should_stop = trainer.should_stop or trainer.global_step >= self._steps
+def _stop_after(steps: int, trainer: Trainer, *_: Any) -> None:
+    trainer.should_stop = trainer.should_stop or trainer.global_step >= steps
 
 
 def _concatenate(batches: Sequence[Any]) -> Any:

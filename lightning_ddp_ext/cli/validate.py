@@ -33,16 +33,6 @@ _SINGLE = "single"
 
 def prepare_config(config: DictConfig, choices: Any) -> None:
     """Fill in accelerator and devices, and refuse impossible ones; `choices` are the chosen options by group."""
-    _set_devices(config, choices)
-    trainer = config.trainer
-    if trainer.accelerator == "cpu" and trainer.devices != "auto":
-        devices = trainer.devices
-        number = int(devices) if isinstance(devices, str) and devices.strip().isdecimal() else devices
-        remedy = "Use a number of processes or replicas on the CPU, such as 2."
-        check_integer("trainer.devices", number, least=1, most=_MOST_PROCESSES, remedy=remedy)
-
-
-def _set_devices(config: DictConfig, choices: Any) -> None:
     trainer = config.trainer
     single = choices.strategy == _SINGLE
     kind = find_accelerator()
@@ -55,6 +45,11 @@ def _set_devices(config: DictConfig, choices: Any) -> None:
     for key, unit in (("devices", "device"), ("num_nodes", "node")):
         if single and trainer[key] not in (1, "1", None):
             raise LaunchError(f"`strategy=single` uses one {unit}, got `trainer.{key}={trainer[key]}`. Leave it out.")
+    devices = trainer.devices
+    if trainer.accelerator == "cpu" and devices != "auto":
+        number = int(devices) if isinstance(devices, str) and devices.strip().isdecimal() else devices
+        remedy = "Use a number of processes or replicas on the CPU, such as 2."
+        check_integer("trainer.devices", number, least=1, most=_MOST_PROCESSES, remedy=remedy)
 
 
 def make(node: Any, key: str, kind: type[_Part]) -> _Part:

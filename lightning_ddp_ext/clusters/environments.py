@@ -55,8 +55,11 @@ def find_problems(environ: Mapping[str, str], num_nodes: int, devices: int) -> l
             " would train on its own. Give the job another name, `--job-name=train`."
         )
     if tasks is not None:
-        found = _check_nodes(environ, num_nodes), _check_tasks(environ, tasks, num_nodes, devices)
-        problems += [problem for problem in found if problem]
+        nodes = _number(environ, "SLURM_NNODES") or num_nodes
+        if nodes != num_nodes:
+            problems.append(f"`SLURM_NNODES={nodes}` differs from `num_nodes={num_nodes}`. Set `num_nodes={nodes}`.")
+        # A wrong number of nodes is not repeated as a wrong number of tasks.
+        problems += _check_tasks(environ, tasks, nodes, devices)
     return problems
 
 
@@ -86,16 +89,7 @@ def _is_task(environ: Mapping[str, str]) -> bool:
     return step is not None and step < _LAST_STEP and SRUN.rank in environ
 
 
-def _check_nodes(environ: Mapping[str, str], num_nodes: int) -> str | None:
-    nodes = _number(environ, "SLURM_NNODES")
-    if nodes is None or nodes == num_nodes:
-        return None
-    return f"`SLURM_NNODES={nodes}` differs from `num_nodes={num_nodes}`. Set `num_nodes={nodes}`."
-
-
-def _check_tasks(environ: Mapping[str, str], tasks: int, num_nodes: int, devices: int) -> str | None:
-    # A wrong number of nodes is a problem by itself, and not repeated here.
-    nodes = _number(environ, "SLURM_NNODES") or num_nodes
+def _check_tasks(environ: Mapping[str, str], tasks: int, nodes: int, devices: int) -> list[str]:
     wanted = nodes * devices
     remedy = f"Set `--nodes={nodes} --ntasks-per-node={devices}`."
     if tasks != wanted:
@@ -103,18 +97,16 @@ def _check_tasks(environ: Mapping[str, str], tasks: int, num_nodes: int, devices
         difference = f"{_plural(tasks - wanted, 'task')} too many" if tasks > wanted else missing
         asked = _number(environ, "SLURM_NTASKS_PER_NODE")
         per_node = "" if asked is None else f" (`SLURM_NTASKS_PER_NODE={asked}`)"
-        return (
+        return [
             f"`SLURM_NTASKS={tasks}`{per_node} differs from {_plural(nodes, 'node')} x `devices={devices}` ="
             f" {_plural(wanted, 'process', 'processes')}: {difference}. {remedy}"
-        )
+        ]
     variable = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in environ else "SLURM_TASKS_PER_NODE"
     uneven = [count for count in tasks_per_node(environ.get(variable, "")) if count != devices]
-    if uneven:
-        return (
-            f"`{variable}={environ[variable]}` puts {_plural(uneven[0], 'task')} on a node with `devices={devices}`."
-            f" {remedy}"
-        )
-    return None
+    return [
+        f"`{variable}={environ[variable]}` puts {_plural(count, 'task')} on a node with `devices={devices}`. {remedy}"
+        for count in uneven[:1]
+    ]
 
 
 def _plural(count: int, one: str, several: str = "") -> str:

@@ -131,11 +131,9 @@ def read_parameters(path: str) -> Iterator[inspect.Parameter]:
     while (arguments := definition.arguments()) is None:
         definition = definition.names.evaluate(definition.node.bases[0])
     positional = [*arguments.posonlyargs, *arguments.args][isinstance(definition.node, ast.ClassDef) :]
-    lacking: list[ast.expr | None] = [None] * len(positional)
-    defaults = [*lacking, *arguments.defaults][-len(positional) :] if positional else []
-    for argument, default in zip(
-        [*positional, *arguments.kwonlyargs], [*defaults, *arguments.kw_defaults], strict=True
-    ):
+    lacking = [None] * (len(positional) - len(arguments.defaults))
+    defaults = [*lacking, *arguments.defaults, *arguments.kw_defaults]
+    for argument, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True):
         annotation = Any
         with suppress(Exception):  # objects of torch and Lightning cannot be evaluated, and are not checked
             annotation = Any if argument.annotation is None else definition.names.evaluate(argument.annotation)

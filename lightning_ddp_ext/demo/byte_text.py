@@ -86,15 +86,16 @@ class ByteTransformer(LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Log the loss on validation text."""
-        loss = self._loss(batch)
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
-        self.log("val_bits_per_byte", loss / math.log(2), sync_dist=True)
+        self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Log the loss on test text."""
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
         loss = self._loss(batch)
-        self.log("test_loss", loss, sync_dist=True)
-        self.log("test_bits_per_byte", loss / math.log(2), sync_dist=True)
+        self.log(f"{stage}_loss", loss, prog_bar=stage == "val", sync_dist=True)
+        self.log(f"{stage}_bits_per_byte", loss / math.log(2), sync_dist=True)
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self(batch["inputs"])

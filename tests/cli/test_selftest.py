@@ -58,7 +58,7 @@ def selftest(folder, devices, fault=None):
 def test_all_trials_succeed_on_local_ranks(tmp_path, devices):
     run = selftest(tmp_path, devices)
     assert run.returncode == 0, run.stdout + run.stderr
-    for trial in ("balanced_dp", "ddp_checkpoint", "ddp_join", "killed rank"):
+    for trial in ("balanced_dp", "ddp_checkpoint", "ddp_join", "balanced_ddp", "killed rank"):
         assert re.search(rf"│ {trial} .*│ ok │", run.stdout), run.stdout
     assert "Healthy" in run.stdout
 
