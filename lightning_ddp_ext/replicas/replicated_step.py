@@ -204,7 +204,8 @@ class ReplicatedModule:
         record.is_trained = True
         if not jobs:
             return
-        self._replicas.forget_gradients()
+        for replica in self._replicas:  # a step may leave some, which Lightning clears before its backward pass
+            replica.forget_gradients()
         self._shared.watch()
         self._apply(jobs, record)
         self._shared.notice_use("backward")
