@@ -160,11 +160,9 @@ def merge_single_samples(chunks: Sequence[int]) -> list[int]:
     """Merge each chunk of one sample into the next chunk that has samples, or else into the previous one."""
     merged = list(chunks)
     for index, size in enumerate(merged):
-        if size != 1:
-            continue
-        following = [other for other in range(index + 1, len(merged)) if merged[other]]
-        previous = [other for other in range(index - 1, -1, -1) if merged[other]]
-        for neighbour in [*following, *previous][:1]:
+        others = [*range(index + 1, len(merged)), *range(index - 1, -1, -1)]
+        neighbour = next((other for other in others if merged[other]), None)
+        if size == 1 and neighbour is not None:
             merged[neighbour] += 1
             merged[index] = 0
     return merged
