@@ -321,7 +321,9 @@ class ReplicatedModule:
         sizes: list[int] = []
 
         def split(number_of_samples: int) -> list[int]:
-            sizes[:] = self._sizes_without_singles(number_of_samples)
+            sizes[:] = self._split_sizes(number_of_samples)
+            if 1 in sizes and self._mergers.batch_norm.refuses_single_samples():
+                sizes[:] = merge_single_samples(sizes)
             return list(sizes)
 
         hook = getattr(self._module, "scatter_batch", None)
@@ -337,12 +339,6 @@ class ReplicatedModule:
                 " once and return one chunk for each size, None for size 0."
             )
         return chunks, sizes
-
-    def _sizes_without_singles(self, batch_size: int) -> list[int]:
-        """Return the chunk sizes, without chunks of one sample if the model's batch normalisation refuses them."""
-        sizes = self._split_sizes(batch_size)
-        is_refused = 1 in sizes and self._mergers.batch_norm.refuses_single_samples()
-        return merge_single_samples(sizes) if is_refused else sizes
 
     def _apply(self, jobs: Mapping[int, Callable[[], Any]], record: BatchRecord) -> dict[int, Any]:
         sizes = record.sizes
