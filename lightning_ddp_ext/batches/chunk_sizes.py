@@ -138,22 +138,21 @@ def deal_by_padded_length(sizes: Sequence[int], lengths: Sequence[float], first:
 def _padded_ends(sizes: Sequence[int], ascending: Sequence[float], limit: float, first: int | None) -> list[int] | None:
     """Return the ends of chunks as long as a limit for each unit of `sizes` allows; None if it is too low."""
     ends = [0]
+
+    def padded_area(end: int) -> float:
+        return (end - ends[-1]) * ascending[end - 1]
+
     for index, size in enumerate(sizes):
         start = end = ends[-1]
         if size:
             last = len(ascending) - sum(map(bool, sizes[index + 1 :]))
             if index == 0 and first is not None and any(sizes[1:]):
                 last = min(last, first)
-            area = functools.partial(_padded_area, ascending, start)
-            end = bisect_right(range(last + 1), limit * size, start + 1, last + 1, key=area) - 1
+            end = bisect_right(range(last + 1), limit * size, start + 1, last + 1, key=padded_area) - 1
             if end == start:
                 return None
         ends.append(end)
     return ends[1:] if ends[-1] == len(ascending) else None
-
-
-def _padded_area(ascending: Sequence[float], start: int, end: int) -> float:
-    return (end - start) * ascending[end - 1]
 
 
 def merge_single_samples(chunks: Sequence[int]) -> list[int]:
