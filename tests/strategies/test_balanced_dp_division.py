@@ -105,7 +105,7 @@ def test_limits_follow_from_the_peaks_of_training_batches_alone(memory, evaluate
     for batch in range(20):
         if batch in evaluated:
             memory.use(0, 90)
-            division.forget_peaks()
+            division.peaks.forget()
         sizes = division.split_sizes(16, 2)
         for index, size in enumerate(sizes):
             memory.use(index, 4 * size)
