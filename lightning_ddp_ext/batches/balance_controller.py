@@ -236,29 +236,15 @@ def _ms(seconds: Sequence[float]) -> str:
 _USABLE = 0.9  # of the available memory: allocators fragment, and batches differ
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes of an accelerator between two batches, and the largest chunk that it has computed."""
-
-    available: int  # held by this process, or free
-    held: int  # in use between batches: parameters, gradients, optimizer state
-    peak: int
-    largest_chunk: int
-
-    @classmethod
-    def read(cls, device: torch.device, largest_chunk: int) -> "DeviceMemory":
-        """Read the memory of an accelerator."""
-        memory = memory_statistics(device)
-        held, peak = memory.memory_allocated(device), memory.max_memory_allocated(device)
-        return cls(available_memory(device), held, peak, largest_chunk)
-
-    @property
-    def most_samples(self) -> int | None:
-        """Number of samples that fit; None if no chunk has been measured yet."""
-        if not self.largest_chunk or self.peak <= self.held:
-            return None
-        per_sample = (self.peak - self.held) / self.largest_chunk
-        return max(0, int((_USABLE * self.available - self.held) / per_sample))
+def count_fitting(device: torch.device, largest_chunk: int) -> int | None:
+    """Return how many samples fit an accelerator between two batches, by the peak of the largest chunk; else None."""
+    memory = memory_statistics(device)
+    held = memory.memory_allocated(device)  # between batches: parameters, gradients, optimizer state
+    peak = memory.max_memory_allocated(device)
+    if not largest_chunk or peak <= held:
+        return None
+    per_sample = (peak - held) / largest_chunk
+    return max(0, int((_USABLE * available_memory(device) - held) / per_sample))
 
 
 class PeakMemory:
@@ -276,7 +262,7 @@ class PeakMemory:
             if len(self._measured) < WINDOW:
                 return None
             largest = map(max, zip(*self._measured, strict=True))
-            limits = [DeviceMemory.read(*pair).most_samples for pair in zip(devices, largest, strict=True)]
+            limits = [*map(count_fitting, devices, largest)]
         for device in devices:
             restart_peak(device)
         self._measured = []

@@ -138,33 +138,30 @@ def deal_by_padded_length(sizes: Sequence[int], lengths: Sequence[float], first:
 def _padded_ends(sizes: Sequence[int], ascending: Sequence[float], limit: float, first: int | None) -> list[int] | None:
     """Return the ends of chunks as long as a limit for each unit of `sizes` allows; None if it is too low."""
     ends = [0]
+
+    def padded_area(end: int) -> float:
+        return (end - ends[-1]) * ascending[end - 1]
+
     for index, size in enumerate(sizes):
         start = end = ends[-1]
         if size:
             last = len(ascending) - sum(map(bool, sizes[index + 1 :]))
             if index == 0 and first is not None and any(sizes[1:]):
                 last = min(last, first)
-            area = functools.partial(_padded_area, ascending, start)
-            end = bisect_right(range(last + 1), limit * size, start + 1, last + 1, key=area) - 1
+            end = bisect_right(range(last + 1), limit * size, start + 1, last + 1, key=padded_area) - 1
             if end == start:
                 return None
         ends.append(end)
     return ends[1:] if ends[-1] == len(ascending) else None
 
 
-def _padded_area(ascending: Sequence[float], start: int, end: int) -> float:
-    return (end - start) * ascending[end - 1]
-
-
 def merge_single_samples(chunks: Sequence[int]) -> list[int]:
     """Merge each chunk of one sample into the next chunk that has samples, or else into the previous one."""
     merged = list(chunks)
     for index, size in enumerate(merged):
-        if size != 1:
-            continue
-        following = [other for other in range(index + 1, len(merged)) if merged[other]]
-        previous = [other for other in range(index - 1, -1, -1) if merged[other]]
-        for neighbour in [*following, *previous][:1]:
+        others = [*range(index + 1, len(merged)), *range(index - 1, -1, -1)]
+        neighbour = next((other for other in others if merged[other]), None)
+        if size == 1 and neighbour is not None:
             merged[neighbour] += 1
             merged[index] = 0
     return merged

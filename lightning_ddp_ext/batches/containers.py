@@ -8,7 +8,6 @@ import sys
 import types
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,11 +65,14 @@ def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
         return value
     if isinstance(value, Mapping):
         mapped = {key: function(item) for key, item in value.items()}
-        return rebuild_mapping(value, mapped, {name: function(getattr(value, name)) for name in extra_names(value)})
+        return _rebuild_mapping(value, mapped, {name: function(getattr(value, name)) for name in extra_names(value)})
     if isinstance(value, list | tuple):
         return rebuild(value, [function(item) for item in value])
     if is_object(value):
-        return rebuild_object(value, {name: function(getattr(value, name)) for name in fields(value)})
+        copied = copy.copy(value)  # without running the constructor
+        for name in fields(value):
+            object.__setattr__(copied, name, function(getattr(value, name)))  # works for frozen classes, too
+        return copied
     return value
 
 
@@ -102,7 +104,7 @@ def rebuild(value: Any, items: list[Any]) -> Any:
     return type(value)(*items) if is_record(value) else type(value)(items)
 
 
-def rebuild_mapping(value: Any, items: dict[Any, Any], extras: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def _rebuild_mapping(value: Any, items: dict[Any, Any], extras: Mapping[str, Any]) -> Any:
     """Make a mapping of the type of `value` from other items and other attributes."""
     if type(value) is dict:
         return items
@@ -113,14 +115,6 @@ def rebuild_mapping(value: Any, items: dict[Any, Any], extras: Mapping[str, Any]
         setattr(copied, name, extra)
     for key, item in items.items():
         copied[key] = item
-    return copied
-
-
-def rebuild_object(value: Any, fields: Mapping[str, Any]) -> Any:
-    """Make an instance of the class of `value` with other fields, without running its constructor."""
-    copied = copy.copy(value)
-    for name, item in fields.items():
-        object.__setattr__(copied, name, item)  # works for frozen classes, too
     return copied
 
 

@@ -108,10 +108,9 @@ class Replica:
         self.references.add(buffer, own)
         return own
 
-    @property
-    def buffer_names(self) -> list[tuple[str, ...]]:
-        """Names of the buffers of each module."""
-        return [tuple(own._buffers) for _, own in self.modules]
+    def list_buffers(self) -> list[Place]:
+        """Return the places of the buffers that the replica has now."""
+        return [(position, name) for position, (_, own) in enumerate(self.modules) for name in own._buffers]
 
     def forget_gradients(self) -> None:
         """Clear the gradients of the replica's parameters."""
@@ -181,7 +180,6 @@ class Replicas(Sequence[Replica]):
         self._modules: list[nn.Module] = []
         self._parts: list[object] = []
         self._originals: list[nn.Parameter] = []
-        self._buffer_names: list[tuple[str, ...]] = []
         self._places: list[Place] = []  # of the buffers
         self._last_step, self._training_steps = "", 0
         self.changing: set[Place] = set()  # buffers that may change without a new version
@@ -274,10 +272,10 @@ class Replicas(Sequence[Replica]):
 
     def changed_buffers(self, active: Sequence[int]) -> list[Place]:
         """Return the places of buffers that the step may have changed on active replicas."""
-        by_replica = [self._replicas[index].buffer_names for index in active]
-        if any(names != self._buffer_names for names in by_replica):
+        by_replica = [self._replicas[index].list_buffers() for index in active]
+        if any(places != self._places for places in by_replica):
             self.discard()  # a step has registered or deleted buffers
-            return [*dict.fromkeys(chain.from_iterable(map(_list_places, by_replica)))]
+            return [*dict.fromkeys(chain.from_iterable(by_replica))]
         if self.is_learning or not self._places:
             return self._places
         number = len(self._places)
@@ -312,8 +310,7 @@ class Replicas(Sequence[Replica]):
         self._modules = list(self.master.modules())
         self._parts = _list_parts(self._modules)
         self._originals = [parameter for parameter, _ in self._replicas[0].parameters]
-        self._buffer_names = self._replicas[0].buffer_names
-        self._places = _list_places(self._buffer_names)
+        self._places = self._replicas[0].list_buffers()
         self.changing = set()
         self._own = {}
         self._buffer_versions = TensorVersions(self._all_buffers())
@@ -369,11 +366,6 @@ class Replicas(Sequence[Replica]):
             for index in active
         ]
 
-    def forget_gradients(self) -> None:
-        """Clear gradients that a step left on the replicas' parameters, as Lightning does before its backward pass."""
-        for replica in self._replicas:
-            replica.forget_gradients()
-
     def reduce_gradients(self, active: Sequence[int]) -> None:
         """Add up the gradients in the order of the replicas; hooks on the master's parameters see the sum, once."""
         totals: list[Tensor | None] = [None] * len(self._originals)
@@ -409,10 +401,6 @@ class Replicas(Sequence[Replica]):
         if hooked:
             # A backward pass that starts at the leaves accumulates as usual and runs the hooks.
             torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])
-
-
-def _list_places(names: Sequence[Sequence[str]]) -> list[Place]:
-    return [(position, name) for position, own in enumerate(names) for name in own]
 
 
 def _list_parts(modules: Sequence[nn.Module]) -> list[object]:

@@ -204,7 +204,8 @@ class ReplicatedModule:
         record.is_trained = True
         if not jobs:
             return
-        self._replicas.forget_gradients()
+        for replica in self._replicas:  # a step may leave some, which Lightning clears before its backward pass
+            replica.forget_gradients()
         self._shared.watch()
         self._apply(jobs, record)
         self._shared.notice_use("backward")
@@ -325,7 +326,9 @@ class ReplicatedModule:
         sizes: list[int] = []
 
         def split(number_of_samples: int) -> list[int]:
-            sizes[:] = self._sizes_without_singles(number_of_samples)
+            sizes[:] = self._split_sizes(number_of_samples)
+            if 1 in sizes and self._mergers.batch_norm.refuses_single_samples():
+                sizes[:] = merge_single_samples(sizes)
             return list(sizes)
 
         hook = getattr(self._module, "scatter_batch", None)
@@ -341,12 +344,6 @@ class ReplicatedModule:
                 " once and return one chunk for each size, None for size 0."
             )
         return chunks, sizes
-
-    def _sizes_without_singles(self, batch_size: int) -> list[int]:
-        """Return the chunk sizes, without chunks of one sample if the model's batch normalisation refuses them."""
-        sizes = self._split_sizes(batch_size)
-        is_refused = 1 in sizes and self._mergers.batch_norm.refuses_single_samples()
-        return merge_single_samples(sizes) if is_refused else sizes
 
     def _apply(self, jobs: Mapping[int, Callable[[], Any]], record: BatchRecord) -> dict[int, Any]:
         sizes = record.sizes

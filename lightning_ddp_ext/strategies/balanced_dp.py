@@ -46,7 +46,7 @@ class BatchDivision:
         self._rule = ChunkRule(gpu0_batch_size, split, balance)
         self._controller: BalanceController | None = None
         self._saved: dict[str, Any] | None = None
-        self._peaks = PeakMemory()
+        self.peaks = PeakMemory()
         self._unread: deque[BatchRecord] = deque()  # whose times are not known, because the devices are behind the host
         self._batches = 0
         self._ran_in_order = False
@@ -93,7 +93,7 @@ class BatchDivision:
             return
         # Replicas of one device share its memory; on the CPU they share the memory of the process.
         if len(set(devices)) == len(devices) and all(map(reports_memory, devices)):
-            limits = self._peaks.observe(record.sizes, devices)
+            limits = self.peaks.observe(record.sizes, devices)
             self._controller.limits = self._controller.limits if limits is None else limits
         self._unread.append(record)
         while self._unread and self._unread[0].is_done():
@@ -104,10 +104,6 @@ class BatchDivision:
             rank_zero_info(f"{_NAME}, batch {self._batches}: {decision}.")
             if decision.before != decision.after:
                 self._unread.clear()  # these batches were divided by the shares before
-
-    def forget_peaks(self) -> None:
-        """Ignore the peaks of memory so far, because the devices have computed other batches than training batches."""
-        self._peaks.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries to add to a checkpoint: none, unless balance is automatic."""
@@ -424,7 +420,7 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
         outputs, record = self._run(step, *args, **kwargs)
-        self._division.forget_peaks()
+        self._division.peaks.forget()
         return record.gather(outputs, self.root_device, self.batch_dim)
 
     @override

@@ -1,10 +1,12 @@
 """`balance="auto"`: when it is chosen, and the limits that memory sets."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lightning_ddp_ext._devices import peak_memory
-from lightning_ddp_ext.batches.balance_controller import DeviceMemory
+from lightning_ddp_ext.batches import balance_controller
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_dp import BatchDivision
 
@@ -103,7 +105,7 @@ def test_limits_follow_from_the_peaks_of_training_batches_alone(memory, evaluate
     for batch in range(20):
         if batch in evaluated:
             memory.use(0, 90)
-            division.forget_peaks()
+            division.peaks.forget()
         sizes = division.split_sizes(16, 2)
         for index, size in enumerate(sizes):
             memory.use(index, 4 * size)
@@ -115,8 +117,8 @@ def test_limits_follow_from_the_peaks_of_training_batches_alone(memory, evaluate
 
 @pytest.mark.usefixtures("memory")
 def test_free_memory_limits_the_chunks_of_accelerators(monkeypatch):
-    memories = {0: of_device(10, 1, 5), 1: of_device(10, 1, 2, chunk=1)}  # room for 16 and for 8
-    monkeypatch.setattr(DeviceMemory, "read", lambda device, largest: memories[device.index])
+    room = {0: 16, 1: 8}
+    monkeypatch.setattr(balance_controller, "count_fitting", lambda device, largest: room[device.index])
     division = BatchDivision(None, None, "auto")
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     division.start(devices)
@@ -127,13 +129,13 @@ def test_free_memory_limits_the_chunks_of_accelerators(monkeypatch):
     assert division.split_sizes(18, 2) == [10, 8]
 
 
-def of_device(available, held, peak, chunk=8):
-    return DeviceMemory(available, held, peak, chunk)
-
-
-def test_the_number_of_samples_that_fit_follows_from_the_peak():
+@pytest.mark.parametrize(
+    ("held", "peak", "chunk", "expected"),
     # 8 samples take 4 bytes; 0.9 x 10 bytes less the 3 bytes that are held leave room for 12.
-    assert of_device(10, 3, 7).most_samples == 12
-    assert of_device(10, 9, 10).most_samples == 0
-    assert of_device(10, 3, 3).most_samples is None
-    assert of_device(10, 3, 7, chunk=0).most_samples is None
+    [(3, 7, 8, 12), (9, 10, 8, 0), (3, 3, 8, None), (3, 7, 0, None)],
+)
+def test_the_number_of_samples_that_fit_follows_from_the_peak(monkeypatch, held, peak, chunk, expected):
+    statistics = SimpleNamespace(memory_allocated=lambda device: held, max_memory_allocated=lambda device: peak)
+    monkeypatch.setattr(balance_controller, "memory_statistics", lambda device: statistics)
+    monkeypatch.setattr(balance_controller, "available_memory", lambda device: 10)
+    assert balance_controller.count_fitting(torch.device("cuda"), chunk) == expected
