@@ -105,9 +105,9 @@ class StepMirror:
         packed = pack(state)
         if packed.skipped:
             raise UnsupportedFeatureError(
-                "`ddp_join` sends the state of optimizers and schedulers that `training_step` changes to ranks without"
-                f" data, and it holds {name_skipped(packed.skipped)}, which is neither a number nor a tensor."
-                ' Use `uneven_inputs="stop"`.'
+                "ranks without data need the state of optimizers and schedulers that `training_step` changes, and it"
+                f" holds {name_skipped(packed.skipped)}, which is neither a number nor a tensor. Change it in a hook"
+                " that all ranks run, such as `on_train_batch_start`."
             )
         return packed.data
 
@@ -220,7 +220,7 @@ class StepMirror:
         return sent
 
     def _warn_of_others(self, attributes: dict[Place, Any]) -> None:
-        """Warn once of an attribute of the LightningModule, unless a batch has it (container, graph) or it is sent."""
+        """Warn once of a changed attribute that is not sent, except containers and graphs, which come from batches."""
         for place, value in attributes.items():
             silent = (isinstance(value, _SILENT) and not is_record(value)) or getattr(value, "requires_grad", False)
             if self._has_warned or silent or place[:2] != ("module", "") or len(place) != 3:
@@ -238,7 +238,7 @@ class StepMirror:
             )
 
     def _changed_optimizers(self) -> dict[int, tuple[list[dict[str, Any]], dict[str, Any]]]:
-        """Return the settings of each changed optimizer, and its state; empty if only settings have changed."""
+        """Return the settings and the state of each changed optimizer; the state is empty if only settings changed."""
         found = {}
         for number, (optimizer, (settings, state)) in enumerate(
             zip(self._trainer.optimizers, self._optimizers, strict=True)
@@ -263,7 +263,7 @@ class StepMirror:
         if parameter is None or parameter.shape != value.shape:
             raise self._missing(f"the parameter `{name}`, of shape {list(value.shape)}")
         if parameter.numel():
-            overwrite([parameter], value.to(parameter.device, parameter.dtype).view(-1))
+            overwrite([parameter], value.to(parameter.device, parameter.dtype).reshape(-1))
         parameter.requires_grad_(requires_grad)
 
     def _set_buffer(self, name: str, value: Tensor | None) -> None:

@@ -13,7 +13,7 @@ from lightning_ddp_ext._compat.lightning_loaders import combination_mode
 from lightning_ddp_ext._compat.torch import iterate_counting, samples_of
 from lightning_ddp_ext.ranks.sample_counts import count_drawn, mean_count
 
-LOOKAHEAD = 2  # at most so many batches are fetched early: one by the loop, one to know if this rank has a next batch
+LOOKAHEAD = 2  # batches that are fetched ahead at most: one by the loop, one to know if this rank has a next batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class FetchedBatch(NamedTuple):
     samples: float | None  # None if they cannot be counted
     participation: StepParticipation | None = None  # None if every rank has a batch
     shares: Any = None  # the `SharedBatch` of `shares/table.py`, if ranks share the batch
-    position: tuple[int, int] = (0, 0)  # the indices of the batch and of its loader, in lockstep
+    position: tuple[int, int] = (0, 0)  # index of the batch and of its loader; set in lockstep
     is_stand_in: bool = False  # hooks see a copy of this batch in shadow steps
 
 
@@ -63,14 +63,14 @@ class CountedCombinedLoader(CombinedLoader):
 
     @override
     def __next__(self) -> tuple[Any, int, int]:
-        batch, samples = self._fetch_next() if self.prefetcher is None else self.prefetcher.next(self._fetch_next)
+        step, samples = self._fetch_next() if self.prefetcher is None else self.prefetcher.next(self._fetch_next)
         self.fetched.append(FetchedBatch(samples))
-        return batch
+        return step
 
     def _fetch_next(self) -> tuple[tuple[Any, int, int], float | None]:
         self._counts.clear()
-        batch = super().__next__()
-        return batch, mean_count(self._counts)
+        step = super().__next__()
+        return step, mean_count(self._counts)
 
     def stop_prefetching(self) -> None:
         """Drop the batches that were fetched ahead."""
@@ -94,11 +94,11 @@ class CountedLoader:
     def __iter__(self) -> Iterator[Any]:
         batches = iterate_counting(self._loader, count_drawn)  # not lazily, since loaders draw their seeds here
 
-        def count(batch: Any) -> Any:
+        def note_count(batch: Any) -> Any:
             self._counts.append(samples_of(batches))
             return batch
 
-        return map(count, batches)
+        return map(note_count, batches)
 
     def __len__(self) -> int:
         return len(self._loader)

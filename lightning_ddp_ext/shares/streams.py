@@ -1,5 +1,6 @@
 """Streams that every rank reads whole: each batch is divided when it is collated, and ranks compare its content."""
 
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,19 +34,19 @@ class SharedStreamBatch(NamedTuple):
 class StreamIndices(list[None]):
     """The indices of a batch of a stream: as many as samples, and the division of the batch.
 
-    torch's fetcher passes no more than the samples to the collate function, but iterates over the indices before.
+    torch's fetcher passes only the samples to the collate function. It iterates over the indices first, in the same
+    thread, and that records them in `_fetching`.
     """
 
     number: int
     division: Division
 
     def __iter__(self) -> Iterator[None]:
-        global _fetching
-        _fetching = self
+        _fetching.indices = self
         return super().__iter__()
 
 
-_fetching: StreamIndices  # in the process that fetches
+_fetching = threading.local()  # `Queue` iterates too, in another thread, when it pickles the indices for a worker
 
 
 class StreamSampler:
@@ -75,31 +76,34 @@ class StreamCollate:
 
     def __call__(self, samples: list[Any]) -> SharedStreamBatch:
         """Collate the share of this rank."""
-        place = f"rank {self.rank}, batch {_fetching.number}, sample"
+        indices: StreamIndices = _fetching.indices
+        place = f"rank {self.rank}, batch {indices.number}, sample"
         cost = self.cost
         costs = None if cost is None else [cost(one, f"{place} {index}") for index, one in enumerate(samples)]
-        divided = _fetching.division.divide(len(samples), costs)
+        divided = indices.division.divide(len(samples), costs)
         own = divided.own(samples, self.rank)
         batch = self.collate(own)
         counted = count_drawn(own, batch, None) if own else 0
         content = hash_of_content(samples, most_dimensions=1)
-        return SharedStreamBatch(batch, _fetching.number, counted, content, divided.sizes, divided.nominal)
+        return SharedStreamBatch(batch, indices.number, counted, content, divided.sizes, divided.nominal)
 
 
 def hash_of_content(batch: Any, most_dimensions: int) -> int:
-    """Return a hash of the first integers and texts in a batch, or of its other numbers if it has none of these.
+    """Return a hash of the first integers and texts in a batch, or of its floats if it has none of these.
 
     Ranks may transform a sample with other random numbers, which changes neither labels nor keys. So arrays of more
-    dimensions, such as images and their masks, are skipped. So are objects that are no containers. The hash of nothing
-    is 0.
+    than `most_dimensions`, such as images and their masks, are skipped. So are objects that are no containers. The hash
+    of nothing is 0.
     """
-    hashes, kinds = [0, 0], set[bool]()
+    hashes = {False: 0, True: 0}  # of integers and texts, and of floats
+    has_others = False
     for part in islice(walk(batch), _MOST_COMPARED):
         if isinstance(part, Tensor):
             is_comparable = part.device.type == "cpu" and part.layout == torch.strided and not part.is_nested
             if not is_comparable or part.dim() > most_dimensions or part.is_complex() or part.is_quantized:
                 continue
-            is_float, content = part.is_floating_point(), part.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+            flat = part.detach().resolve_neg().contiguous().reshape(-1)
+            is_float, content = part.is_floating_point(), flat.view(torch.uint8).numpy().tobytes()
         elif isinstance(part, numpy.ndarray | numpy.generic):
             if part.ndim > most_dimensions or part.dtype.kind not in "biuSUf":
                 continue
@@ -108,6 +112,6 @@ def hash_of_content(batch: Any, most_dimensions: int) -> int:
             is_float, content = isinstance(part, float), repr(part).encode()
         else:
             continue
-        kinds.add(is_float)
+        has_others = has_others or not is_float
         hashes[is_float] = zlib.crc32(content, hashes[is_float])
-    return hashes[kinds == {True}]
+    return hashes[not has_others]

@@ -103,6 +103,20 @@ def test_attributes_that_ranks_share_are_taken_and_others_stay(ranks):
     assert shadow.module.tau == 0.4
 
 
+def test_parameters_are_taken_in_any_memory_format():
+    module = Network()
+    module.layer.append(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last))
+    active, shadow = Rank(module, 0), Rank(copy.deepcopy(module), 1)
+
+    def step(module):
+        with torch.no_grad():
+            module.layer[3].weight.mul_(torch.arange(2.0))
+
+    shadow.mirror.take(changes(active, step))
+    assert torch.equal(shadow.module.layer[3].weight, module.layer[3].weight)
+    assert shadow.module.layer[3].weight.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_buffers_of_other_shapes_come_to_the_device_of_the_module_that_owns_them(ranks):
     for rank in ranks:
         rank.module.register_buffer("scale", None)

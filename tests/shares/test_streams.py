@@ -1,10 +1,14 @@
 """The content of a stream's batch, which ranks compare."""
 
+import pickle
+import threading
+
 import numpy
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.shares.streams import hash_of_content
+from lightning_ddp_ext.shares import streams
+from lightning_ddp_ext.shares.streams import StreamIndices, hash_of_content
 
 
 def sample(label: int = 3, noise: float = 0.0, key: str = "a") -> dict[str, object]:
@@ -44,3 +48,17 @@ def test_batches_have_one_more_dimension_than_samples():
 
     assert of_batch(torch.tensor([[1, 2], [3, 4]])) != of_batch(torch.tensor([[1, 2], [3, 5]]))
     assert of_batch(torch.tensor([], dtype=torch.int64).reshape(0, 2)) == hash_of_content({}, most_dimensions=2)
+
+
+def test_tensors_that_are_views_of_others_are_compared():
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    assert of_samples(values.conj().imag) == of_samples(torch.tensor([-2.0, 4.0])) != of_samples(values.imag)
+
+
+def test_indices_sent_to_a_worker_are_not_those_that_this_thread_fetches():
+    own, other = StreamIndices([None]), StreamIndices([None, None])
+    list(own)
+    thread = threading.Thread(target=pickle.dumps, args=[other])  # as the queue of a worker does
+    thread.start()
+    thread.join()
+    assert streams._fetching.indices is own
