@@ -311,7 +311,13 @@ class _Rendezvous:
         return choose_interface(info.requested, gloo=has_gloo, num_nodes=info.num_nodes, local_address=address)
 
     def _listen_on(self, addresses: Sequence[str]) -> list[Target]:
-        sockets = [self.stack.enter_context(listen(address, 0)) for address in addresses]
+        try:
+            sockets = [self.stack.enter_context(listen(address, 0)) for address in addresses]
+        except OSError as error:  # of which other ranks would not hear
+            raise NetworkInterfaceError(
+                f"rank {self.info.rank} cannot listen on {', '.join(addresses)}: {error.strerror}. Set"
+                " `network.interface` to another interface."
+            ) from error
         return [(address, own.getsockname()[1]) for address, own in zip(addresses, sockets, strict=True)]
 
     def _choose_network(self, responses: dict[int, Message]) -> list[NodeNetwork]:

@@ -5,6 +5,7 @@ import re
 import socket
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,12 @@ def test_an_address_of_another_node_cannot_be_listened_on():
     message = "192.0.2.1, rank 0: Cannot assign requested address. Choose another port"
     with pytest.raises(RendezvousError, match=message):
         serve_store("192.0.2.1", 0, 1, timedelta(seconds=1))
+
+
+def test_an_interface_that_cannot_be_listened_on_is_an_error_that_all_ranks_hear_of():
+    own = SimpleNamespace(stack=contextlib.ExitStack(), info=SimpleNamespace(rank=3))
+    with pytest.raises(NetworkInterfaceError, match=r"rank 3 cannot listen on 192.0.2.1: .* Set `network.interface`"):
+        rendezvous._Rendezvous._listen_on(own, ["192.0.2.1"])
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", None])
