@@ -28,7 +28,6 @@ def describe_installation() -> Iterator[str]:
 
 def _describe_torch() -> Iterator[str]:
     import torch
-    import torch.distributed as dist
 
     built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     yield f"torch {torch.__version__} is built for {_join(f'{name} {with_}' for name, with_ in built.items() if with_)}"
@@ -36,8 +35,9 @@ def _describe_torch() -> Iterator[str]:
     names = getattr(torch.get_device_module(kind), "get_device_name", str) if kind else str
     count = torch.accelerator.device_count() if kind else 0
     yield f"devices: {_join(f'{kind}:{index} {names(index)}' for index in range(count))}"
-    checks = {name: getattr(dist, f"is_{name}_available", bool) for name in ("gloo", "nccl", "mpi", "ucc", "xccl")}
-    yield f"backends: {_join(name for name, is_available in checks.items() if is_available())}"
+    from lightning_ddp_ext.distributed.backends import BUILT
+
+    yield f"backends: {_join(name for name, is_available in BUILT.items() if is_available())}"
 
 
 def _join(parts: Iterator[str]) -> str:

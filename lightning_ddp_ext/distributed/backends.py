@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.errors import BackendError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # of the start and of one collective; torch's and Lightning's
-_BUILT = {
+BUILT = {
     "gloo": dist.is_gloo_available,
     "nccl": dist.is_nccl_available,
     "mpi": dist.is_mpi_available,
@@ -43,7 +43,7 @@ def check_backend(backend: str | None, device_type: str | None = None) -> None:
     available = [  # in this build of torch, or registered since
         name
         for name in dist.Backend.backend_list
-        if name not in _NOT_FOR_TRAINING and (name not in _BUILT or _BUILT[name]())
+        if name not in _NOT_FOR_TRAINING and (name not in BUILT or BUILT[name]())
     ]
     for name in by_device.values():
         if name not in available:

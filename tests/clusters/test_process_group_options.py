@@ -16,7 +16,7 @@ def trainer(strategy, **options):
 def test_the_trainer_refuses_what_does_not_suit_nodes_devices_and_launcher(monkeypatch):
     with pytest.raises(NetworkInterfaceError, match="which other nodes cannot reach, and the run has 2 of them"):
         trainer(ConnectedDDPStrategy(network_interface="loopback"), num_nodes=2)
-    monkeypatch.setitem(backends._BUILT, "nccl", lambda: True)
+    monkeypatch.setitem(backends.BUILT, "nccl", lambda: True)
     with pytest.raises(BackendError, match="does not communicate for cpu devices"):
         trainer(ConnectedDDPStrategy(process_group_backend="nccl"))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")

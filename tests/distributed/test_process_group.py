@@ -53,7 +53,7 @@ def test_available_backends_are_accepted_and_others_rejected_with_the_alternativ
     for backend in (None, "gloo", "GLOO", "cpu:gloo"):
         check_backend(backend)
         check_backend(backend, "cpu")
-    monkeypatch.setattr(backends, "_BUILT", {**dict.fromkeys(backends._BUILT, lambda: False), "gloo": lambda: True})
+    monkeypatch.setattr(backends, "BUILT", {**dict.fromkeys(backends.BUILT, lambda: False), "gloo": lambda: True})
     for backend, remedy in (
         ("mpi", "Use `gloo`, also for processes that `mpirun` starts."),
         ("nccl", "or install a build of torch with CUDA"),
@@ -68,7 +68,7 @@ def test_available_backends_are_accepted_and_others_rejected_with_the_alternativ
 
 
 def test_a_backend_for_other_devices_is_rejected_and_a_registered_one_is_accepted(monkeypatch):
-    monkeypatch.setitem(backends._BUILT, "nccl", lambda: True)
+    monkeypatch.setitem(backends.BUILT, "nccl", lambda: True)
     with pytest.raises(BackendError, match="does not communicate for cpu devices, only for cuda"):
         check_backend("nccl", "cpu")
     check_backend("nccl", "cuda")
