@@ -5,6 +5,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from numbers import Integral, Real
@@ -307,7 +308,12 @@ def _join_calls(calls: Sequence[_Call], weights: Sequence[float], sizes: Sequenc
 _LOG = inspect.signature(LightningModule.log)
 
 
-_Logged = tuple[float, int, Any, dict[str, Any]]  # weight and size of a chunk, value and options of its call
+@dataclass(slots=True)
+class _Logged:
+    weight: float
+    size: int
+    value: Any
+    options: dict[str, Any]
 
 
 class LogReplay:
@@ -340,23 +346,23 @@ class LogReplay:
         for index, weight, size in zip(active, weights, sizes, strict=True):
             occurrence: Counter[str] = Counter()
             for name, value, options in self._recorded[index].calls:
-                grouped.setdefault((name, occurrence[name]), []).append((weight, size, value, options))
+                grouped.setdefault((name, occurrence[name]), []).append(_Logged(weight, size, value, options))
                 occurrence[name] += 1
             self._recorded[index].calls.clear()
         for (name, _), logged in grouped.items():
-            _, _, value, options = logged[0]
-            if isinstance(value, Metric):
-                self._master.log(name, self._metrics.original(value), **options)
+            if isinstance(logged[0].value, Metric):
+                self._master.log(name, self._metrics.original(logged[0].value), **logged[0].options)
             else:
                 self._log_value(name, logged)
 
     def _log_value(self, name: str, logged: Sequence[_Logged]) -> None:
         # A chunk of zero weight may have logged a mean over nothing.
-        logged = [entry for entry in logged if entry[0]] or logged
-        weights, sizes, values, given = zip(*logged, strict=True)
-        batch_sizes = [options.get("batch_size") for options in given]
+        logged = [entry for entry in logged if entry.weight] or logged
+        batch_sizes = [entry.options.get("batch_size") for entry in logged]
+        weights, sizes = [entry.weight for entry in logged], [entry.size for entry in logged]
         own_weights, batch_size = self._interpret(name, batch_sizes, sizes, weights)
-        options = {**given[0], "batch_size": batch_size}
+        options = {**logged[0].options, "batch_size": batch_size}
+        values = [entry.value for entry in logged]
         value = self._metrics.of_whole_batch(values[0])
         if value is None and len(values) > 1 and all(map(_is_number, values)):
             reduction = _reduction(options) or self._default_reduction(name, values, sizes)
