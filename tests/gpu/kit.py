@@ -32,6 +32,13 @@ _WARNINGS = (
     "ignore:This process (pid=:DeprecationWarning",  # Python 3.12 on workers of loaders, which torch forks
 )
 
+_ON_GPU = ("# Results on a GPU", "", "`make gpu` runs these checks and writes this page.", "")
+_REHEARSED = (
+    "# Results on {} devices", "",
+    "`python -m tests.gpu.kit --accelerator {0}` runs the checks of `make gpu` and writes this page. It shows",
+    "placement, order and parity, but no kernel of CUDA, and its times are of a CPU.", "",
+)  # fmt: skip
+
 _PYTEST = [
     "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", "-o", "junit_logging=no",
     "-o", "addopts=",  # not strict about settings and markers of plug-ins that this Python lacks
@@ -192,7 +199,8 @@ def make_page(result: Result) -> str:
 
 
 def _page(result: Result) -> Iterator[str]:
-    yield from ("# Results on a GPU", "", "`make gpu` runs these checks and writes this page.", "")
+    on_gpu = result["accelerator"] == "cuda"
+    yield from _ON_GPU if on_gpu else (line.format(result["accelerator"]) for line in _REHEARSED)
     yield from ("| | |", "| --- | --- |")
     yield from (f"| {name} | {value} |" for name, value in result["machine"].items())
     yield from ("", "| part | result | seconds | date |", "| --- | --- | --- | --- |")
@@ -253,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     for part in options.parts or PARTS:
         print(f"== {part}: {PARTS[part]}", flush=True)
-        result["machine"] = describe_machine()
+        result["machine"], result["accelerator"] = describe_machine(), options.accelerator
         found = run_part(part, options)
         if options.chosen and part in result["parts"]:
             found = update(result["parts"][part], found)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ FLOAT16 = 1e-3
 Judge = Callable[[object, int], bool]
 CHECKS: dict[str, Callable[[], object]] = {}
 EXPECTED: dict[str, object] = {}
-LACKING: dict[str, str] = {}  # what a check needs that virtual devices lack
+MARKS: dict[str, pytest.MarkDecorator] = {}  # of the checks that virtual devices cannot run
 
 
 def check(expected: object, lacking: str = "") -> Callable[[Callable[[], object]], Callable[[], object]]:
@@ -26,8 +27,8 @@ def check(expected: object, lacking: str = "") -> Callable[[Callable[[], object]
 
     def register(function: Callable[[], object]) -> Callable[[], object]:
         assert function.__name__ not in CHECKS
-        if lacking and devices.accelerator() == "virtual":
-            LACKING[function.__name__] = lacking
+        if lacking:
+            MARKS[function.__name__] = devices.virtual_devices_lack(lacking)
         CHECKS[function.__name__], EXPECTED[function.__name__] = function, expected
         return function
 
