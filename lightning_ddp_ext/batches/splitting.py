@@ -1,5 +1,6 @@
 """Cutting batches into chunks, and putting chunks and outputs together again."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
@@ -155,6 +156,22 @@ class _Cut:
 
 def _measure(batch: Any, batch_dim: int) -> _Cut:
     """Find the size of a batch, and whether lists are cut by their entries or by the rows of their tensors."""
+    if type(batch) in (tuple, list, dict):
+        values = batch.values() if type(batch) is dict else batch
+        if all(type(value) is Tensor and value.layout is torch.strided and not value.is_nested for value in values):
+            names = tuple(batch) if type(batch) is dict else None
+            forms = tuple((value.shape, value.dtype) for value in values)
+            return _measure_tensors(batch.__class__, names, forms, batch_dim)
+    return _measure_parts(batch, batch_dim)
+
+
+@functools.lru_cache(maxsize=64)
+def _measure_tensors(kind: type, names: Any, forms: Sequence[tuple[torch.Size, torch.dtype]], batch_dim: int) -> _Cut:
+    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in forms]
+    return _measure_parts(kind(tensors if names is None else zip(names, tensors, strict=True)), batch_dim)
+
+
+def _measure_parts(batch: Any, batch_dim: int) -> _Cut:
     found = list(_entries(batch, batch_dim, "batch", top=True))
     for entry in found:
         if entry.uncut and entry.length is None:

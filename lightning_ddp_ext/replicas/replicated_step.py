@@ -207,7 +207,7 @@ class ReplicatedModule:
         for replica in self._replicas:  # a step may leave some, which Lightning clears before its backward pass
             replica.forget_gradients()
         self._shared.watch()
-        self._apply(jobs, record)
+        self._apply("backward", jobs, record)
         self._shared.notice_use("backward")
         self._replicas.reduce_gradients(sorted(jobs))
 
@@ -285,7 +285,7 @@ class ReplicatedModule:
             self._replicas.refuse_changed_parameters(record.active, step),
         ):
             try:
-                outputs = self._apply(jobs, record)
+                outputs = self._apply(step, jobs, record)
             except RuntimeError:  # perhaps a tensor of another device, from the cache that replicas share
                 if record.in_order or len(jobs) == 1 or not self._shared.notice_use(step):
                     raise
@@ -345,7 +345,7 @@ class ReplicatedModule:
             )
         return chunks, sizes
 
-    def _apply(self, jobs: Mapping[int, Callable[[], Any]], record: BatchRecord) -> dict[int, Any]:
+    def _apply(self, step: str, jobs: Mapping[int, Callable[[], Any]], record: BatchRecord) -> dict[int, Any]:
         sizes = record.sizes
 
         def describe(index: int) -> str:
@@ -357,7 +357,7 @@ class ReplicatedModule:
 
         try:
             with _actions_named_by_replica(_profiler(self._module.trainer)):
-                results, timers = self._workers.run(jobs, describe, record.in_order)
+                results, timers = self._workers.run(step, jobs, describe, record.in_order)
         except BaseException:
             # Half of a step's changes to the replicas must not reach the next step.
             self._scattered = None

@@ -24,6 +24,8 @@ from lightning_ddp_ext.errors import UnsupportedFeatureError
 Job = Callable[[], Any]
 _Outcomes = dict[int, tuple[Any, BaseException | None]]  # result or exception of each replica that has ended
 
+# Seconds of the calling thread, and of the clock, below which a job ends sooner than a thread wakes up for it.
+_SHORT, _SHORT_WITH_WAITING = 2e-4, 4e-4
 
 _running = threading.local()
 
@@ -48,8 +50,9 @@ class ReplicaWorkers:
         self._devices = list(devices)
         self._device_types = {"cpu", *(device.type for device in devices)}
         self._tasks: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
+        self._short: set[str] = set()  # the steps that were short on all replicas the last time
         intra_op = torch.get_num_threads()
-        share = max(1, intra_op // len(self._devices))
+        self._share = share = max(1, intra_op // len(self._devices))
         started = threading.Barrier(len(self._devices) + 1)
         # Daemons, so that a thread stuck in a job does not keep the process alive.
         self._threads = [
@@ -63,20 +66,43 @@ class ReplicaWorkers:
         torch.set_num_threads(intra_op)
 
     def run(
-        self, jobs: Mapping[int, Job], describe: Callable[[int], str], in_order: bool = False
+        self, step: str, jobs: Mapping[int, Job], describe: Callable[[int], str], in_order: bool = False
     ) -> tuple[dict[int, Any], dict[int, Timer]]:
-        """Run jobs at the same time and return their results and timers, by index of the replica.
+        """Run jobs of a step at the same time and return their results and timers, by index of the replica.
 
-        A single job, and jobs in order, run on the calling thread. After all have ended, the exception of the first
-        failed replica is raised with a note.
+        A single job, jobs in order, and jobs of a step that was short the last time, run on the calling thread. After
+        all have ended, the exception of the first failed replica is raised with a note.
         """
         timers = {index: Timer(self._devices[index]) for index in jobs}
+        if len(jobs) == 1:
+            return self._run_in_order(jobs, describe, timers), timers
+        taken: list[tuple[float, float]] = []
+        jobs = {index: partial(_measured, job, taken) for index, job in jobs.items()}
+        intra_op = torch.get_num_threads()
+        if step in self._short and not in_order:
+            torch.set_num_threads(self._share)  # the results must not depend on the thread
+        try:
+            is_here = in_order or step in self._short
+            results = (self._run_in_order if is_here else self._run_in_threads)(jobs, describe, timers)
+        finally:
+            torch.set_num_threads(intra_op)
+        is_short = all(own < _SHORT and clock < _SHORT_WITH_WAITING for own, clock in taken)
+        (self._short.add if is_short else self._short.discard)(step)
+        return results, timers
+
+    def _run_in_order(
+        self, jobs: Mapping[int, Job], describe: Callable[[int], str], timers: Mapping[int, Timer]
+    ) -> dict[int, Any]:
         results: dict[int, Any] = {}
-        if in_order or len(jobs) == 1:
-            for index, job in jobs.items():
-                with _noted(describe, index):
-                    results[index] = _execute(index, job, timers[index], contextlib.nullcontext())
-            return results, timers
+        for index, job in jobs.items():
+            with _noted(describe, index):
+                results[index] = _execute(index, job, timers[index], contextlib.nullcontext())
+        return results
+
+    def _run_in_threads(
+        self, jobs: Mapping[int, Job], describe: Callable[[int], str], timers: Mapping[int, Timer]
+    ) -> dict[int, Any]:
+        results: dict[int, Any] = {}
         modes = _modes_of_caller(self._device_types)
         tasks: list[tuple[int, Job]] = []
         outcomes: _Outcomes = {}
@@ -101,7 +127,7 @@ class ReplicaWorkers:
                 with _noted(describe, index):
                     raise error
             results[index] = result
-        return results, timers
+        return results
 
     def close(self) -> None:
         """End the threads; leave behind a thread that is stuck in a job."""
@@ -133,6 +159,14 @@ def _attempt(index: int, job: Job, outcomes: _Outcomes, jobs: int, end: "queue.S
         outcomes[index] = None, error
     if len(outcomes) == jobs:  # the caller sleeps until the last one, as each waking takes time of Python's global lock
         end.put(None)
+
+
+def _measured(job: Job, taken: list[tuple[float, float]]) -> Any:
+    """Run a job and note the seconds of its thread and of the clock."""
+    own, clock = time.thread_time(), time.perf_counter()
+    result = job()
+    taken.append((time.thread_time() - own, time.perf_counter() - clock))
+    return result
 
 
 def _execute(index: int, job: Job, timer: Timer, context: AbstractContextManager[Any]) -> Any:

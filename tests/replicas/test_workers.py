@@ -1,8 +1,10 @@
 import contextvars
+import itertools
 import os
 import signal
 import threading
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -21,8 +23,12 @@ def workers():
     workers.close()
 
 
-def run(workers, jobs):
-    return workers.run(jobs, lambda index: f"note {index}")
+STEPS = itertools.count()
+
+
+def run(workers, jobs, step=None):
+    """Run jobs of a step, by default of another one than before, which has not been short."""
+    return workers.run(step or f"step {next(STEPS)}", jobs, lambda index: f"note {index}")
 
 
 def test_jobs_run_at_the_same_time_each_on_its_own_thread(workers):
@@ -48,6 +54,35 @@ def test_a_device_that_fails_with_the_job_does_not_keep_the_caller_waiting(worke
 def test_a_single_job_runs_on_the_caller(workers):
     results, _ = run(workers, {1: threading.current_thread})
     assert results[1] is threading.current_thread()
+
+
+def wait():
+    time.sleep(0.01)
+
+
+def work():
+    end = time.thread_time() + 0.003
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize("long", [wait, work])
+def test_a_step_that_was_short_runs_on_the_caller_with_the_threads_of_workers_until_it_is_long(workers, long):
+    def job(do=lambda: None):
+        do()
+        return threading.current_thread(), torch.get_num_threads()
+
+    short, intra_op = {0: job, 1: job}, torch.get_num_threads()
+    by_workers, _ = run(workers, short, "training_step")
+    every = (run(workers, short, "training_step")[0] for _ in range(100))  # the system may stop a thread for a while
+    here = next(found for found in every if found != by_workers)
+    elsewhere, _ = run(workers, short, "backward")
+    assert here == dict.fromkeys(short, (threading.current_thread(), by_workers[0][1]))
+    assert elsewhere == by_workers
+    assert by_workers[0][0] != by_workers[1][0]
+    assert torch.get_num_threads() == intra_op
+    run(workers, {0: job, 1: partial(job, long)}, "training_step")
+    assert run(workers, short, "training_step")[0] == by_workers
 
 
 def test_modes_and_context_variables_of_the_caller_hold_in_the_workers(workers):
