@@ -249,12 +249,14 @@ class LockstepSteps(RankSteps):
             if self.participation.is_uneven:
                 self._messages.skip()
             return
-        logged, changes = self.logged.describe() if has_ended else None, None
-        if has_ended and self._mirror is not None and self.trainer.training:
-            changes = self._mirror.changes(self._batch_samples)
-        self._messages.send(
-            json.dumps({"logged": logged, "changes_size": None if changes is None else changes.numel()})
-        )
+        message: dict[str, Any] = {"logged": self.logged.describe() if has_ended else None, "changes_size": None}
+        changes = None
+        if self._mirror is not None and self.trainer.training:
+            message["optimizer_steps"] = self.gradient.guard.steps
+            changes = self._mirror.changes(self._batch_samples) if has_ended else None
+        if changes is not None:
+            message["changes_size"] = changes.numel()
+        self._messages.send(json.dumps(message))
         if changes is not None:
             for rank in sorted(set(self.all_ranks.active).difference(self.participation.active)):
                 dist.send(changes, group=self.group, group_dst=rank)
@@ -262,6 +264,8 @@ class LockstepSteps(RankSteps):
     def _await_announcement(self) -> bool:
         """Receive an announcement on a joined rank; apply the effects of the step and return True if it has ended."""
         message = json.loads(self._messages.wait())
+        if "optimizer_steps" in message:  # of manual optimization, which runs on the active ranks only
+            self.gradient.guard.steps = message["optimizer_steps"]
         if message["logged"] is None:
             return False
         self.logged.adopt(message["logged"])

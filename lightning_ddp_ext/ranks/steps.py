@@ -110,8 +110,6 @@ class EvenSteps(RankSteps):
         super().__init__(trainer, samples, gradient)
         self._weight: float | None = None  # of the values that a step of the LightningModule logs
         self._is_logging = False
-        if gradient is not None:
-            gradient.compares_steps = True
         watch_logging(cleanup, self.trainer, self._log, self.samples.rounded, self.end_batch)
 
     @override
@@ -152,7 +150,6 @@ class RankGradient:
         self.window = AccumulationWindow()
         self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient
-        self.compares_steps = False  # every rank runs all steps of optimizers itself, as joined ranks do not
         self._trainer = trainer
         self._module: LightningModule = trainer.lightning_module
         self._rule = rule
@@ -161,7 +158,7 @@ class RankGradient:
         self._counts_samples = rule.is_by_samples and not takes_dataloader_iter(self._module, "training_step")
         self._active: Sequence[int] = ()  # the ranks that have a batch in this step
         self._is_added = False  # the micro-batch is in the window
-        self._guard = StepGuard(
+        self.guard = StepGuard(
             trainer.global_rank,
             reducer,
             self._module.named_parameters,
@@ -230,8 +227,7 @@ class RankGradient:
             divisor = 1.0 if is_sum else None
         elif is_sum:
             weight = min(weight, 1.0)
-        if self.compares_steps:
-            self.reducer.control.optimizer_steps = self._guard.steps
+        self.reducer.control.optimizer_steps = self.guard.steps
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         if not self.window.is_postponed:
             self._passes += 1
@@ -259,7 +255,7 @@ class RankGradient:
             # Lightning skips the backward pass when it updates statistics for averaged weights.
             with self.synchronize():
                 pass
-        self._guard.check(optimizer)  # the hook of the guard misses optimizers that are not torch's
+        self.guard.check(optimizer)  # the hook of the guard misses optimizers that are not torch's
         return None if self._leaves_scaler_nothing(optimizer) else loss
 
     def _leaves_scaler_nothing(self, optimizer: Optimizer) -> bool:
@@ -271,7 +267,7 @@ class RankGradient:
 
     def close(self) -> None:
         """Remove the hooks from the module and from optimizers."""
-        self._guard.close()
+        self.guard.close()
         self.reducer.close()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
-from lightning_ddp_ext.errors import DDPExtError
+from lightning_ddp_ext.errors import DDPExtError, RanksOutOfStepError
 from tests.strategies.toolkit import (
     ALONE,
     COUNTS,
@@ -328,6 +328,25 @@ def keys_that_differ_among_ranks_are_named(folder: str) -> None:
         fit(OddAfterManualBackward(), loader(4, 4, 4))
 
 
+def a_step_that_one_rank_leaves_out_is_refused(folder: str) -> None:
+    """While all ranks have data, and after one has run out."""
+
+    class LeavingOut(SteppingItself):
+        def __init__(self, first: int) -> None:
+            super().__init__()
+            self.first = first
+
+        def optimizers(self, *args: Any) -> Any:
+            optimizer = super().optimizers(*args)
+            if RANK == 1 and self.trainer.global_step >= self.first:
+                optimizer.step = lambda: None
+            return optimizer
+
+    for first in (0, 2):
+        with pytest.raises(RanksOutOfStepError, match=rf"rank {RANK} has made \d+ optimizer steps, others \d+"):
+            fit(LeavingOut(first), loader(8, 8, 2))
+
+
 def waiting_ranks_hear_of_a_rank_that_exits(folder: str) -> None:
     """It is the only rank with data."""
 
@@ -353,6 +372,7 @@ CHECKS = [
     values_logged_around_manual_backward_passes_are_synchronised,
     within_a_window_a_rank_finds_its_own_gradient_or_none,
     keys_that_differ_among_ranks_are_named,
+    a_step_that_one_rank_leaves_out_is_refused,
     waiting_ranks_hear_of_a_rank_that_exits,
 ]
 
