@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.replicas.replica import Replicas
 from tests.parity import FEATURES, balanced, dataset, quiet_trainer
 
 virtual_accelerator = pytest.importorskip("tests.virtual_accelerator")
@@ -109,6 +110,8 @@ class Logging(Regression):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("largest", loss, reduce_fx="max")
+        self.log("on_host", torch.ones(()))
+        self.log("on_one_device", loss if len(batch[0]) == 2 else 1.0)
         return loss
 
 
@@ -208,3 +211,45 @@ def test_trained_tensors_that_are_no_parameters_are_shared_on_one_device(virtual
         fit(module, devices)
         found.append(module.scale.detach().cpu())
     torch.testing.assert_close(*found)
+
+
+class Evaluated(Regression):
+    """Has a buffer, and counts what a batch of its evaluation does; no result has to come back from the devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(FEATURES))
+        self.counts = []
+
+    def test_step(self, batch, batch_idx):
+        self.network(batch[0] * self.mask)
+
+    def on_test_batch_start(self, *args):
+        self.counts.append(virtual_accelerator.counts())
+
+    def on_test_batch_end(self, *args):
+        before = self.counts[-1]
+        self.counts[-1] = {name: number - before.get(name, 0) for name, number in virtual_accelerator.counts().items()}
+
+
+def test_parameters_and_buffers_are_not_sent_in_every_batch_of_an_evaluation(virtual_devices):
+    module = Evaluated()
+    trainer = quiet_trainer(balanced(parallel_devices=virtual_devices[:3]), 3, accelerator="virtual")
+    trainer.test(module, DataLoader(dataset(40, torch.float32), batch_size=8), verbose=False)
+    assert len(module.counts) == 5
+    assert module.counts[0]["bytes between devices"] > 0
+    for counts in module.counts[2:]:
+        assert counts["bytes to the device"] > 0
+        assert counts["bytes between devices"] == 0
+        assert counts.get("host waits", 0) == 0
+
+
+def test_parameters_are_concatenated_once_for_all_devices(virtual_devices, monkeypatch):
+    replicas = Replicas(nn.Linear(FEATURES, 3, device=virtual_devices[0]), virtual_devices[:3])
+    replicas.refresh()
+    concatenated, cat = [], torch.cat
+    monkeypatch.setattr(torch, "cat", lambda tensors: concatenated.append(len(tensors)) or cat(tensors))
+    before = virtual_accelerator.counts()["copies between devices"]
+    replicas.refresh()
+    assert concatenated == [2]
+    assert virtual_accelerator.counts()["copies between devices"] - before == 2

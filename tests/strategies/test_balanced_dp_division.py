@@ -9,6 +9,7 @@ from lightning_ddp_ext._devices import peak_memory
 from lightning_ddp_ext.batches import balance_controller
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_dp import BatchDivision
+from tests.parity import Classifier, balanced, batches, train
 
 
 @pytest.mark.parametrize(
@@ -139,3 +140,26 @@ def test_the_number_of_samples_that_fit_follows_from_the_peak(monkeypatch, held,
     monkeypatch.setattr(balance_controller, "memory_statistics", lambda device: statistics)
     monkeypatch.setattr(balance_controller, "available_memory", lambda device: 10)
     assert balance_controller.count_fitting(torch.device("cuda"), chunk) == expected
+
+
+class Evaluated(Classifier):
+    """Takes much more memory for evaluation than for training, and notes the limits before each training batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.limits = []
+
+    def validation_step(self, batch, batch_idx):
+        torch.ones(2**22, device=batch[0].device)
+
+    def on_train_batch_start(self, *args):
+        self.limits.append(self.trainer.strategy._division._controller.limits)
+
+
+def test_evaluation_does_not_lower_the_limits_of_training_on_devices(virtual_devices):
+    module = Evaluated()
+    strategy = balanced(balance="auto", parallel_devices=virtual_devices[:2])
+    options = {"val_loader": batches(16), "val_check_interval": 12, "max_epochs": 1, "accelerator": "virtual"}
+    train(module, strategy, 2, loader=batches(8 * 36), **options)
+    known = [limit for limits in module.limits for limit in limits if limit is not None]
+    assert min(known) > 1000  # the peaks of evaluation leave room for fewer

@@ -12,7 +12,9 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.profilers import AdvancedProfiler
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from lightning_ddp_ext.replicas.workers import current_replica
 from tests.parity import (
     Classifier,
     Evaluated,
@@ -305,3 +307,33 @@ def test_an_exception_or_an_interrupt_in_a_step_ends_the_run_and_the_threads(ste
 
     single, parallel = both_ways(run)
     assert parallel == single
+
+
+class Recomputed(Classifier):
+    """Profiles a part of its step that the backward pass repeats."""
+
+    def __init__(self):
+        super().__init__()
+        self.threads = set()
+        self.together = threading.Barrier(2, timeout=30)
+
+    def training_step(self, batch, batch_idx):
+        def profiled(features):
+            with self.trainer.profiler.profile("network"):
+                if current_replica() is None:
+                    self.threads.add(threading.get_ident())
+                    if batch_idx:  # in the first batch, replicas run in order
+                        self.together.wait()
+                return self.network(features)
+
+        return functional.cross_entropy(checkpoint(profiled, batch[0], use_reentrant=False), batch[1])
+
+
+def test_recomputation_in_the_threads_of_devices_is_not_recorded(virtual_devices):
+    module = Recomputed()
+    options = {"loader": batches(40), "max_epochs": 1, "accelerator": "virtual"}
+    trained = train(module, balanced(parallel_devices=virtual_devices[:2]), 2, profiler="simple", **options)
+    assert len(module.threads) == 2
+    durations = trained.trainer.profiler.recorded_durations
+    found = {name: len(times) for name, times in durations.items() if "network" in name}
+    assert found == {"[Replica 0]network": 5, "[Replica 1]network": 5}

@@ -110,6 +110,26 @@ def test_a_training_step_waits_and_copies_no_more_than_allowed(virtual_devices, 
         assert all(total <= limit for total, limit in zip(totals, LIMITS[name][logs], strict=True)), (name, counts)
 
 
+class Synchronised(Network):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, sync_dist=True)
+        self.log("largest", loss, sync_dist=True, reduce_fx="max")
+        return loss
+
+
+def synchronised_on_rank(strategy):
+    virtual_accelerator.load()
+    return added(train(strategy, 2, Synchronised(False)).counts[-2:])
+
+
+@pytest.mark.parametrize("strategy", ["ddp_checkpoint", "ddp_join", "balanced_ddp"])
+def test_values_logged_with_sync_dist_are_reduced_without_a_wait(virtual_devices, strategy):
+    for counts in run_processes(synchronised_on_rank, 2, strategy):
+        assert counts["kernels"] > 0
+        assert waits_of(counts) == 0
+
+
 PREFETCHING = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
 
 

@@ -2,10 +2,20 @@
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
 
 from tests import virtual_accelerator
 from tests.conftest import skip
-from tests.parity import Classifier, balanced, batches, quiet_trainer, relative_difference, seeded
+from tests.parity import (
+    Classifier,
+    Trained,
+    balanced,
+    batches,
+    flat_gradient,
+    quiet_trainer,
+    relative_difference,
+    seeded,
+)
 from tests.support.processes import run_processes
 from tests.virtual_accelerator import build
 
@@ -34,3 +44,13 @@ def test_balanced_dp_trains_as_one_cpu(virtual_devices):
     assert virtual_accelerator.counts()["copies between devices"] > 0
     single, parallel = ([parameter.detach().cpu() for parameter in module.parameters()] for module in modules)
     assert relative_difference(parallel, single) < 1e-12
+
+
+def test_tensors_of_different_devices_are_compared_on_the_cpu(virtual_devices):
+    layers = nn.ModuleList([nn.Linear(2, 1, device=device) for device in virtual_devices[:2]])
+    for layer in layers:
+        layer(torch.ones_like(layer.weight)).sum().backward()
+    assert flat_gradient(layers).tolist() == [1] * 6
+    parameters = [*layers.parameters()]
+    assert relative_difference(parameters, [parameter.detach().cpu() for parameter in parameters]) == 0
+    assert {parameter.device for parameter in Trained(layers, None, None).parameters} == {torch.device("cpu")}
