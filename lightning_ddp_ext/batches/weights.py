@@ -128,7 +128,7 @@ class ClassWeights:
         if not isinstance(self.weight, Tensor) or self.weight.dim() != 1:
             shape = list(self.weight.shape) if isinstance(self.weight, Tensor) else type(self.weight).__name__
             raise ValueError(f"`weight` must be a tensor with one weight per class, got {shape}.")
-        self.weight = self.weight.detach().double().cpu()
+        self.weight = self.weight.detach().cpu().double()  # not every device has float64
 
     def __call__(self, batch: Any) -> float:
         """Return the sum of the class weights of the labels of a batch."""

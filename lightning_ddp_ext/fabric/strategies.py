@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, postpone_synchronization
 from lightning_ddp_ext._compat.torch import is_lost_connection
+from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -527,7 +528,8 @@ def _reduce_rows(rows: Tensor, reduce_op: Any) -> Tensor:
     """Reduce the values of the active ranks."""
     name = reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2].lower()
     if name in ("mean", "avg"):
-        return (rows if rows.is_floating_point() or rows.is_complex() else rows.double()).mean(dim=0)
+        is_whole = not rows.is_floating_point() and not rows.is_complex()
+        return (rows.to(widest_float(rows.device)) if is_whole else rows).mean(dim=0)
     if name not in _REDUCTIONS:
         raise UnsupportedFeatureError(
             f"`reduce_op={reduce_op!r}` is not known to work among some of the ranks. Use one of"

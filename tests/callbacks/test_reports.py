@@ -58,6 +58,16 @@ def test_the_table_has_the_work_of_each_replica(capsys):
     assert {record.replica for record in report.records} == {0, 1, 2, 3}
 
 
+def test_the_table_has_the_peak_of_each_device(virtual_devices):
+    report = BalanceReport(table=False)
+    fit(BalancedDataParallelStrategy(), 2, report)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report.table())
+    rows = [line.split() for line in console.file.getvalue().splitlines() if "virtual:" in line]
+    assert [(row[3], row[-2]) for row in rows] == [("virtual:0", "GiB"), ("virtual:1", "GiB")]
+    assert "peak memory of the process" not in console.file.getvalue()
+
+
 def test_values_are_logged_with_those_of_the_step(tmp_path):
     report = BalanceReport(table=False)
     logger = CSVLogger(tmp_path, name=None, version="")

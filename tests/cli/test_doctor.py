@@ -7,16 +7,24 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import lightning_ddp_ext.cli.main  # noqa: F401  once for all that are forked
+from lightning_ddp_ext import ManualEnvironment
+from lightning_ddp_ext.cli import doctor
 from lightning_ddp_ext.cli.doctor import (
     SIZES,
     AllReduceTime,
+    Diagnosis,
     _compose,
+    _local_ranks,
     _parse,
     diagnose,
+    measure_all_reduce,
     size_text,
     speed_text,
     time_text,
@@ -83,6 +91,34 @@ def test_bandwidths_follow_nccls_tests():
         assert AllReduceTime(size=1000, seconds=0.5).bandwidths(world_size) == (2000, 2000 * factor)
     assert [time_text(0.00021), time_text(1.5)] == ["0.21 ms", "1.5 s"]
     assert [speed_text(1.234e9), speed_text(5e6)] == ["1.23 GB/s", "5 MB/s"]
+
+
+def measure_on_a_device():
+    """Time all-reduces of one size; return how often the host has waited for the device to be idle."""
+    from tests import virtual_accelerator
+
+    virtual_accelerator.load()
+    device = torch.device("virtual", int(os.environ["RANK"]))
+    torch.accelerator.set_device_index(device)
+    dist.init_process_group("virtual_ccl")
+    assert [size for size, _ in measure_all_reduce(device, sizes=(1024,))] == [1024]
+    return virtual_accelerator.counts().get("host waits: device.synchronize", 0)
+
+
+def test_an_all_reduce_is_timed_until_the_device_has_ended_it(virtual_devices):
+    assert run_processes(measure_on_a_device, 2) == [10] * 2  # one warms up
+
+
+def test_local_ranks_are_forked_on_cpus_only(monkeypatch):
+    asked = []
+    monkeypatch.setattr(doctor.multiprocessing, "get_context", asked.append)
+    monkeypatch.setattr(doctor.multiprocessing, "get_all_start_methods", lambda: ["fork", "spawn"])
+    environment = ManualEnvironment(num_nodes=1, node_rank=0, main_address="127.0.0.1", main_port=29500)
+    for device in ("cpu", "meta"):
+        strategy = SimpleNamespace(root_device=torch.device(device), num_nodes=1, num_processes=1)
+        with _local_ranks(strategy, environment, None, Diagnosis(rank=0, slurm=None)):
+            pass
+    assert asked == ["fork", "spawn"]
 
 
 CPU = "trainer.accelerator=cpu"

@@ -1,6 +1,7 @@
 """Settings that strategies reject before any process starts, and nodes without a launcher."""
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -23,6 +24,17 @@ def test_the_trainer_refuses_what_does_not_suit_nodes_devices_and_launcher(monke
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(BackendError, match="Install `mpi4py`"):
         trainer(ConnectedDDPStrategy(), plugins=[LightningEnvironment()])
+
+
+def test_a_backend_has_to_suit_any_kind_of_device(monkeypatch):
+    monkeypatch.setitem(backends.BUILT, "nccl", lambda: True)
+    strategy = ConnectedDDPStrategy(process_group_backend="nccl")
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    strategy._connection.check_launch(strategy)
+    strategy.parallel_devices = [torch.device("xpu", 0)]
+    with pytest.raises(BackendError, match="does not communicate for xpu devices"):
+        strategy._connection.check_launch(strategy)
 
 
 def test_a_manual_cluster_gives_lightning_the_rank_of_a_node():

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ddp_ext._compat.torch import count_collectives
+from lightning_ddp_ext.reducer import bucket_scheduler
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from tests.support.processes import RankError, run_processes
 
@@ -82,6 +83,19 @@ def test_collectives_of_other_groups_are_counted(group):
     assert count_collectives(torch.device("meta"), own) == 0
 
 
+def test_buckets_of_a_module_that_communicates_are_held_from_the_start(virtual_devices, tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket_scheduler, "count_collectives", lambda *args: 0)  # as before the first backward pass
+    dist.init_process_group(
+        "cpu:gloo,virtual:virtual_ccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    held = []
+    for layer in (nn.BatchNorm1d(4), nn.SyncBatchNorm(4)):
+        reducer = GradientReducer(nn.Sequential(nn.Linear(4, 4), layer).to(virtual_devices[0]))
+        held.append(reducer._scheduler.is_held)
+        reducer.close()
+    assert held == [False, True]
+
+
 def synchronize_on_devices(is_held):
     """Make steps in which rank 1 skips a layer, while the backward pass communicates; return the gradients."""
     from tests import virtual_accelerator
@@ -110,3 +124,28 @@ def test_a_rank_that_skips_a_layer_keeps_the_order_on_devices(virtual_devices):
     assert first == second
     with pytest.raises(RankError, match="in different orders"):
         run_processes(synchronize_on_devices, 2, False)
+
+
+def count_messages():
+    """Return the messages on the CPU and the host waits of each synchronisation on a device, after the first."""
+    from tests import virtual_accelerator
+
+    virtual_accelerator.load()
+    rank = int(os.environ["RANK"])
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group("cpu:gloo,virtual:virtual_ccl")
+    reducer = GradientReducer(net := nn.Linear(4, 4).to(f"virtual:{rank}"))
+    found = []
+    for _ in range(4):
+        before = count_collectives(torch.device("cpu"), dist.group.WORLD)
+        virtual_accelerator.reset()
+        with reducer.synchronize():
+            net(torch.ones(2, 4, device=f"virtual:{rank}")).sum().backward()
+        after = count_collectives(torch.device("cpu"), dist.group.WORLD)
+        found.append((after - before, virtual_accelerator.counts().get("host waits", 0)))
+    virtual_accelerator.check()
+    return found[1:]
+
+
+def test_a_synchronisation_on_devices_waits_for_one_message_of_the_hosts_and_for_no_device(virtual_devices):
+    assert run_processes(count_messages, 2) == [[(1, 0)] * 3] * 2

@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import BalancedDDPStrategy
-from lightning_ddp_ext.join import metrics
+from lightning_ddp_ext import BalancedDDPStrategy, ClassWeights
+from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext.fabric.strategies import _reduce_rows
 from lightning_ddp_ext.ranks import sample_counts
-from lightning_ddp_ext.reducer import buffer_synchronizer
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.strategies.base import widened
 from tests.strategies.toolkit import CLASSES, FEATURES, RANK, STRATEGIES, Classifier, fit, loader, samples
 from tests.support.processes import run_processes
 
@@ -59,10 +60,10 @@ class SaveAfter(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def train(strategy, dropout=0.0, **options):
+def train(strategy, dropout=0.0, kind=Network, **options):
     """Train two epochs on this rank; return the parameters, the buffers and the logged values."""
     torch.manual_seed(5 + RANK)
-    module = Network(dropout)
+    module = kind(dropout)
     if strategy in SHARED:
         data = DataLoader(TensorDataset(*samples(20)), 8, shuffle=True)
         used = BalancedDDPStrategy(**SHARED[strategy])
@@ -97,15 +98,19 @@ def test_devices_give_the_numbers_of_the_cpu_and_resume_with_the_same_dropout(vi
 
 
 def without_double_precision():
-    """Synchronise buffers, and the mean of logged values, on devices that compute in single precision only."""
+    """Synchronise buffers, the mean of logged values and of whole numbers, and read class weights of a device."""
     from tests import virtual_accelerator
 
     virtual_accelerator.load()
     device = torch.device("virtual", RANK)
-    for module in (buffer_synchronizer, metrics, sample_counts):
-        module.widest_float = lambda device: torch.float64 if device.type == "cpu" else torch.float32
     torch.accelerator.set_device_index(device)
     dist.init_process_group("cpu:gloo,virtual:virtual_ccl")
+    with virtual_accelerator.WithoutDoublePrecision():
+        return synchronize_values(device, virtual_accelerator.check)
+
+
+def synchronize_values(device, check):
+    assert widest_float(device) == torch.float32
     net = nn.BatchNorm1d(3)
     net.register_buffer("large", torch.tensor(0))
     net.to(device)
@@ -115,11 +120,45 @@ def without_double_precision():
         net(torch.full((4, 3), 1.0 + RANK, device=device)).sum().backward()
     values = torch.full((2,), 1.0 + RANK, device=device)
     total, mean = sample_counts.sums_and_means(values, RANK + 1.0, lambda part: dist.all_reduce(part) or part)
-    virtual_accelerator.check()
-    return [*net.running_mean.tolist(), *mean.tolist()], net.large.item(), total.tolist()
+    whole = widened(torch.full((1,), RANK, device=device), "mean")
+    of_ranks = _reduce_rows(torch.tensor([[1], [2]], device=device), "mean")
+    weight = ClassWeights(torch.ones(3, device=device))((None, torch.tensor([0, 2], device=device)))
+    check()
+    return (
+        [*net.running_mean.tolist(), *mean.tolist()], net.large.item(), total.tolist(),
+        [whole.tolist(), of_ranks.tolist(), weight],
+    )  # fmt: skip
 
 
 def test_devices_need_no_double_precision(virtual_devices):
-    for means, large, total in run_processes(without_double_precision, 2):
+    for rank, (means, large, total, others) in enumerate(run_processes(without_double_precision, 2)):
         assert means == pytest.approx([0.1 * 5 / 3] * 3 + [5 / 3] * 2, rel=1e-6)
         assert (large, total) == (2**40 + 1, [3.0] * 2)
+        assert others == [[rank], [1.5], 2.0]
+
+
+class SinglePrecision(Network):
+    """Converts batches on the host."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0].float(), *batch[1:]]
+
+
+def train_without_double_precision(strategy):
+    from tests import virtual_accelerator
+
+    virtual_accelerator.load()
+    with virtual_accelerator.WithoutDoublePrecision():
+        return train(strategy, kind=SinglePrecision)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_join", "balanced_ddp"])
+def test_strategies_train_on_devices_without_double_precision(virtual_devices, strategy):
+    limited, usual = (
+        run_processes(job, 2, strategy, env={"TESTS_ACCELERATOR": "virtual"})
+        for job in (train_without_double_precision, train)
+    )
+    assert limited[0] == limited[1]
+    assert limited[0].keys() == usual[0].keys()
+    for name, value in usual[0].items():
+        torch.testing.assert_close(torch.tensor(limited[0][name]), torch.tensor(value), rtol=1e-5, atol=1e-6)

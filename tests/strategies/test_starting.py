@@ -186,6 +186,14 @@ def test_more_processes_than_devices_do_not_hide_a_refusal(monkeypatch):
         strategy._configure_launcher()
 
 
+def test_fsdp_is_accepted_on_any_accelerator():
+    strategy = ConnectedFSDPStrategy()
+    strategy.parallel_devices = [torch.device("xpu", index) for index in range(2)]
+    strategy.cluster_environment = LightningEnvironment()
+    strategy._configure_launcher()
+    assert strategy.launcher is not None
+
+
 @pytest.mark.slow
 def test_an_interactive_session_trains_under_every_strategy():
     done = start("-i", "-W", "ignore", input=SESSION)

@@ -5,6 +5,6 @@ process group backend `virtual_ccl`, for the rest of the process. Call it before
 since torch starts the threads of all devices then.
 """
 
-from tests.virtual_accelerator.plugin import check, counts, forbid_host_waits, load, reset
+from tests.virtual_accelerator.plugin import WithoutDoublePrecision, check, counts, forbid_host_waits, load, reset
 
-__all__ = ["check", "counts", "forbid_host_waits", "load", "reset"]
+__all__ = ["WithoutDoublePrecision", "check", "counts", "forbid_host_waits", "load", "reset"]

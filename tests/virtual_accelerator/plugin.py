@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.virtual_accelerator.build import extension
 
@@ -54,6 +56,17 @@ def forbid_host_waits() -> Iterator[None]:
         yield
     finally:
         load().forbid_host_waits(False)
+
+
+class WithoutDoublePrecision(TorchDispatchMode):
+    """Lets the devices refuse float64 in this thread and in its backward passes, as MPS does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for value in tree_leaves(found):
+            if isinstance(value, Tensor) and value.device.type == NAME and value.dtype == torch.float64:
+                raise TypeError(f"{NAME} devices have no float64")
+        return found
 
 
 def _device_module(compiled: ModuleType) -> ModuleType:
