@@ -50,13 +50,17 @@ class ReplicaWorkers:
         self._devices = list(devices)
         self._device_types = {"cpu", *(device.type for device in devices)}
         self._tasks: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
+        self._threads: list[threading.Thread] = []  # started when they are needed
+        self._share = max(1, torch.get_num_threads() // len(self._devices))
         self._short: set[str] = set()  # the steps that were short on all replicas the last time
-        intra_op = torch.get_num_threads()
-        self._share = share = max(1, intra_op // len(self._devices))
-        started = threading.Barrier(len(self._devices) + 1)
+
+    def _start(self) -> None:
+        intra_op, started = torch.get_num_threads(), threading.Barrier(len(self._devices) + 1)
         # Daemons, so that a thread stuck in a job does not keep the process alive.
         self._threads = [
-            threading.Thread(target=_serve, args=(tasks, share, started), name=f"replica-{index}-{device}", daemon=True)
+            threading.Thread(
+                target=_serve, args=(tasks, self._share, started), name=f"replica-{index}-{device}", daemon=True
+            )
             for index, (tasks, device) in enumerate(zip(self._tasks, self._devices, strict=True))
         ]
         for thread in self._threads:
@@ -102,6 +106,8 @@ class ReplicaWorkers:
     def _run_in_threads(
         self, jobs: Mapping[int, Job], describe: Callable[[int], str], timers: Mapping[int, Timer]
     ) -> dict[int, Any]:
+        if not self._threads:
+            self._start()
         results: dict[int, Any] = {}
         modes = _modes_of_caller(self._device_types)
         tasks: list[tuple[int, Job]] = []
