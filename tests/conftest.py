@@ -66,6 +66,12 @@ def _no_thread_left_behind():
     assert not left, f"threads of replicas or loaders outlived the test: {left}"
 
 
+@pytest.fixture
+def _side_by_side(monkeypatch):
+    """Let replicas run in their threads however short a step is."""
+    monkeypatch.setattr("lightning_ddp_ext.replicas.workers._SHORT", 0.0)
+
+
 @pytest.fixture(autouse=True)
 def _no_rank_left_behind():
     """Lightning writes ranks and addresses into the environment, which processes started later would believe."""

@@ -182,7 +182,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("_fresh_compiler", "_side_by_side")
 @pytest.mark.parametrize("how", ["wrapper", "method"])
 def test_compiled_parts_run_compiled_on_every_replica(how):
     def run(kind, **way):
@@ -195,6 +195,7 @@ def test_compiled_parts_run_compiled_on_every_replica(how):
     assert parallel.module.threads >= {f"replica-{index}-{device(index)}" for index in (0, 1)}
 
 
+@pytest.mark.usefixtures("_side_by_side")
 def test_the_recompile_limit_allows_for_the_threads_of_replicas_while_the_trainer_runs():
     limits, before = set(), recompile_limit()
 
@@ -339,6 +340,7 @@ def fit(*arguments, strategy="auto", devices=1):
     return train(seeded(lambda: Cached(*arguments)), strategy, devices, max_epochs=2)
 
 
+@pytest.mark.usefixtures("_side_by_side")
 def test_a_step_that_uses_the_cache_trains_as_on_one_device():
     with pytest.warns(UserWarning, match=_ORDERED) as caught:
         parallel = fit(strategy=balanced([2, 6]), devices=2)
@@ -346,12 +348,14 @@ def test_a_step_that_uses_the_cache_trains_as_on_one_device():
     assert_same_training(parallel, fit())
 
 
+@pytest.mark.usefixtures("_side_by_side")
 def test_the_first_step_that_uses_the_cache_is_repeated_in_order():
     with pytest.warns(UserWarning, match=_ORDERED):
         parallel = fit(None, 2, strategy=balanced([2, 6]), devices=2)
     assert_same_training(parallel, fit(None, 2))
 
 
+@pytest.mark.usefixtures("_side_by_side")
 def test_parametrizations_without_the_cache_leave_replicas_side_by_side():
     met = []
     barrier = threading.Barrier(2, action=lambda: met.append(threading.current_thread()))

@@ -98,6 +98,7 @@ def profile(profiler, **way):
     return train(seeded(Profiled), **way, profiler=profiler, loader=batches(40), max_epochs=1)
 
 
+@pytest.mark.usefixtures("_side_by_side")
 def test_the_simple_profiler_names_the_actions_of_each_replica_and_no_others():
     single, parallel = both_ways(lambda **way: profile("simple", **way))
     assert_same_training(parallel, single)
@@ -111,6 +112,7 @@ def test_the_simple_profiler_names_the_actions_of_each_replica_and_no_others():
     assert "[Replica 1]network" in parallel.trainer.profiler.summary()
 
 
+@pytest.mark.usefixtures("_side_by_side")
 def test_actions_in_threads_that_serve_all_replicas_are_not_recorded():
     """As in the threads of autograd, which recompute on accelerators."""
     together = threading.Barrier(2, timeout=30)
@@ -329,6 +331,7 @@ class Recomputed(Classifier):
         return functional.cross_entropy(checkpoint(profiled, batch[0], use_reentrant=False), batch[1])
 
 
+@pytest.mark.usefixtures("_side_by_side")
 def test_recomputation_in_the_threads_of_devices_is_not_recorded(virtual_devices):
     module = Recomputed()
     options = {"loader": batches(40), "max_epochs": 1, "accelerator": "virtual"}
