@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies.base import describe_versions_of_run
 
+T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints
 
 
@@ -309,19 +310,24 @@ class DDPCheckpointStrategy(DDPStrategy):
         for one in new:
             one.is_new = one.has_skipped = False
         batch.is_reweighted = False
+        of_batch = f" of batch {batch.number} of its loader, counted over all epochs" if batch.number else ""
+        with self._naming("backward", of_batch), self._synchronizing(reducer):
+            super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
+        self._window.end_pass(reducer, self.modules)
+
+    @contextmanager
+    def _naming(self, call: str, of_batch: str = "") -> Generator[None, None, None]:
+        """Name the call and a remedy if its communication ends because another rank is gone."""
         try:
-            with self._synchronizing(reducer):
-                super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
+            yield
         except RuntimeError as error:
             if isinstance(error, DDPExtError) or not is_lost_connection(error):
                 raise
-            of_batch = f" of batch {batch.number} of its loader, counted over all epochs" if batch.number else ""
             raise OtherRankError(
-                f"rank {self.global_rank}: another rank did not take part in the `fabric.backward`{of_batch}. The other"
+                f"rank {self.global_rank}: another rank did not take part in the `fabric.{call}`{of_batch}. The other"
                 " rank has failed, or its loop had fewer batches or backward passes. Look for its error; if there is"
                 ' none, use `strategy="ddp_join"`, whose loops end together on ranks with different numbers of batches.'
             ) from error
-        self._window.end_pass(reducer, self.modules)
 
     def _warn_of_skipped(self, new: Sequence[LoopBatch]) -> None:
         if any(one.has_skipped and not one.has_given_weight for one in new) and not self._has_warned:
@@ -366,7 +372,23 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce a value without a graph; in place, unless the result is of another type."""
-        return super().all_reduce(tensor, group, reduce_op)
+        with self._naming("all_reduce"):
+            return super().all_reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self._naming("all_gather"):
+            return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        with self._naming("broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._naming("barrier"):
+            super().barrier(*args, **kwargs)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -3,6 +3,7 @@
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -517,18 +518,29 @@ def times_of_other_loops_are_not_measured(folder: str) -> list[list[float]]:
     return [[*step.seconds.values()] for step in fabric.strategy.balancer.take_timed()]
 
 
-def a_rank_with_fewer_batches(folder: str) -> str:
-    """Rank 1 leaves out the last batch; return the error of the other rank."""
+def a_rank_with_fewer_batches(folder: str) -> list[str]:
+    """Rank 1 leaves out the last batch; return the errors of the other rank, whose further calls are left alone too."""
     fabric = launched(DDPCheckpointStrategy(timeout=timedelta(seconds=5)))
     model = fabric.setup(nn.Linear(1, 1))
     loader = fabric.setup_dataloaders(DataLoader(torch.ones(6, 1), batch_size=1))  # 3 on a rank
-    try:
+
+    def train() -> None:
         for number, batch in enumerate(loader):
             if number < 3 - RANK:
                 fabric.backward(model(batch).mean())
-    except OtherRankError as error:
-        return str(error)
-    return ""
+
+    value = torch.ones(1, device=fabric.device)
+    calls = [
+        fabric.barrier,
+        *(partial(call, value) for call in (fabric.all_reduce, fabric.all_gather, fabric.broadcast)),
+    ]
+    errors = []
+    for call in (train, *(() if RANK else calls)):
+        try:
+            call()
+        except OtherRankError as error:
+            errors.append(str(error))
+    return errors
 
 
 BATCHES = {"one": (8, 8), "same": (8, 8), "half": (4, 4), "other": (3, 4)}  # samples of two ranks
@@ -707,9 +719,11 @@ def test_loops_that_differ_between_ranks_end_in_an_error(found):
 
 def test_a_rank_with_fewer_batches_ends_in_an_error_with_a_remedy(found):
     waiting, other = values_of(found, a_rank_with_fewer_batches)
-    assert waiting.startswith("rank 0: another rank did not take part in the `fabric.backward` of batch 3 of")
-    assert 'use `strategy="ddp_join"`' in waiting
-    assert other == ""
+    assert other == []
+    calls = ["backward` of batch 3 of", *(f"{name}`." for name in ("barrier", "all_reduce", "all_gather", "broadcast"))]
+    for error, call in zip(waiting, calls, strict=True):
+        assert error.startswith(f"rank 0: another rank did not take part in the `fabric.{call}")
+        assert 'use `strategy="ddp_join"`' in error
 
 
 def test_weights_that_were_read_with_their_batches_make_batches_taken_ahead_exact(found):
