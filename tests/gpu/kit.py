@@ -32,11 +32,11 @@ _WARNINGS = (
     "ignore:This process (pid=:DeprecationWarning",  # Python 3.12 on workers of loaders, which torch forks
 )
 
-_ON_GPU = ("# Results on a GPU", "", "`make gpu` runs these checks and writes this page.", "")
+_ON_GPU = ("# Results on a GPU", "", "`make gpu` runs these checks and writes `runs/gpu/gpu.md`, copied here.", "")
 _REHEARSED = (
     "# Results on {} devices", "",
-    "`python -m tests.gpu.kit --accelerator {0}` runs the checks of `make gpu` and writes this page. It shows",
-    "placement, order and parity, but no kernel of CUDA, and its times are of a CPU.", "",
+    "`python -m tests.gpu.kit --accelerator {0}` runs the checks of `make gpu` and writes `runs/gpu/gpu.md`, copied",
+    "here. They show placement, order and parity, but no kernel of CUDA, and times are of a CPU.", "",
 )  # fmt: skip
 
 _PYTEST = [
@@ -49,7 +49,7 @@ _LINES, _LONGEST = 25, 400  # lines of the beginning and of the end of a failure
 Result = dict[str, Any]
 
 
-def test_files(part: str) -> list[str]:
+def files_of_part(part: str) -> list[str]:
     """List the test files of a part, those that take longest first."""
     folders = _FOLDERS if part == "parity" else ("gpu",)
     files = [path for folder in folders for path in (ROOT / "tests" / folder).glob("test_*.py")]
@@ -74,7 +74,7 @@ def run_part(part: str, options: argparse.Namespace) -> Result:
         found = run_speed(options.out / part, options)
     else:
         found = run_tests(
-            test_files(part), "not gpu and not slow and not exhaustive" if part == "parity" else "gpu", options
+            files_of_part(part), "not gpu and not slow and not exhaustive" if part == "parity" else "gpu", options
         )
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return {**found, "seconds": round(time.monotonic() - started), "date": date}
@@ -86,10 +86,12 @@ def run_tests(files: Sequence[str], marked: str, options: argparse.Namespace) ->
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as pool:
 
         def run(number: int) -> list[Result]:
+            if (remaining := deadline - time.monotonic()) <= 0:
+                return [{"test": files[number], "outcome": "failed", "lines": ["not started in time"]}]
             report = Path(folder, f"{number}.xml")
             arguments = [*_PYTEST, f"--junitxml={report}", f"--accelerator={options.accelerator}", "-m", marked]
             arguments += [files[number], *(["-k", options.chosen] if options.chosen else [])]
-            code, output = _run(arguments, deadline - time.monotonic())
+            code, output = _run(arguments, remaining)
             found = read_report(files[number], report.read_text()) if report.exists() else []
             if code not in (0, 1, 5):  # 1: tests failed; 5: there are none
                 ended = {None: f"did not end within {options.limit:g} seconds", 4: "usage error"}.get(
@@ -136,8 +138,6 @@ def run_speed(folder: Path, options: argparse.Namespace) -> Result:
 
 def _run(arguments: Sequence[str], limit: float, *folders: str) -> tuple[int | None, list[str]]:
     """Run Python with a time limit; returns its exit code, None beyond the limit, and the lines of its output."""
-    if limit <= 0:
-        return None, ["not started"]
     path = [str(ROOT), *(str(ROOT / folder) for folder in folders), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     with tempfile.TemporaryFile() as output:
@@ -157,9 +157,10 @@ def _run(arguments: Sequence[str], limit: float, *folders: str) -> tuple[int | N
 
 
 def update(part: Result, found: Result) -> Result:
-    """Return a part with the new results of the tests that have run again."""
-    again = {test["test"]: test for test in found["tests"]}
-    return {**part, "tests": [again.get(test["test"], test) for test in part["tests"]], "date": found["date"]}
+    """Return a part with the results of the tests that have run now, after the results of others."""
+    again = {test["test"] for test in found["tests"]}
+    others = [test for test in part["tests"] if test["test"] not in again]
+    return {**part, "tests": [*others, *found["tests"]], "date": found["date"]}
 
 
 def describe_machine() -> dict[str, str]:
@@ -210,26 +211,21 @@ def _page(result: Result) -> Iterator[str]:
         yield from ("", f"## {name.capitalize()}", "", PARTS[name], "")
         if name == "speed":
             yield from part["speed"].get("page", [])
-        else:
-            yield from _tests_table(part["tests"], each=name != "parity")
+        elif name != "parity":  # whose tests are too many to list
+            yield from _tests_table(part["tests"])
         yield from _failures(part["tests"])
 
 
-def _tests_table(tests: Sequence[Result], each: bool) -> Iterator[str]:
-    """One row for each test, or for each file."""
-    if not each:
-        yield from ("| file | result |", "| --- | --- |")
-        for file in dict.fromkeys(test["test"].partition("::")[0] for test in tests):
-            yield f"| `{file}` | {_count(test for test in tests if test['test'].partition('::')[0] == file)} |"
-        return
+def _tests_table(tests: Sequence[Result]) -> Iterator[str]:
     yield from ("| test | result | measured |", "| --- | --- | --- |")
     for test in tests:
         file, _, name = test["test"].partition("::")
         measured = "; ".join(f"{what}: {value}" for what, value in test.get("values", {}).items())
         if not measured and test["outcome"] == "skipped":
             measured = "".join(test["lines"][-1:])
-        shown, measured = ((text.replace("|", "\\|")) for text in (name or file, measured))
-        yield f"| {shown.replace('test_', '', 1).replace('_', ' ')} | {test['outcome']} | {measured} |"
+        title, bracket, case = (name or file).removeprefix("test_").partition("[")
+        shown = title.replace("_", " ") + bracket + case
+        yield "| " + " | ".join(text.replace("|", "\\|") for text in (shown, test["outcome"], measured)) + " |"
 
 
 def _failures(tests: Sequence[Result]) -> Iterator[str]:
@@ -257,15 +253,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("this Python has no pytest. Install it, or name another Python: `make gpu PYTHON=...`.")
     options.out.mkdir(parents=True, exist_ok=True)
     file, page = options.out / "gpu.json", options.out / "gpu.md"
-    result: Result = json.loads(file.read_text()) if file.exists() else {"parts": {}}
+    own = {"machine": describe_machine(), "accelerator": options.accelerator}
+    result: Result = json.loads(file.read_text()) if file.exists() else {**own, "parts": {}}
+    if {name: result.get(name) for name in own} != own:
+        parser.error(f"`--out {options.out}` has results of another machine or accelerator. Choose another folder.")
     failed = False
     for part in options.parts or PARTS:
         print(f"== {part}: {PARTS[part]}", flush=True)
-        result["machine"], result["accelerator"] = describe_machine(), options.accelerator
         found = run_part(part, options)
-        if options.chosen and part in result["parts"]:
-            found = update(result["parts"][part], found)
-        result["parts"][part] = found
+        is_added = options.chosen and part in result["parts"] and part != "speed"
+        result["parts"][part] = update(result["parts"][part], found) if is_added else found
         result["parts"] = {name: result["parts"][name] for name in PARTS if name in result["parts"]}
         file.write_text(json.dumps(result, indent=1) + "\n")
         page.write_text(make_page(result))

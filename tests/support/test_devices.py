@@ -38,11 +38,19 @@ def test_tensors_of_tests_lie_on_a_device_unless_they_say_otherwise():
 @pytest.mark.slow
 def test_the_kit_adds_a_part_to_the_result(tmp_path, monkeypatch):
     file = tmp_path / "gpu.json"
-    file.write_text(json.dumps({"parts": {"speed": {"tests": [], "seconds": 1, "date": "", "speed": {}}}}))
-    monkeypatch.setattr(kit, "test_files", lambda part: ["tests/gpu/test_parity.py"])
+    earlier = {"speed": {"tests": [], "seconds": 1, "date": "", "speed": {}}}
+    file.write_text(json.dumps({"machine": kit.describe_machine(), "accelerator": "cpu", "parts": earlier}))
+    monkeypatch.setattr(kit, "files_of_part", lambda part: ["tests/gpu/test_parity.py"])
     arguments = ["--accelerator=cpu", f"--out={tmp_path}", "-k", "recurrent and balanced_dp", "features"]
     assert kit.main(arguments) == 0
     parts = json.loads(file.read_text())["parts"]
     assert parts.keys() == {"features", "speed"}
     assert [test["outcome"] for test in parts["features"]["tests"]] == ["passed"]
     assert "## Speed" in (tmp_path / "gpu.md").read_text()
+    assert kit.main([*arguments[:3], "recurrent and ddp_join", "features"]) == 0  # added to the first one
+    monkeypatch.setattr(kit, "files_of_part", lambda part: ["tests/gpu/missing.py"])
+    assert kit.main(arguments) == 1
+    outcomes = [test["outcome"] for test in json.loads(file.read_text())["parts"]["features"]["tests"]]
+    assert outcomes == ["passed", "passed", "failed"]
+    with pytest.raises(SystemExit):
+        kit.main(["--accelerator=meta", *arguments[1:]])
