@@ -135,7 +135,7 @@ class _Cut:
             if rows is None and value.ndim and value.shape[0] == self.total:
                 raise BatchSplitError(
                     f"a tensor of shape {tuple(value.shape)} has no dimension {self.batch_dim}, but as many entries as"
-                    f" the batch has samples.",
+                    " the batch has samples.",
                     _REMEDY,
                 )
             return take_rows(value, self.batch_dim, start, stop) if rows == self.total else value

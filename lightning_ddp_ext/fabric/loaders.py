@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import sized_len
 
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.loaders import CountedLoader, FetchedBatch, StepParticipation
 from lightning_ddp_ext.resume.resumable_loader import FetchRecord, ResumableRng
 
@@ -65,12 +66,18 @@ class FabricLoader:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         self._used = skip
-        length = sized_len(self._loader)
+        rng, length = self._rng, sized_len(self._loader)
         with self._strategy.iterating() as current:
             own_skip = skip if length is None else min(skip, length)  # this rank may have had fewer batches
             steps = iter(self._make_steps(own_skip, length, skip))
             while True:
-                self._rng.advance()
+                if self._rng is not rng:
+                    raise UnsupportedFeatureError(
+                        "`fabric.load` has changed the position of a loader inside of a loop over it. Leave the loop"
+                        " after `fabric.load`, as the next one continues at the position of the checkpoint; or read"
+                        " only weights with `fabric.load_raw`."
+                    )
+                rng.advance()
                 step = next(steps, None)
                 if step is None:
                     break

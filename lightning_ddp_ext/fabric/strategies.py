@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, postpone_synchronization
 from lightning_ddp_ext._compat.torch import is_lost_connection
-from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -41,7 +40,7 @@ from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
-from lightning_ddp_ext.strategies.base import describe_versions_of_run
+from lightning_ddp_ext.strategies.base import describe_versions_of_run, widened
 
 T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints
@@ -86,7 +85,7 @@ class DDPCheckpointStrategy(DDPStrategy):
     """
 
     strategy_name = "ddp_checkpoint"
-    shares_batches = False  # all ranks have the same batches, so that any number of ranks can resume
+    shares_batches = False  # True if ranks share each batch, so that any number of ranks can resume
 
     def __init__(
         self,
@@ -137,6 +136,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._reducer: GradientReducer | None = None
         self._guard: StepGuard | None = None
         self._resumed: Mapping[str, Any] | None = None
+        self._resumed_reducer: Mapping[str, Any] | None = None
         self._accumulating: tuple[object, ...] = ()  # the modules that `no_backward_sync` names at the moment
         self._window = LoopWindow(self._rule.is_sum)
         self._has_warned = False
@@ -190,6 +190,8 @@ class DDPCheckpointStrategy(DDPStrategy):
             " step out of `fabric.no_backward_sync`.",
             create_in="of a module before `fabric.setup`",
         )
+        if self._resumed_reducer is not None:
+            self._reducer.load_state_dict(self._resumed_reducer)
 
     def _loss_weight(self) -> float:
         """Return the weight of a closure's loss: of its backward passes, or of the batch if it has none."""
@@ -311,12 +313,12 @@ class DDPCheckpointStrategy(DDPStrategy):
             one.is_new = one.has_skipped = False
         batch.is_reweighted = False
         of_batch = f" of batch {batch.number} of its loader, counted over all epochs" if batch.number else ""
-        with self._naming("backward", of_batch), self._synchronizing(reducer):
+        with self._naming_call("backward", of_batch), self._synchronizing(reducer):
             super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
         self._window.end_pass(reducer, self.modules)
 
     @contextmanager
-    def _naming(self, call: str, of_batch: str = "") -> Generator[None, None, None]:
+    def _naming_call(self, call: str, of_batch: str = "") -> Generator[None, None, None]:
         """Name the call and a remedy if its communication ends because another rank is gone."""
         try:
             yield
@@ -372,22 +374,22 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce a value without a graph; in place, unless the result is of another type."""
-        with self._naming("all_reduce"):
-            return super().all_reduce(tensor, group, reduce_op)
+        with self._naming_call("all_reduce"):
+            return super().all_reduce(widened(tensor, reduce_op), group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        with self._naming("all_gather"):
+        with self._naming_call("all_gather"):
             return super().all_gather(tensor, group, sync_grads)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        with self._naming("broadcast"):
+        with self._naming_call("broadcast"):
             return super().broadcast(obj, src)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._naming("barrier"):
+        with self._naming_call("barrier"):
             super().barrier(*args, **kwargs)
 
     @override
@@ -449,9 +451,10 @@ class DDPCheckpointStrategy(DDPStrategy):
         self.load_own_state(own)
         self._resume_loaders()
         restore_rng_state(own["rng"], self.root_device)
-        if self._reducer is not None and saved["reducer"] is not None:
-            self._make_reducer()  # one that has learned nothing
-            self._reducer.load_state_dict({**saved["reducer"], "of_rank": own["reducer"]})
+        if saved["reducer"] is not None:
+            self._resumed_reducer = {**saved["reducer"], "of_rank": own["reducer"]}
+            if self._reducer is not None:  # otherwise `fabric.setup` makes it
+                self._make_reducer()  # one that has learned nothing
 
     def _resume_loaders(self, first: int = 0) -> None:
         assert self._resumed is not None
@@ -550,8 +553,7 @@ def _reduce_rows(rows: Tensor, reduce_op: Any) -> Tensor:
     """Reduce the values of the active ranks."""
     name = reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2].lower()
     if name in ("mean", "avg"):
-        is_whole = not rows.is_floating_point() and not rows.is_complex()
-        return (rows.to(widest_float(rows.device)) if is_whole else rows).mean(dim=0)
+        return widened(rows, "mean").mean(dim=0)  # type: ignore[no-any-return]
     if name not in _REDUCTIONS:
         raise UnsupportedFeatureError(
             f"`reduce_op={reduce_op!r}` is not known to work among some of the ranks. Use one of"

@@ -206,7 +206,7 @@ class ReplicatedModule:
             return
         for replica in self._replicas:  # a step may leave some, which Lightning clears before its backward pass
             replica.forget_gradients()
-        self._shared.watch()
+        self._shared.watch("backward")
         self._apply("backward", jobs, record)
         self._shared.notice_use("backward")
         self._replicas.reduce_gradients(sorted(jobs))
@@ -274,7 +274,7 @@ class ReplicatedModule:
         has_one_thread = not isinstance(_profiler(trainer), PassThroughProfiler | SimpleProfiler)
         record.in_order = has_one_thread or self._shared.forces_order(step)
         self._mergers.batch_norm.forget()
-        self._shared.watch()
+        self._shared.watch(step)
         jobs = {
             index: partial(getattr(self._replicas[index].module, step), scattered.chunks[index], *args)
             for index in record.active

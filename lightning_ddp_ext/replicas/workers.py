@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import queue
+import random
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,7 +27,7 @@ Job = Callable[[], Any]
 _Outcomes = dict[int, tuple[Any, BaseException | None]]  # result or exception of each replica that has ended
 
 # Seconds of the calling thread, and of the clock, below which a job ends sooner than a thread wakes up for it.
-_SHORT, _SHORT_WITH_WAITING = 2e-4, 4e-4
+_SHORT, _SHORT_WALL_TIME = 2e-4, 4e-4
 
 _running = threading.local()
 
@@ -51,18 +53,15 @@ class ReplicaWorkers:
         self._device_types = {"cpu", *(device.type for device in devices)}
         self._tasks: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
         self._threads: list[threading.Thread] = []  # started when they are needed
-        self._share = max(1, torch.get_num_threads() // len(self._devices))
+        self._threads_of_each = max(1, torch.get_num_threads() // len(self._devices))
         self._short: set[str] = set()  # the steps that were short on all replicas the last time
 
     def _start(self) -> None:
         intra_op, started = torch.get_num_threads(), threading.Barrier(len(self._devices) + 1)
         # Daemons, so that a thread stuck in a job does not keep the process alive.
-        self._threads = [
-            threading.Thread(
-                target=_serve, args=(tasks, self._share, started), name=f"replica-{index}-{device}", daemon=True
-            )
-            for index, (tasks, device) in enumerate(zip(self._tasks, self._devices, strict=True))
-        ]
+        for index, (tasks, device) in enumerate(zip(self._tasks, self._devices, strict=True)):
+            serve, name = partial(_serve, tasks, self._threads_of_each, started), f"replica-{index}-{device}"
+            self._threads.append(threading.Thread(target=serve, name=name, daemon=True))
         for thread in self._threads:
             thread.start()
         started.wait()
@@ -84,13 +83,13 @@ class ReplicaWorkers:
         jobs = {index: partial(_measured, job, taken) for index, job in jobs.items()}
         intra_op = torch.get_num_threads()
         if step in self._short and not in_order:
-            torch.set_num_threads(self._share)  # the results must not depend on the thread
+            torch.set_num_threads(self._threads_of_each)  # the results must not depend on the thread
         try:
             is_here = in_order or step in self._short
             results = (self._run_in_order if is_here else self._run_in_threads)(jobs, describe, timers)
         finally:
             torch.set_num_threads(intra_op)
-        is_short = all(own < _SHORT and clock < _SHORT_WITH_WAITING for own, clock in taken)
+        is_short = all(own < _SHORT and clock < _SHORT_WALL_TIME for own, clock in taken)
         (self._short.add if is_short else self._short.discard)(step)
         return results, timers
 
@@ -123,21 +122,25 @@ class ReplicaWorkers:
                 self._tasks[index].put(task)
                 started += 1
             end.get()
-        except KeyboardInterrupt:
+        except BaseException:  # such as an interrupt or the exit of a signal handler
             # Replicas must not run into the teardown. A second interrupt gives up on a job that never ends.
             while len(outcomes) < started:
                 time.sleep(0.01)
             raise
         for index, (result, error) in sorted(outcomes.items(), key=lambda outcome: outcome[0]):
             if error is not None:
-                with _noted(describe, index):
-                    raise error
+                outcomes.clear()  # in a cycle with this frame, it would keep the tensors of the step
+                try:
+                    with _noted(describe, index):
+                        raise error
+                finally:
+                    del error
             results[index] = result
         return results
 
     def close(self) -> None:
         """End the threads; leave behind a thread that is stuck in a job."""
-        for tasks in self._tasks:
+        for tasks in self._tasks if self._threads else ():
             tasks.put(None)
         for thread in self._threads:
             thread.join(timeout=5.0)
@@ -188,11 +191,11 @@ def _execute(index: int, job: Job, timer: Timer, context: AbstractContextManager
 
 
 def _modes_of_caller(device_types: set[str]) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context that gives another thread the gradient, inference and autocast modes of this one."""
+    """Return a context that gives another thread the gradient, inference and autocast modes and device of this one."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast = {kind: torch.get_autocast_dtype(kind) for kind in device_types if torch.is_autocast_enabled(kind)}
-    cache = torch.is_autocast_cache_enabled()
-    if grad and not inference and not autocast:
+    cache, default = torch.is_autocast_cache_enabled(), torch.get_default_device()
+    if grad and not inference and not autocast and default.type == "cpu":
         return contextlib.nullcontext
 
     @contextlib.contextmanager
@@ -200,6 +203,7 @@ def _modes_of_caller(device_types: set[str]) -> Callable[[], AbstractContextMana
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(default)
             for kind, dtype in autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
             yield
@@ -225,7 +229,8 @@ class SharedState:
 
     Side by side they would draw from a shared generator in an order that changes from run to run, and activation
     checkpointing, which rewinds it, would recompute with other masks. `parametrize.cached()` identifies a tensor by the
-    master's module, so replicas would use each other's tensors. Each step runs in order at first, and after any use.
+    master's module, so replicas would use each other's tensors. Each step runs in order at first, and after any use;
+    the generators of Python and numpy are watched at first only.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -233,15 +238,16 @@ class SharedState:
         self._devices = [torch.device("cpu"), *repeated] if len(devices) > 1 else []
         self._is_used = False
         self._watched: set[str] = set()
-        self.watch()
+        self.watch("")
 
     def forces_order(self, step: str) -> bool:
         """Return True if replicas must run this step one after another."""
         return bool(self._devices) and (self._is_used or step not in self._watched)
 
-    def watch(self) -> None:
+    def watch(self, step: str) -> None:
         """Remember the shared state before a step, until its first use."""
         self._states = {} if self._is_used else {device: get_rng_state(device) for device in self._devices}
+        self._other_states = _other_states() if self._states and step not in self._watched else {}
         self._cache = parametrization_cache()
 
     def notice_use(self, step: str) -> bool:
@@ -249,7 +255,9 @@ class SharedState:
         self._watched.add(step)
         if self._is_used or not self._devices:
             return False
-        drawn = [device for device, state in self._states.items() if not torch.equal(state, get_rng_state(device))]
+        drawn = [str(device) for device, state in self._states.items() if not torch.equal(state, get_rng_state(device))]
+        if self._other_states:
+            drawn += [name for name, state in _other_states().items() if state != self._other_states[name]]
         if drawn:
             use = f"draws random numbers from the generator of {drawn[0]}, which several replicas share"
         elif parametrization_cache() is not self._cache:  # leaving `cached()` puts an empty one in its place
@@ -272,6 +280,11 @@ class SharedState:
     def forget(self) -> None:
         """Watch every step again, because the module has changed."""
         self._watched.clear()
+
+
+def _other_states() -> dict[str, Any]:
+    state: Any = numpy.random.get_state()
+    return {"Python": random.getstate(), "numpy": (bytes(state[1]), state[2])}
 
 
 @contextmanager

@@ -102,6 +102,25 @@ def a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit(folder: str) ->
     return found
 
 
+def loading_inside_of_a_loop_and_before_setup(folder: str) -> Any:
+    """Return what the reducer has learned before a checkpoint, and what it knows after loading that before `setup`."""
+    path = Path(folder) / "other times.ckpt"
+    fabric = launched(DDPCheckpointStrategy())
+    model = fabric.setup(nn.Linear(5, 1))
+    loader = fabric.setup_dataloaders(DataLoader(samples(12)[0].float(), batch_size=2))
+    batches = iter(loader)
+    for call in (fabric.save, fabric.load):
+        fabric.backward(model(next(batches)).sum())
+        call(path, {})
+    with pytest.raises(UnsupportedFeatureError, match="inside of a loop over it"):
+        next(batches)
+    learned = fabric.strategy._reducer.state_dict()
+    fabric = launched(DDPCheckpointStrategy())
+    fabric.load(path, {})
+    fabric.setup(nn.Linear(5, 1))
+    return learned["layout"], fabric.strategy._reducer.state_dict()["layout"]
+
+
 def every_sample_is_used_once_and_loops_end_together(folder: str) -> Any:
     fabric = launched()
     data = TensorDataset(*samples(7))
@@ -131,7 +150,7 @@ def values_are_those_of_the_active_ranks(folder: str) -> Any:
                     name: float(fabric.all_reduce(batch.clone(), reduce_op=name))
                     for name in ("mean", "sum", "max", "min")
                 },
-                "whole numbers": float(fabric.all_reduce(batch.long())),
+                "whole numbers": float(fabric.all_reduce(batch.long() + RANK)),
                 "evaluated": [fabric.all_gather(other).flatten().tolist() for other in evaluated],
                 "after the evaluation": fabric.all_gather(batch).flatten().tolist(),
             }
@@ -629,6 +648,7 @@ CASES = [
     steps_of_several_loaders,
     batches_taken_ahead,
     a_gradient_penalty,
+    loading_inside_of_a_loop_and_before_setup,
     a_rank_with_fewer_batches,
 ]
 
@@ -651,6 +671,11 @@ def test_runs_resume_bit_for_bit(found):
             assert resumed == whole
 
 
+def test_a_checkpoint_is_loaded_before_setup_but_not_inside_of_a_loop(found):
+    for learned, loaded in values_of(found, loading_inside_of_a_loop_and_before_setup):
+        assert loaded == learned != []
+
+
 def test_ranks_share_the_samples(found):
     by_rank = values_of(found, CASES[1])
     assert [length for length, _ in by_rank] == [2, 2]
@@ -664,7 +689,7 @@ def test_ranks_without_data_are_left_out_of_values(found):
         assert first.pop("gradient") == 10 * rank  # a reduced loss keeps the gradient of this rank
         assert second.pop("gradient") == [1, 10][rank]
         assert first == {
-            "gathered": [0, 10], "mean": 5, "sum": 10, "max": 10, "min": 0, "whole numbers": 5,
+            "gathered": [0, 10], "mean": 5, "sum": 10, "max": 10, "min": 0, "whole numbers": 5.5,
             "evaluated": [[0, 10]], "after the evaluation": [0, 10],
         }  # fmt: skip
         assert second == {

@@ -294,7 +294,7 @@ def test_parameters_are_concatenated_once_for_all_devices(virtual_devices, monke
     replicas = Replicas(nn.Linear(FEATURES, 3, device=virtual_devices[0]), virtual_devices[:3])
     replicas.refresh()
     concatenated, cat = [], torch.cat
-    monkeypatch.setattr(torch, "cat", lambda tensors: concatenated.append(len(tensors)) or cat(tensors))
+    monkeypatch.setattr(torch, "cat", lambda tensors, *args: concatenated.append(len(tensors)) or cat(tensors, *args))
     before = virtual_accelerator.counts()["copies between devices"]
     replicas.refresh()
     assert concatenated == [2]

@@ -1,11 +1,16 @@
+import contextlib
 import contextvars
+import gc
 import itertools
 import os
+import random
 import signal
 import threading
 import time
+import weakref
 from functools import partial
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -95,16 +100,19 @@ def test_modes_and_context_variables_of_the_caller_hold_in_the_workers(workers):
             torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
             variable.get(),
             recompile_limit(),
+            torch.zeros(1).device.type,
         )
 
     jobs, limit = {0: modes, 1: modes}, recompile_limit()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16), recompile_limit_of(17):
         token = variable.set("set")
-        assert run(workers, jobs)[0] == dict.fromkeys(jobs, (False, False, torch.float16, "set", 17))
+        assert run(workers, jobs)[0] == dict.fromkeys(jobs, (False, False, torch.float16, "set", 17, "cpu"))
         variable.reset(token)
     with torch.inference_mode():
-        assert run(workers, jobs)[0] == dict.fromkeys(jobs, (False, True, False, "default", limit))
-    assert run(workers, jobs)[0] == dict.fromkeys(jobs, (True, False, False, "default", limit))
+        assert run(workers, jobs)[0] == dict.fromkeys(jobs, (False, True, False, "default", limit, "cpu"))
+    with torch.device("meta"):
+        assert run(workers, jobs)[0] == dict.fromkeys(jobs, (True, False, False, "default", limit, "meta"))
+    assert run(workers, jobs)[0] == dict.fromkeys(jobs, (True, False, False, "default", limit, "cpu"))
 
 
 def test_intra_op_threads_are_shared_out_and_the_callers_number_stays():
@@ -122,14 +130,18 @@ def test_intra_op_threads_are_shared_out_and_the_callers_number_stays():
         torch.set_num_threads(before)
 
 
+def native_threads():
+    return {thread.id for thread in psutil.Process().threads()}
+
+
 def test_each_worker_has_two_openmp_threads_so_that_idle_ones_do_not_spin():
-    before, intra_op = psutil.Process().num_threads(), torch.get_num_threads()
+    before, intra_op = native_threads(), torch.get_num_threads()
     torch.set_num_threads(2)
     workers = ReplicaWorkers([CPU, CPU])
     torch.set_num_threads(intra_op)
     try:
         assert run(workers, {0: torch.get_num_threads, 1: torch.get_num_threads})[0] == {0: 1, 1: 1}
-        assert psutil.Process().num_threads() >= before + 4
+        assert len(native_threads() - before) >= 4
     finally:
         workers.close()
 
@@ -152,16 +164,41 @@ def test_an_exception_keeps_its_type_and_traceback_after_all_jobs_have_ended(wor
     assert run(workers, {0: lambda: 1, 1: lambda: 2})[0] == {0: 1, 1: 2}
 
 
-def test_an_interrupt_waits_for_running_jobs(workers):
+def test_the_tensors_of_a_failed_step_are_freed_with_its_error(workers):
+    def fail():
+        held = torch.ones(1)
+        tensors.append(weakref.ref(held))
+        raise ValueError
+
+    tensors = []
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            run(workers, {0: fail, 1: fail})
+        assert [tensor() for tensor in tensors] == [None, None]
+    finally:
+        gc.enable()
+
+
+def leave(*_):
+    raise SystemExit
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_waits_for_running_jobs(workers, error):
     ended = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler if error is KeyboardInterrupt else leave)
 
     def slow():
         time.sleep(0.6)
         ended.append(True)
 
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        run(workers, {0: slow, 1: slow})
+    try:
+        with pytest.raises(error):
+            run(workers, {0: slow, 1: slow})
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(ended) == 2
 
 
@@ -169,7 +206,7 @@ def test_steps_on_one_generator_run_in_order_until_known_to_draw_nothing_and_alw
     shared = SharedState([CPU, CPU])
 
     def run_step(step, draw=lambda: None):
-        shared.watch()
+        shared.watch(step)
         draw()
         return shared.notice_use(step)
 
@@ -185,3 +222,13 @@ def test_steps_on_one_generator_run_in_order_until_known_to_draw_nothing_and_alw
     assert shared.forces_order("training_step")
     alone = SharedState([CPU])
     assert not alone.forces_order("training_step")
+
+
+@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python"), (numpy.random.rand, "numpy")])
+def test_a_first_step_that_draws_from_another_librarys_generator_runs_in_order_from_then_on(draw, name):
+    shared = SharedState([CPU, CPU])
+    shared.watch("training_step")
+    draw()
+    with pytest.warns(UserWarning, match=f"draws random numbers from the generator of {name}, which"):
+        assert shared.notice_use("training_step")
+    assert shared.forces_order("training_step")
