@@ -1,17 +1,14 @@
 """Samplers that give every sample to exactly one rank."""
 
-import random
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
 from typing import Any, cast
 
-import numpy
 import torch
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import is_sampler_wrapper, wrapped_sampler
-from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states, seed_all
+from lightning_ddp_ext.resume.rng_state import drawing_alike
 
 
 class UnpaddedDistributedSampler(DistributedSampler[Any]):
@@ -56,53 +53,6 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
         size = len(cast(Sized, self.dataset)) - sum(map(sum, self._dealt))
         self.num_samples = len(range(self.rank, size, self.num_replicas))
         self.total_size = size
-
-
-class SeededRng:
-    """Random numbers from a seed, drawn in blocks: independent of all other draws of this process."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._states: Any = None
-
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Draw these numbers from the generators of Python, NumPy and torch in a block."""
-        states = self._capture()
-        if self._states is None:
-            random.seed(self._seed)
-            numpy.random.seed(self._seed % 2**32)
-            torch.default_generator.manual_seed(self._seed)
-        else:
-            self._restore(self._states)
-        try:
-            yield
-        finally:
-            self._states = self._capture()
-            self._restore(states)
-
-    @staticmethod
-    def _capture() -> Any:
-        return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
-
-    @staticmethod
-    def _restore(states: Any) -> None:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
-
-
-@contextmanager
-def drawing_alike(seed: int, sampler: object) -> Iterator[None]:
-    """Draw the same random numbers on all ranks in a block, also from the generators of a sampler."""
-    generators = find_loader_rngs([sampler])
-    states = capture_states(generators)
-    try:
-        with SeededRng(seed).drawing():
-            seed_all(generators, seed)
-            yield
-    finally:
-        restore_states(generators, states)
 
 
 class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):

@@ -181,3 +181,50 @@ def _without_arrays(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _without_arrays(value) for name, value in state.items()}
     return state.tolist() if isinstance(state, numpy.ndarray | numpy.generic) else state
+
+
+class SeededRng:
+    """Random numbers from a seed, drawn in blocks: independent of all other draws of this process."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: Any = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw these numbers from the generators of Python, NumPy and torch in a block."""
+        states = self._capture()
+        if self._states is None:
+            random.seed(self._seed)
+            numpy.random.seed(self._seed % 2**32)
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            self._restore(self._states)
+        try:
+            yield
+        finally:
+            self._states = self._capture()
+            self._restore(states)
+
+    @staticmethod
+    def _capture() -> Any:
+        return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
+
+    @staticmethod
+    def _restore(states: Any) -> None:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
+
+
+@contextmanager
+def drawing_alike(seed: int, sampler: object) -> Iterator[None]:
+    """Draw the same random numbers on all ranks in a block, also from the generators of a sampler."""
+    generators = find_loader_rngs([sampler])
+    states = capture_states(generators)
+    try:
+        with SeededRng(seed).drawing():
+            seed_all(generators, seed)
+            yield
+    finally:
+        restore_states(generators, states)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.predictions import as_indices, find_different_rank, hash_of
-from lightning_ddp_ext.join.samplers import SeededRng
-from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
+from lightning_ddp_ext.resume.rng_state import SeededRng, capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.costs import measure_costs
 from lightning_ddp_ext.shares.table import DividedBatch, Division, SharedBatch, ShareTable
 
