@@ -347,7 +347,7 @@ class DDPCheckpointStrategy(DDPStrategy):
     def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
         if self._guard is not None:
-            reducer.control.optimizer_steps = self._guard.steps
+            self._guard.send_steps()
         return self._window.synchronize_pass(reducer, self.position(self._batches[-1]))
 
     def position(self, batch: LoopBatch) -> int:

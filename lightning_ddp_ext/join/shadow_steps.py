@@ -78,7 +78,7 @@ class LockstepSteps(RankSteps):
         self._batch_stack = ExitStack()
         self._loaders: WeakSet[SteppedCombinedLoader] = WeakSet()
         watch_logging(
-            cleanup, trainer, self.logged.update, samples.rounded, self.end_batch, self._end_epoch,
+            cleanup, trainer, self.logged.update, samples.rounded, self.end_batch, self.end_epoch,
             self.logged.check_epoch,
         )  # fmt: skip
         watch_synchronization(cleanup, synchronize_states)
@@ -252,7 +252,7 @@ class LockstepSteps(RankSteps):
         message: dict[str, Any] = {"logged": self.logged.describe() if has_ended else None, "changes_size": None}
         changes = None
         if self._mirror is not None and self.trainer.training:
-            message["optimizer_steps"] = self.gradient.guard.steps
+            message["steps"] = [self.gradient.guard.steps, self.gradient.guard.optimizers]
             changes = self._mirror.changes(self._batch_samples) if has_ended else None
         if changes is not None:
             message["changes_size"] = changes.numel()
@@ -264,8 +264,8 @@ class LockstepSteps(RankSteps):
     def _await_announcement(self) -> bool:
         """Receive an announcement on a joined rank; apply the effects of the step and return True if it has ended."""
         message = json.loads(self._messages.wait())
-        if "optimizer_steps" in message:  # of manual optimization, which runs on the active ranks only
-            self.gradient.guard.steps = message["optimizer_steps"]
+        if "steps" in message:  # of manual optimization, which runs on the active ranks only
+            self.gradient.guard.steps, self.gradient.guard.optimizers = message["steps"]
         if message["logged"] is None:
             return False
         self.logged.adopt(message["logged"])
@@ -284,7 +284,9 @@ class LockstepSteps(RankSteps):
             return reduce(tensor, group or self.active_group, reduce_op)
         return self.logged.reduce(tensor, reduce_op, lambda value: reduce(value, self.active_group, reduce_op))
 
-    def _end_epoch(self) -> None:
+    @override
+    def end_epoch(self) -> None:
+        super().end_epoch()
         if self.logged.end_epoch():
             self._messages.forget()  # every rank has read them
 

@@ -1,15 +1,18 @@
 """Checks of the steps of optimizers on one rank: synchronised gradients, and losses of closures that ranks share."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_ext.distributed.exchange import add_up
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
@@ -33,16 +36,25 @@ class StepGuard:
     weigh_loss: Callable[[], tuple[float, bool]]  # returns the weight of the current batch, and if its loss is a sum
     synchronize_by: str  # what to do about gradients that are not synchronised, for the error
     create_in: str  # where to create parameters, for the error
-    steps: int = 0  # of optimizers that have begun, the same on ranks that are in step
+    steps: int = 0  # that optimizers have begun
+    optimizers: int = 0  # a number that depends on how often each optimizer has stepped, in any order
 
     def __post_init__(self) -> None:
-        before_step = weakref.WeakMethod(self._before_step)  # the hook must not keep the module alive
+        self._depths: Counter[int] = Counter()  # by optimizer: a subclass may call the step of its base class
+        self._places: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        hooks = [
+            register(partial(_call, weakref.WeakMethod(method)))  # the hooks must not keep the module alive
+            for register, method in (
+                (register_optimizer_step_pre_hook, self._before_step),
+                (register_optimizer_step_post_hook, self._after_step),
+            )
+        ]
+        self.close = weakref.finalize(self, _remove, hooks)
 
-        def hook(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
-            own = before_step()
-            return None if own is None else own(optimizer, args, kwargs)
-
-        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(hook).remove)
+    def send_steps(self) -> None:
+        """Send the steps of this rank with the next synchronisation."""
+        control = self.reducer.control
+        control.optimizer_steps, control.optimizers = self.steps, self.optimizers
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise `UnsynchronizedGradientsError` if the optimizer would step with gradients of this rank alone."""
@@ -69,18 +81,35 @@ class StepGuard:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         parameters = _parameters(optimizer)
         is_managed = len(self.reducer.unmanaged_parameters(parameters)) < len(parameters)
-        self.steps += is_managed
+        if is_managed:
+            self._count(optimizer, parameters)
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if closure is None or not is_managed:
             self.check(optimizer)
             return None
         if isinstance(closure, partial) and closure.func == self._end_closure:
-            return None  # a subclass calls `step` of its base class
+            return None  # of the subclass
         checked = partial(self._end_closure, closure, optimizer)
         if is_positional:
             return (args[0], checked, *args[2:]), kwargs
         return args, {**kwargs, "closure": checked}
+
+    def _count(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        self._depths[id(optimizer)] += 1
+        if self._depths[id(optimizer)] > 1:
+            return
+        if optimizer not in self._places:
+            own = {id(parameter) for parameter in parameters}
+            places = (place for place, (_, one) in enumerate(self.named_parameters()) if id(one) in own)
+            self._places[optimizer] = next(places, -1)
+        self.steps += 1
+        self.optimizers = (self.optimizers + hash((self._places[optimizer],))) % 2**32
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        self._depths[id(optimizer)] -= 1
+        if self._depths[id(optimizer)] <= 0:
+            del self._depths[id(optimizer)]
 
     def _end_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """Run a closure and check the gradients; return its loss, of the whole batch if the step may depend on it."""
@@ -98,6 +127,16 @@ class StepGuard:
         # are redirected to the ranks that run the step.
         sums, means = sums_and_means(value, None if is_sum and not weight else weight, add_up)
         return (sums if is_sum else means)[0]
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _call(method: "weakref.WeakMethod[Any]", *args: Any) -> Any:
+    own = method()
+    return None if own is None else own(*args)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -19,11 +19,12 @@ from lightning_ddp_ext._compat.lightning import is_hook_of_loop, takes_dataloade
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, watch_logging
 from lightning_ddp_ext.batches.weights import WeightRule
-from lightning_ddp_ext.distributed.exchange import add_up
+from lightning_ddp_ext.distributed.exchange import add_up, gather_integers
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 from lightning_ddp_ext.ranks.step_guard import StepGuard
+from lightning_ddp_ext.reducer.control import compare_steps
 from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
 
 _PASSES = 1000  # more than there are synchronised backward passes in a batch
@@ -86,6 +87,13 @@ class RankSteps(ABC):
         self.samples.begin(None)
         self.participation = self.all_ranks
 
+    def end_epoch(self) -> None:
+        """Compare the steps of optimizers, before any hook sees the values of an epoch."""
+        if self.fit_gradient is not None and self.trainer.training:
+            guard, group = self.fit_gradient.guard, self.fit_gradient.reducer.process_group
+            steps, optimizers = zip(*gather_integers([guard.steps, guard.optimizers], group), strict=True)
+            compare_steps(self.trainer.global_rank, steps, optimizers)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the steps for a checkpoint."""
         return {}
@@ -110,7 +118,7 @@ class EvenSteps(RankSteps):
         super().__init__(trainer, samples, gradient)
         self._weight: float | None = None  # of the values that a step of the LightningModule logs
         self._is_logging = False
-        watch_logging(cleanup, self.trainer, self._log, self.samples.rounded, self.end_batch)
+        watch_logging(cleanup, self.trainer, self._log, self.samples.rounded, self.end_batch, self.end_epoch)
 
     @override
     def run_step(self, run: Callable[[], STEP_OUTPUT], weight: float) -> STEP_OUTPUT:
@@ -227,7 +235,7 @@ class RankGradient:
             divisor = 1.0 if is_sum else None
         elif is_sum:
             weight = min(weight, 1.0)
-        self.reducer.control.optimizer_steps = self.guard.steps
+        self.guard.send_steps()
         position = _PASSES * self._trainer.fit_loop.epoch_loop.total_batch_idx + self._passes
         if not self.window.is_postponed:
             self._passes += 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ddp_ext.errors import BatchSplitError, RanksOutOfStepError
 
-_NUMBERS = 13  # of each rank, listed in `ControlMessage.write`
+_NUMBERS = 14  # of each rank, listed in `ControlMessage.write`
 _BYTES = 8  # of a number
 _DIFFERENT = -1
 
@@ -69,6 +69,7 @@ class StepControl:
         divisor: Divisor of the sum over the ranks, the same on all ranks; None for the sum of their weights.
         position: Position in the training, such as the number of the batch. Different positions are an error.
         optimizer_steps: Number of optimizer steps so far. Different numbers are an error.
+        optimizers: Number that depends on how often each optimizer has stepped. Different numbers are an error.
         stop: Above 0 to ask all ranks to stop. The largest number of any rank is exchanged, so it may encode a reason.
         has_next_batch: Whether this rank has a batch for the next step.
         logged_keys: Hash of the keys that this rank has logged in the step, a whole number below 2 ** 53.
@@ -86,6 +87,7 @@ class StepControl:
     divisor: float | None = None
     position: int = 0
     optimizer_steps: int = 0
+    optimizers: int = 0
     stop: int = 0
     has_next_batch: bool = False
     logged_keys: int = 0
@@ -136,7 +138,7 @@ class ControlMessage:
                 *(found.weight, found.synchronizations, found.structure),
                 *(control.position, control.stop, control.has_next_batch, control.logged_keys, control.drawn),
                 *(control.timed, control.seconds, control.most_samples, _proportions(control.loader_weights)),
-                control.optimizer_steps,
+                *(control.optimizer_steps, control.optimizers),
             ],
             dtype=torch.float64,
         )
@@ -154,7 +156,7 @@ class ControlMessage:
         sent = sent if sent.dtype == torch.float64 else sent.to(torch.uint8).view(torch.float64)
         columns = zip(*sent.reshape(self._world_size, _NUMBERS).tolist(), strict=True)
         weights, numbers, structures, positions, stops, has_next_batch, logged_keys, drawn, *measured = columns
-        timed, seconds, most_samples, proportions, steps = measured
+        timed, seconds, most_samples, proportions, steps, optimizers = measured
         if len(set(numbers)) > 1:
             raise RanksOutOfStepError(
                 f"rank {self._rank} makes its synchronisation {found.synchronizations} of gradients, others theirs of"
@@ -167,12 +169,7 @@ class ControlMessage:
                 f" {_others(positions, control.position)}. Run equally many batches, and in each of them equally many"
                 " synchronised backward passes, on every rank."
             )
-        if len(set(steps)) > 1:
-            raise RanksOutOfStepError(
-                f"rank {self._rank} has made {control.optimizer_steps} optimizer steps, others"
-                f" {_others(steps, control.optimizer_steps)}. Call `step` on all ranks or on none: decide by a value"
-                " that is the same on every rank, such as the norm of synchronised gradients."
-            )
+        compare_steps(self._rank, steps, optimizers)
         if len(set(drawn)) > 1:
             other = next(rank for rank, number in enumerate(drawn) if number != drawn[0])
             raise RanksOutOfStepError(
@@ -195,6 +192,21 @@ class ControlMessage:
         return ExchangedControl(
             weights, int(max(stops)), flags, logged_keys, timed, seconds, most_samples, structures, late, used, changed
         )
+
+
+def compare_steps(rank: int, steps: Sequence[float], optimizers: Sequence[float]) -> None:
+    """Raise `RanksOutOfStepError` if ranks, in the order of the sequences, have made different optimizer steps."""
+    own = int(steps[rank])
+    if len(set(steps)) > 1:
+        made = f"{own} optimizer steps, others {_others(steps, own)}"
+    elif len(set(optimizers)) > 1:
+        made = f"{own} optimizer steps, as many as others, but not with the same optimizers"
+    else:
+        return
+    raise RanksOutOfStepError(
+        f"rank {rank} has made {made}. Call `step` on all ranks or on none: decide by a value that is the same on every"
+        " rank, such as the norm of synchronised gradients."
+    )
 
 
 def _proportions(rows: Sequence[Sequence[float]]) -> int:

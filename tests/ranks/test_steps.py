@@ -240,6 +240,28 @@ def test_a_closure_without_a_backward_pass_still_synchronises(make_gradient):
     assert len(gradient.reducer.sent) == 2
 
 
+class Subclass(torch.optim.SGD):
+    """Calls the step of its base class, which has hooks too once any optimizer of that class exists."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("closure", [None, lambda: None], ids=["plain", "closure"])
+def test_a_step_of_a_subclass_counts_once_and_steps_of_other_optimizers_differ(make_gradient, closure):
+    def steps_of(*order):
+        gradient, _ = make_gradient()
+        weight, bias = gradient._module.layer.parameters()
+        optimizers = Subclass([weight], lr=0.1), torch.optim.SGD([bias], lr=0.1)
+        for index in order:
+            optimizers[index].step(closure)
+        return gradient.guard.steps, gradient.guard.optimizers
+
+    assert steps_of(0, 1, 0)[0] == 3
+    assert steps_of(0, 1, 0) == steps_of(1, 0, 0)
+    assert steps_of(0, 1, 0) != steps_of(0, 1, 1)
+
+
 @pytest.fixture
 def even_steps():
     trainer = Trainer(accelerator="cpu", devices=1, logger=False)

@@ -176,6 +176,16 @@ class SteppingAlone(Adversaries):
         return first, second
 
 
+class SteppingAnother(Adversaries):
+    """Rank 1 steps the first optimizer twice, in its last batch."""
+
+    def optimizers(self, *args: Any) -> Any:
+        first, second = super().optimizers()
+        if RANK and self.trainer.is_last_batch:
+            second.step = first.step
+        return first, second
+
+
 class TwoTasks(LightningModule):
     """An encoder of Hugging Face whose layers are recomputed, and two heads with a backward pass each."""
 
@@ -270,6 +280,7 @@ FAILING = {
         "UnsynchronizedGradientsError: rank {}: `Adam` is about to step",
     ),
     "steps of one rank": (Case(EVEN, SteppingAlone), "RanksOutOfStepError: rank {} has made"),
+    "steps of other optimizers": (Case(EVEN, SteppingAnother), "as many as others, but not with the same optimizers"),
     "a parameter that came later": (
         Case(EVEN, GrownHead),
         "rank {}: `Adam` is about to step with the gradient of `head.weight`, which was not part",

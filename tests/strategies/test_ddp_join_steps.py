@@ -329,7 +329,7 @@ def keys_that_differ_among_ranks_are_named(folder: str) -> None:
 
 
 def a_step_that_one_rank_leaves_out_is_refused(folder: str) -> None:
-    """While all ranks have data, and after one has run out."""
+    """While all ranks have data, after one has run out, and in the last batch."""
 
     class LeavingOut(SteppingItself):
         def __init__(self, first: int) -> None:
@@ -342,7 +342,7 @@ def a_step_that_one_rank_leaves_out_is_refused(folder: str) -> None:
                 optimizer.step = lambda: None
             return optimizer
 
-    for first in (0, 2):
+    for first in (0, 2, 3):
         with pytest.raises(RanksOutOfStepError, match=rf"rank {RANK} has made \d+ optimizer steps, others \d+"):
             fit(LeavingOut(first), loader(8, 8, 2))
 
