@@ -40,6 +40,7 @@ from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import DDPCheckpointStrategy, ExplicitDDPStrategy
 
 LIMIT = 60.0  # seconds of a trial
+_ANSWER_LIMIT = LIMIT + 30.0  # seconds in which ranks have to answer after a trial
 _CONNECT_LIMIT = 30.0  # seconds in which ranks have to find each other
 _STEPS, _FEWER_STEPS = 4, 2  # of rank 0 and of ranks with less data
 _KILLED_IN = 1  # step
@@ -256,15 +257,22 @@ def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> 
         backend=connection.backend,
         network_interface=connection.network_interface,
     )
-    group = own_group(timedelta(seconds=3 * LIMIT))
+    group = own_group(timedelta(seconds=_ANSWER_LIMIT))
     last = own.world_size - 1
     for trial in _TRIALS:
         if trial.error and not last:
             continue
-        port = broadcast_object(_free_port() if own.rank == 0 else None, group, 0)
-        ended = _run_process(own, trial, own.variables(environment.main_address, port))
         problems = []
-        for rank, (text, output) in enumerate(gather_objects(ended, group)):
+        try:
+            port = broadcast_object(_free_port() if own.rank == 0 else None, group, 0)
+            ended = gather_objects(_run_process(own, trial, own.variables(environment.main_address, port)), group)
+        except RuntimeError:  # of the backend
+            ended = []
+            problems.append(
+                f"rank {own.rank}: the `doctor` of another rank has not answered. Look for a process that has ended or"
+                " is stopped."
+            )
+        for rank, (text, output) in enumerate(ended):
             if not trial.error:
                 problems += [f"rank {rank}: {text}"] if text else []
             elif rank != last and trial.error.format(last=last) not in output:

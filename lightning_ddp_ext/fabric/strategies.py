@@ -85,6 +85,7 @@ class DDPCheckpointStrategy(DDPStrategy):
     """
 
     strategy_name = "ddp_checkpoint"
+    remedy = 'use `strategy="ddp_join"`, whose loops end together on ranks with different numbers of batches'
     shares_batches = False  # True if ranks share each batch, so that any number of ranks can resume
 
     def __init__(
@@ -327,8 +328,7 @@ class DDPCheckpointStrategy(DDPStrategy):
                 raise
             raise OtherRankError(
                 f"rank {self.global_rank}: another rank did not take part in the `fabric.{call}`{of_batch}. The other"
-                " rank has failed, or its loop had fewer batches or backward passes. Look for its error; if there is"
-                ' none, use `strategy="ddp_join"`, whose loops end together on ranks with different numbers of batches.'
+                f" rank has failed, or has made fewer calls. Look for its error; if there is none, {self.remedy}."
             ) from error
 
     def _warn_of_skipped(self, new: Sequence[LoopBatch]) -> None:
@@ -413,8 +413,9 @@ class DDPCheckpointStrategy(DDPStrategy):
             "reducer": None if reducer is None else reducer.pop("of_rank"),
             **self.own_state(),
         }
-        state = {**state, _STATE: {"reducer": reducer, "of_ranks": gather_objects(of_rank)}}
-        super().save_checkpoint(path, state, *args, **kwargs)
+        with self._naming_call("save"):
+            state = {**state, _STATE: {"reducer": reducer, "of_ranks": gather_objects(of_rank)}}
+            super().save_checkpoint(path, state, *args, **kwargs)
 
     def own_state(self) -> dict[str, Any]:
         """Return further state of this rank for a checkpoint."""
@@ -483,6 +484,7 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
     """
 
     strategy_name = "ddp_join"
+    remedy = "make this call on every rank"
 
     def __init__(self, *args: Any, uneven_inputs: UnevenInputs = "join", **options: Any) -> None:
         check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs), 'Use "join" to train on all data.')

@@ -1,4 +1,4 @@
-"""`lightning-ddp-ext doctor --selftest`: green on local ranks, and red with each of five faults."""
+"""`lightning-ddp-ext doctor --selftest`: green on local ranks, and red with each of six faults."""
 
 import os
 import re
@@ -42,6 +42,16 @@ if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
         selftest.Model = Stopping
     elif fault == "port" and is_last:
         os.environ["MASTER_PORT"] = "9"
+    elif fault == "doctor":
+        selftest.LIMIT = selftest._ANSWER_LIMIT = 8
+        run = selftest._run_process
+
+        def run_or_stop(own, *args):
+            if own.rank:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return run(own, *args)
+
+        selftest._run_process = run_or_stop
 """
 
 
@@ -72,6 +82,7 @@ def test_all_trials_succeed_on_local_ranks(tmp_path, devices):
         ("buffer", "`mean`, float64 [6], of rank 1 differs from rank 0"),
         ("stopped", "stalled"),
         ("port", "127.0.0.1:9"),
+        ("doctor", "rank 0: the `doctor` of another rank has not answered"),
     ],
 )
 def test_a_fault_is_found(tmp_path, fault, said):
