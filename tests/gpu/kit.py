@@ -36,7 +36,7 @@ _ON_GPU = ("# Results on a GPU", "", "`make gpu` runs these checks and writes `r
 _REHEARSED = (
     "# Results on {} devices", "",
     "`python -m tests.gpu.kit --accelerator {0}` runs the checks of `make gpu` and writes `runs/gpu/gpu.md`, copied",
-    "here. They show placement, order and parity, but no kernel of CUDA, and times are of a CPU.", "",
+    "here. They show placement, order and parity, but no kernel of CUDA; times say nothing about devices.", "",
 )  # fmt: skip
 
 _PYTEST = [
@@ -208,11 +208,11 @@ def _page(result: Result) -> Iterator[str]:
     for name, part in result["parts"].items():
         yield f"| {name} | {_count(part['tests'])} | {part['seconds']} | {part['date']} |"
     for name, part in result["parts"].items():
-        yield from ("", f"## {name.capitalize()}", "", PARTS[name], "")
+        yield from ("", f"## {name.capitalize()}", "", PARTS[name])
         if name == "speed":
-            yield from part["speed"].get("page", [])
+            yield from ("", *part["speed"].get("page", []))
         elif name != "parity":  # whose tests are too many to list
-            yield from _tests_table(part["tests"])
+            yield from ("", *_tests_table(part["tests"]))
         yield from _failures(part["tests"])
 
 
