@@ -1,7 +1,6 @@
 """Checks of the steps of optimizers on one rank: synchronised gradients, and losses of closures that ranks share."""
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +39,7 @@ class StepGuard:
     optimizers: int = 0  # a number that depends on how often each optimizer has stepped, in any order
 
     def __post_init__(self) -> None:
-        self._depths: Counter[int] = Counter()  # by optimizer: a subclass may call the step of its base class
+        self._depths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # a subclass may call its base's step
         self._places: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         hooks = [
             register(partial(_call, weakref.WeakMethod(method)))  # the hooks must not keep the module alive
@@ -96,8 +95,9 @@ class StepGuard:
         return args, {**kwargs, "closure": checked}
 
     def _count(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        self._depths[id(optimizer)] += 1
-        if self._depths[id(optimizer)] > 1:
+        depth = self._depths.get(optimizer, 0)
+        self._depths[optimizer] = depth + 1
+        if depth:
             return
         if optimizer not in self._places:
             own = {id(parameter) for parameter in parameters}
@@ -107,9 +107,7 @@ class StepGuard:
         self.optimizers = (self.optimizers + hash((self._places[optimizer],))) % 2**32
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        self._depths[id(optimizer)] -= 1
-        if self._depths[id(optimizer)] <= 0:
-            del self._depths[id(optimizer)]
+        self._depths[optimizer] = max(0, self._depths.get(optimizer, 0) - 1)
 
     def _end_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """Run a closure and check the gradients; return its loss, of the whole batch if the step may depend on it."""
