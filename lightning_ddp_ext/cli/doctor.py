@@ -348,7 +348,7 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
             compare_setups(describe_versions_of_run())
             diagnosis.all_reduce = measure_all_reduce(strategy.root_device)
             for name, result, problem in run_trials(strategy, connection) if options.selftest else ():
-                diagnosis.trials[name] = problem or result
+                diagnosis.trials[name] = "" if problem else result  # the verdict has the problem
                 if problem:
                     diagnosis.failed, diagnosis.error, diagnosis.is_shared = name, problem, True
                     break

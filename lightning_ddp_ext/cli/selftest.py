@@ -3,18 +3,20 @@
 Each rank runs every trial in a child process, so that it can report trials that hang or crash.
 """
 
+import contextlib
 import copy
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +41,10 @@ from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrateg
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import DDPCheckpointStrategy, ExplicitDDPStrategy
 
-LIMIT = 60.0  # seconds of a trial
-_ANSWER_LIMIT = LIMIT + 30.0  # seconds in which ranks have to answer after a trial
+LIMIT = 60.0  # seconds of a trial, from the end of the imports on all ranks
+_IMPORT_LIMIT = 180.0  # seconds in which the process of a trial has to import torch and Lightning
+_ANSWER_LIMIT = max(LIMIT, _IMPORT_LIMIT) + 30.0  # seconds in which ranks have to answer
+_PORTS = 5  # that a trial tries
 _CONNECT_LIMIT = 30.0  # seconds in which ranks have to find each other
 _STEPS, _FEWER_STEPS = 4, 2  # of rank 0 and of ranks with less data
 _KILLED_IN = 1  # step
@@ -48,6 +52,7 @@ _FEATURES = 6
 _STALL = 10.0  # seconds
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
 _LAST_LINES = 12  # of a process that failed
+_NATIVE_LINE = re.compile(r"\s*$|frame #\d+: |Exception raised from ")  # empty, or of a C++ stack
 Batch = tuple[Tensor, Tensor]
 
 
@@ -150,27 +155,63 @@ def _whole_batches(world_size: int, is_uneven: bool, dtype: torch.dtype) -> list
     return [(torch.cat([one for one, _ in step]), torch.cat([other for _, other in step])) for step in steps]
 
 
-def _train(
-    own: TrialRank, strategy: Any, make_batches: Callable[[torch.dtype], list[Batch]], is_uneven: bool = False,
-    callbacks: Sequence[Callback] = (), **options: Any,
-) -> str:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A training run that succeeds on all ranks, or in which the last rank is killed and the others have to name it."""
+
+    name: str
+    success: str  # in the table
+    kind: type[ExplicitDDPStrategy] | None  # None for two replicas on each rank
+    is_uneven: bool = False
+    kills: bool = False
+
+
+_TRIALS = (
+    Trial("balanced_dp", "two replicas train as one process", None),
+    Trial("ddp_checkpoint", "ranks are identical, and train as one process", DDPCheckpointStrategy),
+    Trial(
+        "ddp_join",
+        f"with {_STEPS} batches on rank 0 and {_FEWER_STEPS} on others, ranks are identical, and train as one process",
+        DDPJoinStrategy,
+        is_uneven=True,
+    ),
+    Trial("balanced_ddp", "ranks divide whole batches, are identical, and train as one process", BalancedDDPStrategy),
+    Trial("killed rank", "the other ranks end, and name it", DDPCheckpointStrategy, kills=True),
+)
+
+
+def _train(own: TrialRank, trial: Trial) -> str:
     """Train on this rank; return what is wrong, or "" if all ranks are equal to each other and to one process."""
     dtype = widest_float(own.device)
+    batches = whole_batches = _whole_batches(own.world_size, trial.is_uneven, dtype)
+    options: dict[str, Any] = {}
+    if trial.kind is None:
+        strategy: Any = BalancedDataParallelStrategy(split=[1, 2], parallel_devices=[own.device, own.device])
+    else:
+        strategy = trial.kind(
+            process_group_backend=own.backend,
+            network_interface=own.network_interface,
+            timeout=_CONNECT_LIMIT,
+            stall_timeout=_STALL,
+        )
+        options = {"num_nodes": own.num_nodes, "plugins": [TorchElasticEnvironment()]}
+        if trial.kind is not BalancedDDPStrategy:  # which divides the whole batches itself
+            batches = _batches(own.rank, trial.is_uneven, dtype)
     comparison = _Comparison()
     trainer = Trainer(
-        strategy=strategy, accelerator=own.accelerator, devices=own.devices, callbacks=[comparison, *callbacks],
+        strategy=strategy, accelerator=own.accelerator, devices=own.devices,
+        callbacks=[comparison, _Death()] if trial.kills else [comparison],
         precision="64-true" if dtype == torch.float64 else "32-true", max_epochs=1, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     seed_everything(0, verbose=False)
     model = Model()
     alone = copy.deepcopy(model).to(own.device, dtype)
-    batches = make_batches(dtype)
     samples = TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
     indices = torch.split(torch.arange(len(samples)), [len(batch[0]) for batch in batches])
     trainer.fit(model, DataLoader(samples, batch_sampler=[one.tolist() for one in indices]))
     optimizer = alone.configure_optimizers()
-    for features, targets in _whole_batches(own.world_size, is_uneven, dtype):
+    for features, targets in whole_batches:
         optimizer.zero_grad()
         alone.training_step((features.to(own.device), targets.to(own.device)), 0).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -180,66 +221,6 @@ def _train(
     if not difference < _TOLERANCES[dtype]:
         problems.append(f"parameters and buffers differ by {difference:.0e} from the result of one process")
     return "; ".join(problems)
-
-
-def _train_on_ranks(
-    own: TrialRank, kind: type[ExplicitDDPStrategy], is_uneven: bool = False, *callbacks: Callback
-) -> str:
-    strategy = kind(
-        process_group_backend=own.backend,
-        network_interface=own.network_interface,
-        timeout=_CONNECT_LIMIT,
-        stall_timeout=_STALL,
-    )
-    batches = partial(_batches, own.rank, is_uneven)
-    if kind is BalancedDDPStrategy:  # it divides the whole batches itself
-        batches = partial(_whole_batches, own.world_size, is_uneven)
-    environment = [TorchElasticEnvironment()]
-    return _train(own, strategy, batches, is_uneven, callbacks, num_nodes=own.num_nodes, plugins=environment)
-
-
-def _train_replicas(own: TrialRank) -> str:
-    strategy = BalancedDataParallelStrategy(split=[1, 2], parallel_devices=[own.device, own.device])
-    return _train(own, strategy, partial(_whole_batches, own.world_size, False))
-
-
-# ---------------------------------------------------------------- trials
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A training run that succeeds on all ranks, or that all ranks but the last one end with a certain error."""
-
-    name: str
-    success: str  # in the table
-    run: Callable[[TrialRank], str]
-    error: str = ""
-
-
-_TRIALS = (
-    Trial("balanced_dp", "two replicas train as one process", _train_replicas),
-    Trial(
-        "ddp_checkpoint",
-        "ranks are identical, and train as one process",
-        lambda own: _train_on_ranks(own, DDPCheckpointStrategy),
-    ),
-    Trial(
-        "ddp_join",
-        f"with {_STEPS} batches on rank 0 and {_FEWER_STEPS} on others, ranks are identical, and train as one process",
-        lambda own: _train_on_ranks(own, DDPJoinStrategy, True),
-    ),
-    Trial(
-        "balanced_ddp",
-        "ranks divide whole batches, are identical, and train as one process",
-        lambda own: _train_on_ranks(own, BalancedDDPStrategy),
-    ),
-    Trial(
-        "killed rank",
-        "the other ranks end, and name it",
-        lambda own: _train_on_ranks(own, DDPCheckpointStrategy, False, _Death()),
-        error="the process of rank {last} is gone",
-    ),
-)
 
 
 def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> Iterator[tuple[str, str, str]]:
@@ -260,22 +241,27 @@ def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> 
     group = own_group(timedelta(seconds=_ANSWER_LIMIT))
     last = own.world_size - 1
     for trial in _TRIALS:
-        if trial.error and not last:
+        if trial.kills and not last:
             continue
         problems = []
         try:
-            port = broadcast_object(_free_port() if own.rank == 0 else None, group, 0)
-            ended = gather_objects(_run_process(own, trial, own.variables(environment.main_address, port)), group)
+            for _ in range(_PORTS):
+                port = broadcast_object(_free_port() if own.rank == 0 else None, group, 0)
+                variables = own.variables(environment.main_address, port)
+                ended = gather_objects(_run_process(own, trial, variables, group), group)
+                # Another program can take the free port before rank 0 of the trial listens on it.
+                if not any(re.search(f"RendezvousError: port {port} .* in use", output) for _, output in ended):
+                    break
         except RuntimeError:  # of the backend
             ended = []
             problems.append(
                 f"rank {own.rank}: the `doctor` of another rank has not answered. Look for a process that has ended or"
-                " is stopped."
+                f" is stopped.{_load(own)}"
             )
         for rank, (text, output) in enumerate(ended):
-            if not trial.error:
+            if not trial.kills:
                 problems += [f"rank {rank}: {text}"] if text else []
-            elif rank != last and trial.error.format(last=last) not in output:
+            elif rank != last and f"the process of rank {last} is gone" not in output:
                 problems.append(
                     f"rank {rank} has not noticed that rank {last} was killed: {text or 'it has trained on'}"
                 )
@@ -283,12 +269,20 @@ def run_trials(strategy: DDPStrategy | FSDPStrategy, connection: Connection) -> 
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("", 0))
+    with socket.create_server(("", 0)) as one:
         return int(one.getsockname()[1])
 
 
-def _run_process(own: TrialRank, trial: Trial, variables: dict[str, str]) -> tuple[str, str]:
+def _load(own: TrialRank) -> str:
+    """Return a sentence if this node has more to do than its own trial, otherwise ""."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    found = f" Node {socket.gethostname()} is busy, with a load average of {load:.1f} on {cores} cores."
+    return (
+        f"{found} Repeat the self-test when the node is idle." if load > cores + own.world_size / own.num_nodes else ""
+    )
+
+
+def _run_process(own: TrialRank, trial: Trial, variables: dict[str, str], group: dist.ProcessGroup) -> tuple[str, str]:
     """Run a trial in a child process; return its problem, or "", and its output."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(PREFIXES)}
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
@@ -296,28 +290,34 @@ def _run_process(own: TrialRank, trial: Trial, variables: dict[str, str]) -> tup
         program = f"from {__name__} import run_trial; run_trial()"
         process = subprocess.Popen(
             [sys.executable, "-c", program, json.dumps(asdict(own)), trial.name, str(found)],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**environ, **variables},
+            stdin=subprocess.PIPE, stdout=output, stderr=output, env={**environ, **variables},
             start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            code = None
+            deadline = time.monotonic() + _IMPORT_LIMIT
+            while process.poll() is None and not found.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            gather_objects(None, group)  # ranks of a busy node import for different times, which have no part in LIMIT
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=LIMIT)  # ends the input of the process, so that the trial begins
         finally:
-            if process.poll() is None:
+            code = process.poll()
+            if code is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         output.seek(0)
         said = output.read()
         if code == 0:
             return found.read_text(), said
-        lines = "\n".join(line for line in said.splitlines()[-_LAST_LINES:] if line.strip())
+        lines = "\n".join([line for line in said.splitlines() if not _NATIVE_LINE.match(line)][-_LAST_LINES:])
         why = f"it was still running after {LIMIT:g} s" if code is None else f"it ended with exit code {code}"
-        return f"{why}. It said last:\n{lines}", said
+        return f"{why}.{_load(own)} Its last lines:\n{lines}", said
 
 
 def run_trial() -> None:
-    """Run the trial of the command line in this process, and write its problem to a file."""
+    """Run the trial of the command line when standard input ends, and write its problem to a file."""
     own, name, found = sys.argv[1:]
+    Path(found).touch()  # all imports are done
+    sys.stdin.read()
     (trial,) = (one for one in _TRIALS if one.name == name)
-    Path(found).write_text(trial.run(TrialRank(**json.loads(own))))
+    Path(found).write_text(_train(TrialRank(**json.loads(own)), trial))

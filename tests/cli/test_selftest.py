@@ -1,15 +1,18 @@
-"""`lightning-ddp-ext doctor --selftest`: green on local ranks, and red with each of six faults."""
+"""`lightning-ddp-ext doctor --selftest`: green on local ranks, on a busy node too, and red with each of seven faults."""
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from lightning_ddp_ext.cli import selftest as trials
 from tests.cli.commands import command
 
 # Python imports this module when it starts, in `doctor` and in the processes of its trials.
 SEED_A_FAULT = """
-import os, signal, sys, time
+import os, signal, socket, sys, time
 
 if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
     from lightning_ddp_ext.batches.weights import WeightRule
@@ -29,6 +32,10 @@ if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
             with torch.no_grad():
                 self.last.weight[0, 0] += 1e-6
 
+    class Failing(selftest.Model):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("broken\\nException raised from f at f.cpp:1 (first):\\nframe #0: c10::Error::Error()")
+
     fault, is_last = os.environ["SEEDED_FAULT"], os.environ.get("RANK") == "1"
     names = {"uneven": ["ddp_join"], "killed": ["killed rank"]}.get(fault, ["ddp_checkpoint"])
     selftest._TRIALS = [trial for trial in selftest._TRIALS if trial.name in names]
@@ -42,6 +49,17 @@ if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
         selftest.Model = Stopping
     elif fault == "port" and is_last:
         os.environ["MASTER_PORT"] = "9"
+    elif fault == "native":
+        selftest.Model = Failing
+        os.getloadavg = lambda: (99.0, 0.0, 0.0)
+    elif fault == "slow imports":
+        selftest.LIMIT = 15
+        time.sleep(20 if is_last else 0)
+    elif fault == "taken port":
+        taken = socket.create_server(("", 0))
+        ports = iter([taken.getsockname()[1]])
+        free_port = selftest._free_port
+        selftest._free_port = lambda: next(ports, 0) or free_port()
     elif fault == "doctor":
         selftest.LIMIT = selftest._ANSWER_LIMIT = 8
         run = selftest._run_process
@@ -74,6 +92,48 @@ def test_all_trials_succeed_on_local_ranks(tmp_path, devices):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("event", ["slow imports", "taken port"])
+def test_events_of_a_busy_node_do_not_fail_a_trial(tmp_path, event):
+    run = selftest(tmp_path, 2, event)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"│ ddp_checkpoint .*│ ok │", run.stdout), run.stdout
+
+
+@pytest.mark.parametrize(
+    ("errors", "ports", "succeeds"),
+    [
+        (["RendezvousError: port {} of node a cannot be listened on: Address already in use."], 2, True),
+        (["RendezvousError: port {} of node a cannot be listened on: Address already in use."] * 9, 5, False),
+        (["RendezvousError: port {} of node a cannot be listened on: Permission denied."], 1, False),
+        (["OSError: [Errno 98] Address already in use"], 1, False),  # of another port
+    ],
+)
+def test_a_trial_tries_a_few_ports_and_only_if_the_port_was_taken(monkeypatch, errors, ports, succeeds):
+    tried, left = [], iter(errors)
+
+    def run_process(own, trial, variables, *_):
+        tried.append(int(variables["MASTER_PORT"]))
+        output = next(left, "").format(tried[-1])
+        return output, output
+
+    monkeypatch.setattr(trials, "_TRIALS", [trial for trial in trials._TRIALS if trial.name == "ddp_checkpoint"])
+    monkeypatch.setattr(trials, "_run_process", run_process)
+    monkeypatch.setattr(trials, "own_group", lambda timeout: None)
+    monkeypatch.setattr(trials, "broadcast_object", lambda value, *_: value)
+    monkeypatch.setattr(trials, "gather_objects", lambda value, *_: [value])
+    rank = SimpleNamespace(
+        global_rank=lambda: 0, world_size=lambda: 1, local_rank=lambda: 0, main_address="127.0.0.1"
+    )  # fmt: skip
+    strategy = SimpleNamespace(
+        cluster_environment=rank, num_nodes=1, num_processes=1, parallel_devices=[torch.device("cpu")],
+        accelerator=None, root_device=torch.device("cpu"),
+    )  # fmt: skip
+    ((_, _, problem),) = trials.run_trials(strategy, SimpleNamespace(backend="gloo", network_interface=None))
+    assert len(set(tried)) == len(tried) == ports
+    assert (problem == "") == succeeds
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -82,6 +142,7 @@ def test_all_trials_succeed_on_local_ranks(tmp_path, devices):
         ("buffer", "`mean`, float64 [6], of rank 1 differs from rank 0"),
         ("stopped", "stalled"),
         ("port", "127.0.0.1:9"),
+        ("native", "RuntimeError: broken"),
         ("doctor", "rank 0: the `doctor` of another rank has not answered"),
     ],
 )
@@ -90,4 +151,7 @@ def test_a_fault_is_found(tmp_path, fault, said):
     assert run.returncode == 1, run.stdout + run.stderr
     verdict = run.stdout[run.stdout.index("Not healthy") :]
     assert said in verdict, run.stdout
-    assert re.search(r"│ ddp_checkpoint .*│ failed │", run.stdout)
+    assert re.search(r"│ ddp_checkpoint │ +│ failed │", run.stdout)  # the verdict alone has the error
+    assert "frame #" not in run.stdout
+    assert "Exception raised from" not in run.stdout
+    assert ("is busy, with a load average of 99.0" in verdict) == (fault == "native")
