@@ -1,4 +1,4 @@
-"""`lightning-ddp-ext doctor --selftest`: green on local ranks, on a busy node too, and red with each of seven faults."""
+"""`lightning-ddp-ext doctor --selftest`: green on local ranks and on a busy node, red with each of seven faults."""
 
 import os
 import re
