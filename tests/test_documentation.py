@@ -97,6 +97,18 @@ def test_programs_of_pages_fit_into_the_column():
     assert [(page, line) for page, text in programs for line in text.splitlines() if len(line) > columns] == []
 
 
+def test_cells_of_tables_are_short():
+    words = 30  # more are text below the table
+    cells = [
+        (page.name, cell)
+        for page in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
+        for row in re.findall(r"^\|(.*)\|$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+        for cell in re.split(r"(?<!\\)\|", row)
+    ]
+    assert len(cells) > 1500
+    assert [(page, cell) for page, cell in cells if len(cell.split()) > words] == []
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_examples_of_docstrings_are_true():
     modules = [path for path in (ROOT / "lightning_ddp_ext").rglob("*.py") if ">>>" in path.read_text()]
