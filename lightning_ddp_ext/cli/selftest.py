@@ -52,7 +52,7 @@ _FEATURES = 6
 _STALL = 10.0  # seconds
 _TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
 _LAST_LINES = 12  # of a process that failed
-_NATIVE_LINE = re.compile(r"\s*$|frame #\d+: |Exception raised from ")  # empty, or of a C++ stack
+_NATIVE_LINE = re.compile(r"(\[rank\d+\]: )?\s*($|frame #\d+: |Exception raised from )")  # empty, or of a C++ stack
 Batch = tuple[Tensor, Tensor]
 
 

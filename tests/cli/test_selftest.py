@@ -32,9 +32,11 @@ if any("lightning_ddp_ext" in argument for argument in sys.orig_argv):
             with torch.no_grad():
                 self.last.weight[0, 0] += 1e-6
 
+    stack = "Exception raised from f at f.cpp:1 (most recent call first):\\nframe #0: c10::Error::Error() + 0x1 (0x2)"
+
     class Failing(selftest.Model):
         def training_step(self, batch, batch_idx):
-            raise RuntimeError("broken\\nException raised from f at f.cpp:1 (first):\\nframe #0: c10::Error::Error()")
+            raise RuntimeError(f"broken\\n{stack}")
 
     fault, is_last = os.environ["SEEDED_FAULT"], os.environ.get("RANK") == "1"
     names = {"uneven": ["ddp_join"], "killed": ["killed rank"]}.get(fault, ["ddp_checkpoint"])
