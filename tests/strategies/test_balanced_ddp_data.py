@@ -281,7 +281,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "diverging batches": (
         lambda: DataLoader(data(), batch_sampler=Diverging()),
-        "RanksOutOfStepError: rank 1 has drawn other samples than rank 0",
+        "RanksOutOfStepError: rank 1: batch 1 of `Diverging` has other samples than on rank 0",
     ),
     "stream of the rank": (
         lambda: DataLoader(OwnShard(), 5),
@@ -295,11 +295,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stream that is empty on a rank": (
         lambda: DataLoader(Stream(list(data())[21 * RANK :]), 5),
-        "UnsupportedFeatureError: rank 1: the first batch of `Stream` has other samples than on rank 0",
+        "UnevenInputsError: rank 1: `Stream` ended after 0 batches, and has more on other ranks",
     ),
     "diverging stream": (
-        lambda: DataLoader(Stream([*list(data())[:5], *list(data())[5 + RANK :]]), 5),
-        "RanksOutOfStepError: rank 1 has drawn other samples than rank 0",
+        lambda: DataLoader(Stream([*list(data())[:5], *list(data())[5 + RANK : 20 + RANK]]), 5),
+        "RanksOutOfStepError: rank 1: batch 1 of `Stream` has other samples than on rank 0",
     ),
     "stream that ends earlier on a rank": (lambda: DataLoader(Stream(list(data())[: 20 - 5 * RANK]), 5), ENDED),
     "accumulated stream that ends earlier on a rank": (
