@@ -196,8 +196,8 @@ class LockstepLoader:
             self.has_next_batch.has_warned = True
             rank_zero_warn(
                 f"{list_ranks(short)}: the loader announced {announced[short[0]]} batches and ended after {step}. The"
-                " run continues, since ranks ask each other in every step. Correct the `__len__`, which tells the Trainer"
-                " the last batch of an epoch; with `drop_last=True`, each worker drops an incomplete batch."
+                " run continues, since ranks ask each other in every step. Correct the `__len__`: it tells the Trainer"
+                " which batch is the last; with `drop_last=True`, each worker drops an incomplete batch."
             )
         if self.uneven_inputs == "join" or all(present) or not any(present):
             return any(present)
