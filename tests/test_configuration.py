@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
-from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module, utils
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
@@ -31,6 +32,7 @@ from lightning_ddp_ext import (
 )
 from lightning_ddp_ext._import_names import find_lightning
 from lightning_ddp_ext.callbacks import ReplicaConsistency
+from lightning_ddp_ext.cli import settings
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.conf import schemas
 from lightning_ddp_ext.demo.digits import DigitsCNN, DigitsData
@@ -83,6 +85,19 @@ def test_every_option_of_every_group_composes(composed):
         node = composed(f"model={model}", f"data={data}")
         assert isinstance(instantiate(node.model), LightningModule)
         assert isinstance(instantiate(node.data), LightningDataModule)
+
+
+def test_one_function_instantiates_and_trusts_the_targets_of_a_configuration(composed, monkeypatch):
+    node = composed("model=digits_cnn").model
+    assert isinstance(settings.instantiate(node), DigitsCNN)
+    trusted, seen = object(), []
+    monkeypatch.setattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", trusted, raising=False)  # as Hydra 1.4 has it
+    monkeypatch.setattr(utils, "instantiate", lambda *args, **options: seen.append((args, options)))
+    settings.instantiate(node, width=3)
+    assert seen == [((node,), {"width": 3, "_execution_whitelist_": trusted})]
+    sources = {path: path.read_text() for path in Path(lightning_ddp_ext.__file__).parent.rglob("*.py")}
+    users = [path.name for path, text in sources.items() if re.search(r"(utils|hydra.*import.*) ?\.?instantiate", text)]
+    assert users == ["settings.py"]
 
 
 def test_settings_reach_the_strategies(composed):

@@ -18,6 +18,8 @@ from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_re
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ddp_ext._compat.lightning import replace_attributes
+from lightning_ddp_ext._compat.torch import has_torchs_methods
+from lightning_ddp_ext._import_names import PACKAGE
 from lightning_ddp_ext.errors import DDPExtError, UnsupportedFeatureError
 
 
@@ -130,6 +132,23 @@ def replace_loaders(cleanup: ExitStack, trainer: Trainer, replace: Callable[[Any
             return replace(original(), is_training)
 
         replace_attributes(cleanup, source, dataloader=dataloader)
+
+
+_EXACT = ("torch.utils.data.", "torchdata.stateful_dataloader.", f"{PACKAGE}.", "builtins")  # modules of samplers
+
+
+def has_exact_length(loader: Any) -> bool:
+    """Return True if a loader surely has as many batches as it announces: if no class of a user counts or draws them.
+
+    The length of a stream is an estimate, because each worker makes batches of its own part.
+    """
+    if not isinstance(loader, DataLoader):
+        return type(loader) in (list, tuple)
+    batches: Any = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)  # Lightning's, in predictions
+    samplers = [batches, getattr(batches, "sampler", loader.sampler)]
+    samplers += [getattr(getattr(one, "dataset", None), "_sampler", None) for one in samplers]  # see `wrapped_sampler`
+    is_drawn = all(type(one).__module__.startswith(_EXACT) for one in samplers)
+    return is_drawn and not isinstance(loader.dataset, IterableDataset) and has_torchs_methods(loader, "__len__")
 
 
 class _SampledBatches:

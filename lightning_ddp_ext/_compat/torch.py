@@ -252,9 +252,13 @@ def samples_of(batches: Iterator[Any]) -> int | None:
 
 def has_torchs_iterator(loader: Any) -> bool:
     """Return True if a loader collates samples and uses torch's own iterator."""
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-        return False
-    return all(getattr(type(loader), name).__module__ in _MODULES for name in ("__iter__", "_get_iterator"))
+    return isinstance(loader, DataLoader) and loader.batch_sampler is not None and has_torchs_methods(loader)
+
+
+def has_torchs_methods(loader: DataLoader[Any], *others: str) -> bool:
+    """Return True if the methods that iterate over a loader, and these other ones, are torch's own."""
+    names = ("__iter__", "_get_iterator", *others)
+    return all(getattr(type(loader), name).__module__ in _MODULES for name in names)
 
 
 def with_sampler(loader: DataLoader[Any], wrap: Callable[[Any], Any], collate_fn: Callable[[Any], Any]) -> Any:

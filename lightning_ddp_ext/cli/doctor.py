@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.utils import instantiate
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
@@ -30,7 +29,7 @@ from rich.text import Text
 
 from lightning_ddp_ext.cli.report import two_columns
 from lightning_ddp_ext.cli.selftest import run_trials
-from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe
+from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe, instantiate
 from lightning_ddp_ext.cli.validate import (
     check_run,
     find_slurm_problems,

@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra import utils
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -26,6 +27,15 @@ _SETTINGS, _LETTERS = 8, 100  # largest number of settings in a message, and of 
 
 class LaunchError(Exception):
     """A run that cannot start; the message gives the reason and a remedy."""
+
+
+def instantiate(node: Any, **options: Any) -> Any:
+    """Construct the object that a node of the configuration describes, with further arguments.
+
+    Hydra 1.4 asks which targets are trusted: all, since users choose the configuration, which may name their classes.
+    """
+    trusted = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+    return utils.instantiate(node, **options, **({} if trusted is None else {"_execution_whitelist_": trusted}))
 
 
 _SENTENCES = (HydraException, ImportError, LaunchError, OSError, RuntimeError, TypeError, ValueError)

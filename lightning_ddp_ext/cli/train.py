@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
@@ -32,7 +31,7 @@ from lightning_ddp_ext._import_names import LIBRARIES
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import join_batches
 from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_comparison, print_results
-from lightning_ddp_ext.cli.settings import LaunchError
+from lightning_ddp_ext.cli.settings import LaunchError, instantiate
 from lightning_ddp_ext.cli.validate import check_run, find_slurm_problems, make, make_all, make_trainer, prepare_config
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_objects, own_group
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack

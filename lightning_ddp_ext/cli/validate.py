@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from hydra.types import RunMode
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_ddp_ext._devices import find_accelerator
 from lightning_ddp_ext._import_names import lightning_of
 from lightning_ddp_ext._validation import check_integer
-from lightning_ddp_ext.cli.settings import LaunchError
+from lightning_ddp_ext.cli.settings import LaunchError, instantiate
 from lightning_ddp_ext.clusters.environments import ManualEnvironment, find_problems
 from lightning_ddp_ext.clusters.launchers import SET_BY_HAND, TERMINAL, find_launcher
 from lightning_ddp_ext.demo.digits import check_fractions

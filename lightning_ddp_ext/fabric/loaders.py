@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EPOCH, USED, RNG = "epoch", "used", "rng"
 Batches = Iterable[tuple[Any, float | None]]
+Steps = Iterable[tuple[Any, FetchedBatch]]
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +35,7 @@ class LoopBatch:
     runs_ahead: bool = False  # the loader has once given a batch before the last one had a backward pass
     has_skipped: bool = False  # the loader has given a batch of another weight that no backward pass followed
     has_evaluated: bool = False  # a loop over another loader has begun and ended since
+    has_next_batch: Any = None  # the `HasNextBatch` of the loop, if ranks compare batches one step ahead
 
 
 class FabricLoader:
@@ -66,10 +68,9 @@ class FabricLoader:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         self._used = skip
-        rng, length = self._rng, sized_len(self._loader)
+        rng = self._rng
         with self._strategy.iterating() as current:
-            own_skip = skip if length is None else min(skip, length)  # this rank may have had fewer batches
-            steps = iter(self._make_steps(own_skip, length, skip))
+            steps = iter(self._make_steps(skip, current))
             while True:
                 if self._rng is not rng:
                     raise UnsupportedFeatureError(
@@ -88,14 +89,17 @@ class FabricLoader:
                 yield step[0]
             self._used = None
 
-    def _make_steps(self, own_skip: int, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
-        """Return the steps of this epoch after the first `skip`, of which this rank has had `own_skip` batches."""
-        return self._strategy.lockstep(self._fetch(own_skip, length), length, skip)
+    def _make_steps(self, skip: int, current: LoopBatch) -> Steps:
+        """Return the steps of this epoch after the first `skip`."""
+        return self._strategy.lockstep(self._fetch(skip, current), self._loader, skip, current)
 
-    def _fetch(self, skip: int, length: int | None) -> Iterator[tuple[Any, float | None]]:
+    def _fetch(self, skip: int, current: LoopBatch) -> Iterator[tuple[Any, float | None]]:
         counts: list[int | None] = []
-        loader = CountedLoader(self._loader, counts)
-        for batch in self._rng.iterate(loader, [self._loader], skip, looks_ahead=length is None):
+        loader, length = CountedLoader(self._loader, counts), sized_len(self._loader)
+        looks_ahead = current.has_next_batch is not None
+        # This rank may have had fewer batches than there were steps.
+        own_skip = skip if looks_ahead or length is None else min(skip, length)
+        for batch in self._rng.iterate(loader, [self._loader], own_skip, looks_ahead):
             yield batch, counts.pop()
 
     def state(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import RNG, USED, FabricLoader, LoopBatch
 from lightning_ddp_ext.fabric.strategies import DDPJoinStrategy
-from lightning_ddp_ext.join.lockstep_loader import StepMaker
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepMaker
 from lightning_ddp_ext.ranks.loaders import FetchedBatch
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import find_loader_rngs
 from lightning_ddp_ext.shares.balancer import ShareBalancer
-from lightning_ddp_ext.shares.combined_loader import SharedLoader, agree_on_lead, share_step
+from lightning_ddp_ext.shares.combined_loader import SharedLoader, agree_on_lead, share_steps
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.samplers import GlobalBatches
-from lightning_ddp_ext.shares.table import ShareTable, check_shares, combine_shares, refuses_single_samples
+from lightning_ddp_ext.shares.table import ShareTable, combine_shares, refuses_single_samples
 
 _SHARES, _TABLE, _SEEDS = "shares", "table", "seeds"
 
@@ -36,22 +37,21 @@ class SharedFabricLoader(FabricLoader):
         self.table = table
         self._group = strategy.steps_group
         self._seeds = broadcast_object(torch.initial_seed(), self._group, 0), index
-        self._shared = SharedLoader(loader, GlobalBatches(table, self._group, True), strategy.batch_dim)
+        self._shared = SharedLoader(loader, GlobalBatches(table, self._group, True, loader), strategy.batch_dim)
         table.lead = agree_on_lead([self._shared], self._group)
         strategy.balancer.add(table)
         self._stand_in: list[Any] = []
 
     @override
-    def _make_steps(self, own_skip: int, length: int | None, skip: int) -> Iterator[tuple[Any, FetchedBatch]]:
-        batches = self._shared.batches
+    def _make_steps(self, skip: int, current: LoopBatch) -> Iterator[tuple[Any, FetchedBatch]]:
+        batches, has_next_batch = self._shared.batches, HasNextBatch(self._group)
+        current.has_next_batch = has_next_batch if batches.asks else None
         batches.begin(self.table.begin_epoch(skip), *self._seeds, self._epoch)
         self.table.avoids_single_samples = any(map(refuses_single_samples, self._strategy.modules))
         maker = StepMaker(self._group, self._stand_in)
-        fetched = self._rng.iterate(self._shared, [self._loader], skip, looks_ahead=length is None)
-        for number, batch in enumerate(fetched):
-            taken = self._shared.take()
-            if number >= skip:
-                yield share_step(maker, batches.rank, batch, taken)
+        fetched = self._rng.iterate(self._shared, [self._loader], skip, looks_ahead=batches.asks)
+        taken = ((batch, self._shared.take()) for batch in fetched)
+        return share_steps(maker, islice(taken, skip, None), [self._shared], has_next_batch, skip)
 
     @override
     def state(self) -> dict[str, Any]:
@@ -167,9 +167,8 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         shares = [one.shares for one in self._new_batches() if one.shares is not None]
         if shares and self._reducer is not None:
-            if not self._batches[-1].has_given_weight:
-                check_shares(shares)
-            self.balancer.count_batch(self._reducer.control, combine_shares(shares[::-1]))
+            shared = combine_shares(shares[::-1], checks=not self._batches[-1].has_given_weight)
+            self.balancer.count_batch(self._reducer.control, shared)
         super().backward(tensor, module, *args, **kwargs)
         self.balancer.stop()
 

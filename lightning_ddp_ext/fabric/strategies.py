@@ -1,7 +1,7 @@
 """`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`, the base of `balanced_ddp` in `shared_batches.py`."""
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, get_args
@@ -27,7 +27,8 @@ from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_known, gather_objects, own_group
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
-from lightning_ddp_ext.fabric.loaders import RNG, Batches, FabricLoader, LoopBatch, without_first
+from lightning_ddp_ext.fabric.loaders import RNG, Batches, FabricLoader, LoopBatch, Steps, without_first
+from lightning_ddp_ext.join.combined_loader import RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import (
     HasNextBatch,
     LockstepLoader,
@@ -214,8 +215,8 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     # ------------------------------------------------------------ batches
 
-    def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
-        """Return the batches of this rank, without the first `skip`."""
+    def lockstep(self, batches: Batches, loader: Any, skip: int, current: LoopBatch) -> Steps:
+        """Return the batches of this rank from a loader, without the first `skip`."""
         return without_first(batches, skip)
 
     def number_of_steps(self, length: int | None) -> int | None:
@@ -314,8 +315,12 @@ class DDPCheckpointStrategy(DDPStrategy):
             one.is_new = one.has_skipped = False
         batch.is_reweighted = False
         of_batch = f" of batch {batch.number} of its loader, counted over all epochs" if batch.number else ""
+        has_next_batch, control = batch.has_next_batch, reducer.control
+        control.has_next_batch = has_next_batch.local if has_next_batch is not None else 0
         with self._naming_call("backward", of_batch), self._synchronizing(reducer):
             super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
+        if has_next_batch is not None and control.exchanged is not None and not self._window.is_postponed:
+            has_next_batch.receive(control.exchanged.has_next_batch)
         self._window.end_pass(reducer, self.modules)
 
     @contextmanager
@@ -503,10 +508,11 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
         return {**given, "rank": LightningInjectedRank(given["rank"])}
 
     @override
-    def lockstep(self, batches: Batches, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
-        (lengths,) = gather_known([length])
-        has_next_batch = HasNextBatch(self.steps_group)
-        return LockstepLoader(batches, lengths, self.steps_group, has_next_batch, self.uneven_inputs, skip)
+    def lockstep(self, batches: Batches, loader: Any, skip: int, current: LoopBatch) -> Steps:
+        group = self.steps_group
+        ranked, has_next_batch = RankedLoader(loader, group), HasNextBatch(group)
+        current.has_next_batch = None if ranked.is_exact else has_next_batch
+        return LockstepLoader(batches, ranked.lengths, group, has_next_batch, self.uneven_inputs, skip, ranked.is_exact)
 
     @property
     def steps_group(self) -> dist.ProcessGroup:

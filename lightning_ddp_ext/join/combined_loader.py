@@ -11,7 +11,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_loaders import combination_mode
+from lightning_ddp_ext._compat.lightning_loaders import combination_mode, has_exact_length
 from lightning_ddp_ext.distributed.exchange import gather_known
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import (
@@ -35,15 +35,23 @@ class RankedLoader:
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup | None = None) -> None:
+        self.__dict__.update(loader=loader)
+        self.exchange(group)
+
+    def exchange(self, group: dist.ProcessGroup | None) -> None:
+        """Exchange the lengths of all ranks once more, because a dataset may grow or shrink. Communicates as above."""
+        loader = self.loader
         batch_size = getattr(loader, "batch_size", None)
         known = (
             sized_len(loader),
             None if batch_size is None else sized_len(getattr(loader, "sampler", None)),
             batch_size,
+            1 if has_exact_length(loader) else None,
         )
         alone = [None if number is None else [number] for number in known]
-        lengths, samples, batch_sizes = alone if group is None else gather_known(known, group)
-        self.__dict__.update(loader=loader, lengths=lengths, samples=samples, batch_sizes=batch_sizes)
+        lengths, samples, batch_sizes, exact = alone if group is None else gather_known(known, group)
+        is_exact = lengths is not None and exact is not None
+        self.__dict__.update(lengths=lengths, samples=samples, batch_sizes=batch_sizes, is_exact=is_exact)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -64,6 +72,9 @@ class RankedLoader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.loader, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.loader, name)
 
 
 class SteppedCombinedLoader(CountedCombinedLoader, ABC):
@@ -200,22 +211,36 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         del self._has_next_batch
 
     @override
+    def __iter__(self) -> "LockstepCombinedLoader":
+        self._exchange_lengths()  # here, since Lightning asks for the length next
+        super().__iter__()
+        return self
+
+    def _exchange_lengths(self) -> None:
+        for loader in self.flattened:
+            if type(loader) is RankedLoader:
+                loader.exchange(self._group)
+
+    @override
     def _make_steps(self, skip: int) -> Iterator[tuple[tuple[Any, FetchedBatch], int, int]]:
+        self._exchange_lengths()  # hooks at the start of the epoch may have changed a dataset
         ranked = self._ranked
         parts = [[loader] for loader in ranked] if combination_mode(self) == "sequential" else [ranked]
         for dataloader_idx, (part, numbers) in enumerate(zip(parts, self._lengths_of_ranks(), strict=True)):
             combined = self._combine([loader.loader for loader in part])
             lengths = None if any(loader.lengths is None for loader in part) else [int(number) for number in numbers]
+            is_exact = all(loader.is_exact for loader in part)
             limit = None if numbers[self._rank] == _UNLIMITED else int(numbers[self._rank])
             # A rank skips no more batches than it has.
-            own_skip = skip if lengths is None else min(skip, lengths[self._rank])
+            own_skip = min(skip, limit or 0) if is_exact else skip
             lockstep = LockstepLoader(
-                self._fetch(combined, own_skip, limit, looks_ahead=lengths is None),
+                self._fetch(combined, own_skip, limit, looks_ahead=not is_exact),
                 lengths,
                 self._group,
                 self._has_next_batch,
                 self._uneven_inputs,
                 skip,
+                is_exact,
             )
             self._report_dropped(lockstep)
             for batch_idx, step in enumerate(lockstep, skip):

@@ -20,26 +20,28 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
         super().__init__(*args, **kwargs)
         if self.drop_last:
             raise ValueError("`drop_last=True` drops samples, which this sampler never does. Leave it out.")
-        self._update_length()
 
     @classmethod
     def replace(cls, sampler: DistributedSampler[Any]) -> None:
         """Turn a sampler into one of this class in place, since loaders refer to their samplers."""
         sampler.__class__ = cls
         sampler.rank = int(sampler.rank)  # no longer the mark of an injected sampler
-        cast(UnpaddedDistributedSampler, sampler)._update_length()
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._indices())
+        return iter(self._indices(len(cast(Sized, self.dataset))))
+
+    @override
+    def __len__(self) -> int:  # of the dataset as it is now, since it may grow or shrink
+        size = len(cast(Sized, self.dataset)) - sum(map(sum, self._dealt))
+        return len(range(self.rank, size, self.num_replicas))
 
     def skip_dealt(self, dealt: Sequence[Sequence[int]]) -> None:
         """Deal out the rest of an epoch, given the number of samples of each rank in each earlier part of it."""
         self._dealt = dealt
-        self._update_length()
 
-    def _indices(self) -> list[int]:
-        order: Sequence[int] = range(len(cast(Sized, self.dataset)))
+    def _indices(self, size: int) -> list[int]:
+        order: Sequence[int] = range(size)
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed + self.epoch)
@@ -48,11 +50,6 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
             ranks = len(taken)
             order = [index for place, index in enumerate(order) if place // ranks >= taken[place % ranks]]
         return list(order[self.rank :: self.num_replicas])
-
-    def _update_length(self) -> None:
-        size = len(cast(Sized, self.dataset)) - sum(map(sum, self._dealt))
-        self.num_samples = len(range(self.rank, size, self.num_replicas))
-        self.total_size = size
 
 
 class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
@@ -69,8 +66,8 @@ class UnpaddedSamplerWrapper(UnpaddedDistributedSampler):
     def __iter__(self) -> Iterator[Any]:
         # All ranks have to draw the same order, but their RNG states diverge once a rank runs out of data.
         with drawing_alike((self.seed + self.epoch) % 2**32, wrapped_sampler(self)):
-            cast(Any, self.dataset).reset()  # draws a new order
-        return (self.dataset[index] for index in self._indices())
+            drawn = list(wrapped_sampler(self))  # maybe not as many as the sampler announces
+        return (drawn[index] for index in self._indices(len(drawn)))
 
 
 class LightningInjectedRank(int):

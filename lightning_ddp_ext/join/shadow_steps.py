@@ -1,7 +1,7 @@
 """Steps of all ranks together: a rank that has run out of data has joined, and makes shadow steps."""
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -214,7 +214,7 @@ class LockstepSteps(RankSteps):
             yield
         if not self.gradient.window.is_postponed:
             assert control.exchanged is not None
-            self._receive_flags(control.exchanged.has_next_batch)
+            self._has_next_batch.receive(control.exchanged.has_next_batch)
             if is_automatic:
                 self.logged.synchronize(self.gradient.log_weight, control.exchanged.logged_keys)
         elif is_automatic:
@@ -237,11 +237,8 @@ class LockstepSteps(RankSteps):
         """Synchronise logged values after a step whose gradients are not synchronised; flags are sent along."""
         sent = gather_integers([self.logged.keys_hash, self._has_next_batch.local], self.group)
         keys, has_next_batch = zip(*sent, strict=True)
-        self._receive_flags(has_next_batch)
-        self.logged.synchronize(self.gradient.log_weight, keys)
-
-    def _receive_flags(self, has_next_batch: Sequence[float]) -> None:
         self._has_next_batch.receive(has_next_batch)
+        self.logged.synchronize(self.gradient.log_weight, keys)
 
     def _announce(self, has_ended: bool) -> None:
         """Announce a backward pass or the end of an uneven step to the joined ranks. Call on each active rank."""

@@ -36,7 +36,7 @@ class ExchangedControl:
 
     weights: Sequence[float]
     stop: int
-    has_next_batch: Sequence[bool]
+    has_next_batch: Sequence[float]
     logged_keys: Sequence[float]
     timed: Sequence[float]
     seconds: Sequence[float]
@@ -71,7 +71,8 @@ class StepControl:
         optimizer_steps: Number of optimizer steps so far. Different numbers are an error.
         optimizers: Number that depends on how often each optimizer has stepped. Different numbers are an error.
         stop: Above 0 to ask all ranks to stop. The largest number of any rank is exchanged, so it may encode a reason.
-        has_next_batch: Whether this rank has a batch for the next step.
+        has_next_batch: 0 if this rank has no batch for the next step; else 1, or a number below 2 ** 53 by which ranks
+            compare a batch that they share.
         logged_keys: Hash of the keys that this rank has logged in the step, a whole number below 2 ** 53.
         drawn: Hash of the samples that ranks have drawn for a batch that they share, of that size too. Different
             hashes are an error.
@@ -89,7 +90,7 @@ class StepControl:
     optimizer_steps: int = 0
     optimizers: int = 0
     stop: int = 0
-    has_next_batch: bool = False
+    has_next_batch: int = 0
     logged_keys: int = 0
     drawn: int = 0
     loader_weights: Sequence[Sequence[float]] = ()
@@ -188,7 +189,7 @@ class ControlMessage:
             )
         marks = iter(sums[of_ranks:].tolist())
         late, used, changed = (list(itertools.islice(marks, len(part))) for part in found[-3:])
-        flags = list(map(bool, has_next_batch))
+        flags = list(has_next_batch)
         return ExchangedControl(
             weights, int(max(stops)), flags, logged_keys, timed, seconds, most_samples, structures, late, used, changed
         )

@@ -15,20 +15,22 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode, is_split_by_node, shut_down_workers
 from lightning_ddp_ext._compat.torch import has_torchs_iterator, iterate_counting, samples_of, with_sampler
 from lightning_ddp_ext.batches.splitting import count_samples, split_batch
-from lightning_ddp_ext.distributed.exchange import gather_integers, list_ranks
-from lightning_ddp_ext.errors import UnevenInputsError, UnsupportedFeatureError
+from lightning_ddp_ext.distributed.exchange import gather_integers
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import SteppedCombinedLoader, combined_length
-from lightning_ddp_ext.join.lockstep_loader import StepMaker
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepMaker
 from lightning_ddp_ext.join.predictions import Finished, compare_finished
 from lightning_ddp_ext.ranks.loaders import FetchedBatch
 from lightning_ddp_ext.ranks.sample_counts import count_drawn, mean_count
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 from lightning_ddp_ext.resume.rng_state import LoaderRng, capture_states, find_loader_rngs, restore_states
-from lightning_ddp_ext.shares.samplers import GlobalBatches, NoSamples, ShareCollate, SharedSampler
+from lightning_ddp_ext.shares.samplers import GlobalBatches, NoSamples, ShareCollate, SharedSampler, compare_batches
 from lightning_ddp_ext.shares.streams import SharedStreamBatch, StreamCollate, StreamSampler, hash_of_content
-from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, check_shares, combine_shares
+from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, combine_shares
 
 _UNLIMITED = float("inf")
+Taken = tuple[Any, Sequence[tuple[SharedBatch, int | None]]]
+"""A batch, and the shares and samples of the loaders that have contributed to it."""
 
 
 class SharedLoader:
@@ -46,6 +48,8 @@ class SharedLoader:
         self._is_fetched_whole = not has_torchs_iterator(loader)
         self._is_iterable = not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
         self.is_stream = self._is_iterable and not self._is_fetched_whole
+        drawn = "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
+        self.source: object = getattr(loader, "dataset" if self._is_iterable else drawn, loader)
         if self._is_fetched_whole and batches.cost is not None:
             raise UnsupportedFeatureError(
                 f"`cost` needs a loader that collates samples, and `{type(loader).__name__}` gives whole batches. Leave"
@@ -79,7 +83,7 @@ class SharedLoader:
         return map(self._note_of_stream if self.is_stream else partial(self._note, batches), batches)
 
     def _read_alike(self) -> Iterator[Any]:
-        """Yield shares of batches that every rank reads whole; raise an error on all ranks if the first ones differ.
+        """Yield shares of batches that every rank reads whole.
 
         All ranks draw the same random numbers meanwhile, so that a stream may shuffle.
         """
@@ -90,22 +94,16 @@ class SharedLoader:
         while True:
             with nullcontext() if has_workers else rng.drawing():
                 share = next(shares, end)
-            if is_first:
-                is_first = False
-                self._compare_first(None if share is end else self._taken[-1][0])
             if share is end:
                 return
+            if is_first and not self._taken[-1][0].drawn:
+                rank_zero_warn(
+                    f"Ranks cannot compare what they read from `{type(self.source).__name__}`, which has no numbers or"
+                    " texts beside its arrays. Ensure that it yields the same samples on every rank, or yield a key"
+                    " with each sample."
+                )
+            is_first = False
             yield share
-
-    def _compare_first(self, shared: SharedBatch | None) -> None:
-        source = getattr(self.loader, "dataset", self.loader)
-        self.batches.compare_first(None if shared is None else shared.agreement, source)
-        if shared is not None and not shared.drawn:
-            rank_zero_warn(
-                f"Ranks cannot compare what they read from `{type(source).__name__}`, which has neither numbers nor"
-                " texts beside its arrays. Ensure that it yields the same samples on every rank, or yield a key with"
-                " each sample."
-            )
 
     def _note(self, batches: Iterator[Any], batch: Any) -> Any:
         self._taken.append((self.batches.fetched.popleft(), samples_of(batches)))
@@ -146,9 +144,9 @@ def agree_on_lead(loaders: Sequence[SharedLoader], group: dist.ProcessGroup) -> 
             )
     # A worker at the end of its stream draws the number of a batch that does not exist.
     streams = [shared.loader.num_workers for shared in loaders if shared.is_stream]
-    # Lightning fetches one batch ahead if there is no length.
-    looks_ahead = any(sized_len(one) is None for one in given)
-    return max(max(row, default=0) for row in of_ranks) + max(streams, default=0) + looks_ahead
+    # Lightning fetches one batch ahead if there is no length, and ranks that compare their batches one more.
+    ahead = any(sized_len(one) is None for one in given) + any(shared.batches.asks for shared in loaders)
+    return max(max(row, default=0) for row in of_ranks) + max(streams, default=0) + ahead
 
 
 def _check(loader: DataLoader[Any]) -> None:
@@ -189,6 +187,7 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         batch_dim: int,
         resumed_states: list[Any],
         finished: Finished,
+        has_next_batch: HasNextBatch,
     ) -> None:
         super().__init__(iterables, mode, group, rng)
         self._table = table
@@ -198,6 +197,7 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         # States of the samplers' generators. A resumed run may have other ranks, to which no other states belong.
         self._resumed_states = resumed_states
         self._finished = finished
+        self._has_next_batch = has_next_batch
         self._started_with: list[Any] = []
         self._stand_ins: dict[int, list[Any]] = {}
 
@@ -218,7 +218,7 @@ class SharedCombinedLoader(SteppedCombinedLoader):
     @override
     def close(self) -> None:
         super().close()
-        del self._seeds
+        del self._seeds, self._has_next_batch
         self._loaders.clear()
 
     def _shared_loaders(self) -> list[SharedLoader]:
@@ -226,8 +226,8 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         if [id(given) for given, _ in self._loaders] != [id(loader) for loader in self.flattened]:
             is_training = self._rng is not None
             self._loaders = [
-                (loader, SharedLoader(loader, GlobalBatches(self._table, self._group, is_training), self._batch_dim))
-                for loader in self.flattened
+                (one, SharedLoader(one, GlobalBatches(self._table, self._group, is_training, one), self._batch_dim))
+                for one in self.flattened
             ]
             lead = agree_on_lead([shared for _, shared in self._loaders], self._group)
             if is_training:
@@ -261,40 +261,27 @@ class SharedCombinedLoader(SteppedCombinedLoader):
     ) -> Iterator[tuple[Any, FetchedBatch]]:
         """Yield the steps of loaders that contribute to the same batches; `done` are hashes of predicted batches."""
         combined = self._combine(part)
+        looks_ahead = sized_len(self) is None or any(loader.batches.asks for loader in part)
         batches: Iterable[Any] = (
             combined  # `islice` begins the iteration, with which workers begin to fetch
             if self._rng is None
-            else self._rng.iterate(combined, self.flattened, skip, looks_ahead=sized_len(self) is None)
+            else self._rng.iterate(combined, self.flattened, skip, looks_ahead=looks_ahead)
         )
-        maker = StepMaker(self._group, self._stand_ins.setdefault(dataloader_idx, []))
-        for number, (batch, _, _) in enumerate(islice(batches, limit)):
-            taken = [one for loader in part for one in loader.take()]
-            if number < skip:
-                if done:
+
+        def fetch() -> Iterator[Taken]:
+            for number, (batch, _, _) in enumerate(islice(batches, limit)):
+                taken = [one for loader in part for one in loader.take()]
+                if number >= skip:
+                    yield batch, taken
+                elif done:
                     compare_finished(self._rank, done[number : number + 1], [one.drawn for one, _ in taken])
-                continue
-            yield share_step(maker, self._rank, batch, taken)
+
+        maker = StepMaker(self._group, self._stand_ins.setdefault(dataloader_idx, []))
+        return share_steps(maker, fetch(), part, self._has_next_batch, skip)
 
     def indices_of(self, dataloader_idx: int) -> Sequence[Any]:
         """Return the indices of this rank's shares of the batches that have been drawn; empty for streams."""
         return self._loaders[dataloader_idx][1].batches.own_indices
-
-    @property
-    def has_next_batch(self) -> bool:
-        """Whether a further batch has been fetched, if Lightning looks ahead; True if it does not."""
-        return not self._has_ended
-
-    def check_ends(self, has_next_batch: Sequence[float]) -> None:
-        """Raise an error on all ranks if a stream has ended on some, given `has_next_batch` of each rank."""
-        ended = [rank for rank, has_next in enumerate(has_next_batch) if not has_next]
-        if 0 < len(ended) < len(has_next_batch):
-            streams = [getattr(loader, "dataset", loader) for loader in self.flattened if sized_len(loader) is None]
-            names = ", ".join(f"`{type(stream).__name__}`" for stream in streams)
-            raise UnevenInputsError(
-                f"{list_ranks(ended)}: {names} ended after {self._position - len(self.fetched)} batches, and has more"
-                " on other ranks. Under `balanced_ddp` every rank reads all samples: yield equally many on every rank,"
-                " or use `ddp_join` if each rank has samples of its own."
-            )
 
     @property
     def is_within_epoch(self) -> bool:
@@ -316,16 +303,22 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         self._skip = state_with_position(states).get(POSITION, 0)
 
 
-def share_step(
-    maker: StepMaker, rank: int, batch: Any, taken: Sequence[tuple[SharedBatch, int | None]]
-) -> tuple[Any, FetchedBatch]:
-    """Return a step on the share of a rank, or on a stand-in, given the shares and samples of the step's loaders."""
-    shares = [one for one, _ in taken]
-    check_shares(shares)
-    shared = combine_shares(shares)
-    present = [size > 0 for size in shared.sizes]
-    is_own = present[rank]
-    keeps = is_own and not maker.stand_in and len(present) > 1
-    samples = mean_count([count for _, count in taken]) if is_own else None
-    batch, fetched = maker.make(present, batch if is_own else None, samples, keeps)
-    return batch, fetched._replace(shares=shared)
+def share_steps(
+    maker: StepMaker, fetched: Iterator[Taken], loaders: Sequence[SharedLoader], has_next: HasNextBatch, first: int
+) -> Iterator[tuple[Any, FetchedBatch]]:
+    """Yield the steps on this rank's shares of the batches of loaders, or on stand-ins, from the step `first` on.
+
+    If any loader `asks`, ranks compare a batch before its step, which communicates depending on the shares.
+    """
+    sources = [loader.source for loader in loaders if loader.batches.asks]
+    given = ((batch, combine_shares([one for one, _ in taken]), taken) for batch, taken in fetched)
+    if sources:
+        ahead = has_next.ahead(given, lambda one: one[1].agreement, partial(compare_batches, sources), first)
+        given = (one for _, one, _ in ahead if one is not None)
+    for batch, shared, taken in given:
+        present = [size > 0 for size in shared.sizes]
+        is_own = present[maker.rank]
+        keeps = is_own and not maker.stand_in and len(present) > 1
+        samples = mean_count([count for _, count in taken]) if is_own else None
+        step, own = maker.make(present, batch if is_own else None, samples, keeps)
+        yield step, own._replace(shares=shared)

@@ -8,13 +8,21 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers
-from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.predictions import as_indices, find_different_rank, hash_of
+from lightning_ddp_ext._compat.lightning_loaders import has_exact_length
+from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers, list_ranks
+from lightning_ddp_ext.errors import DDPExtError, RanksOutOfStepError, UnevenInputsError, UnsupportedFeatureError
+from lightning_ddp_ext.join.predictions import as_indices, hash_of
 from lightning_ddp_ext.resume.rng_state import SeededRng, capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.costs import measure_costs
 from lightning_ddp_ext.shares.table import DividedBatch, Division, SharedBatch, ShareTable
+
+REMEDY = (
+    "Under `balanced_ddp` every rank reads all samples: use a dataset and a sampler that do not depend on the rank, or"
+    " `ddp_join` if each rank has samples of its own."
+)
 
 
 class GlobalBatches:
@@ -24,13 +32,15 @@ class GlobalBatches:
     has not taken yet. A loader begins again within an iteration if it is cycled.
     """
 
-    def __init__(self, table: ShareTable, group: dist.ProcessGroup, is_training: bool) -> None:
+    def __init__(self, table: ShareTable, group: dist.ProcessGroup, is_training: bool, loader: object) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.fetched: deque[SharedBatch] = deque()
         self.own_indices: list[Any] = []  # in evaluation, of this rank's shares, for callbacks that write predictions
         self.table = table
         self.is_training = is_training
+        # Ranks compare batches one step ahead, if not even the length shows that they draw equally many.
+        self.asks = not (isinstance(loader, DataLoader) and has_exact_length(loader))
         self._seeds: tuple[int, ...] = ()
         self._cycles = 0
         self.drawn = 0  # number of the batch that is drawn next
@@ -48,15 +58,15 @@ class GlobalBatches:
         sequence = numpy.random.SeedSequence([seed % 2**64 for seed in (*self._seeds, self._cycles)])
         return SeededRng(int(sequence.generate_state(1, numpy.uint64)[0]) % 2**63)
 
-    def compare_first(self, first: Any, source: object) -> None:
-        """Raise an error on all ranks if a sampler or a stream has given them different first batches."""
-        different = find_different_rank(first, self.group)
-        if different is not None:
-            raise UnsupportedFeatureError(
-                f"rank {different}: the first batch of `{type(source).__name__}` has other samples than on rank 0."
-                " Under `balanced_ddp` every rank reads all samples: use a dataset and a sampler that do not depend on"
-                " the rank, or `ddp_join` if each rank has samples of its own."
-            )
+    def compare_first(self, first: Any, sampler: Any) -> None:
+        """Raise an error on all ranks if a batch sampler gives them other first batches, or other numbers of samples.
+
+        Numbers are compared now, because a rank without a sample of the last batch would communicate alone.
+        """
+        number = 0 if self.asks else sized_len(getattr(sampler, "sampler", sampler)) or 0
+        rows = gather_integers([hash_of(first), number], self.group)
+        for which, numbers in zip(("first", "last"), zip(*rows, strict=True), strict=True):
+            check_alike(numbers, f"the {which} batch of `{type(sampler).__name__}`")
 
     def draw(self) -> tuple[int, Division]:
         """Return the number of the next batch, and how it is divided."""
@@ -70,6 +80,28 @@ class GlobalBatches:
         divided = division.divide(batch_size, costs)
         self.fetched.append(SharedBatch(self.table, number, divided.sizes, content, divided.nominal))
         return divided
+
+
+def check_alike(numbers: Sequence[int], batch: str, kind: type[DDPExtError] = UnsupportedFeatureError) -> None:
+    """Raise an error if numbers of the ranks, by which they compare a batch, are not the same."""
+    different = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+    if different is not None:
+        raise kind(f"rank {different}: {batch} has other samples than on rank 0. {REMEDY}")
+
+
+def compare_batches(sources: Sequence[object], numbers: Sequence[int], step: int) -> bool:
+    """Return False if all ranks have ended, given the `agreement` of their batches, or 0; raise if these differ."""
+    names = ", ".join(f"`{type(source).__name__}`" for source in sources)
+    sizes = [number >> 32 for number in numbers]
+    ended = [rank for rank, size in enumerate(sizes) if size < max(sizes)]
+    if ended:
+        rest = f" and {sizes[ended[0]]} samples" if sizes[ended[0]] else ""
+        raise UnevenInputsError(
+            f"{list_ranks(ended)}: {names} ended after {step} batches{rest}, and has more on other ranks. {REMEDY}"
+        )
+    kind = RanksOutOfStepError if step else UnsupportedFeatureError
+    check_alike(numbers, f"batch {step} of {names}" if step else f"the first batch of {names}", kind)
+    return any(numbers)
 
 
 @dataclass(eq=False)

@@ -1,11 +1,10 @@
 """The steps of ranks that share the batches of their loaders, under Lightning."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -13,7 +12,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._devices import reports_memory
 from lightning_ddp_ext.batches.balance_controller import PeakMemory
-from lightning_ddp_ext.distributed.exchange import gather_integer
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.join.predictions import none_finished
 from lightning_ddp_ext.join.shadow_steps import LockstepSteps
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, iterables_and_mode
@@ -74,6 +73,7 @@ class SharedBatchSteps(LockstepSteps):
             self.samples.batch_dim,
             [] if rng is None else self._resumed_states,
             none_finished if self.predictions is None else self.predictions.finished,
+            HasNextBatch(self.group) if rng is None else self._has_next_batch,
         )
         if rng is not None:
             self._training_loader, self._resumed_states = loader, []
@@ -94,12 +94,6 @@ class SharedBatchSteps(LockstepSteps):
     def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         assert self.shared is not None
         self.balancer.count_batch(self.gradient.reducer.control, self.shared)  # not a batch that a callback skips
-        loader = self._training_loader
-        assert loader is not None
-        self._has_next_batch.local = loader.has_next_batch
-        if self.trainer.accumulate_grad_batches > 1 and sized_len(loader) is None:
-            # The last batch of a rank ends its window, so that ranks would synchronise in different steps.
-            loader.check_ends(gather_integer(loader.has_next_batch, self.group))
         return super().training_step(batch, run)
 
     @override
@@ -132,11 +126,6 @@ class SharedBatchSteps(LockstepSteps):
         is_postponed = self.gradient.window.is_postponed
         with synchronizing if is_postponed else self.balancer.exchange(synchronizing, control, ends_step):
             yield
-
-    @override
-    def _receive_flags(self, has_next_batch: Sequence[float]) -> None:
-        assert self._training_loader is not None
-        self._training_loader.check_ends(has_next_batch)
 
     @override
     def end_batch(self) -> None:

@@ -146,12 +146,14 @@ class SharedBatch(NamedTuple):
 
     @property
     def agreement(self) -> int:
-        """A number that ranks compare: they have drawn the same samples, and divided them alike."""
-        return (self.drawn + hash(self.sizes)) % 2**32
+        """A number below 2 ** 53 that ranks compare: of samples, then 32 bits for the samples and their division."""
+        return (min(sum(self.sizes), 2**20) << 32) + (self.drawn + hash(self.sizes)) % 2**32
 
 
-def combine_shares(taken: Sequence[SharedBatch]) -> SharedBatch:
-    """Return the shares of a step on batches of several loaders, all with the number of the first."""
+def combine_shares(taken: Sequence[SharedBatch], checks: bool = True) -> SharedBatch:
+    """Return the shares of a step on batches of several loaders, all with the number of the first; check them."""
+    if checks:
+        check_shares(taken)
     return taken[0]._replace(drawn=sum(one.drawn for one in taken) % 2**32)
 
 

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException, _TunerExitException
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_ddp_ext import strategies
 from lightning_ddp_ext._compat import (
@@ -31,6 +31,8 @@ from lightning_ddp_ext._compat import (
     lightning_loops,
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.join.combined_loader import RankedLoader
+from lightning_ddp_ext.join.samplers import UnpaddedSamplerWrapper
 from lightning_ddp_ext.strategies import balanced_dp
 
 
@@ -457,3 +459,59 @@ def test_logging_is_followed_and_described():
     assert not {"update_metrics", "_extract_batch_size"} & set(vars(results))
     assert "batch_size = self._extract_batch_size(self[key], batch_size, meta)" in inspect.getsource(type(results).log)
     assert not {"on_batch_end", "epoch_end_reached", "on_epoch_end"} & set(vars(trainer._logger_connector))
+
+
+class OwnSampler(SequentialSampler):
+    pass
+
+
+class OwnLoader(DataLoader):
+    def __len__(self):
+        return 1
+
+
+class OwnStream(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_only_lengths_that_torch_counts_are_exact():
+    own = OwnSampler(range(4))
+    dealt = [DistributedSamplerWrapper(sampler, 2, 0) for sampler in (SequentialSampler(range(4)), own)]
+    for sampler in dealt:
+        UnpaddedSamplerWrapper.replace(sampler)
+    known, unknown = dealt
+    predicted = [
+        DataLoader(range(4), batch_sampler=lightning_loaders._IndexBatchSamplerWrapper(BatchSampler(one, 2, False)))
+        for one in (SequentialSampler(range(4)), own)
+    ]
+    exact = [
+        [1, 2], DataLoader(range(4), 2, shuffle=True), DataLoader(range(4), None),
+        DataLoader(range(4), 2, drop_last=True),
+        DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), DataLoader(range(4), sampler=known),
+        DataLoader(range(4), batch_sampler=[[0], [1]]), predicted[0],
+    ]  # fmt: skip
+    estimated = [
+        iter([1]), OwnStream(), DataLoader(OwnStream(), 2), OwnLoader(range(4)), DataLoader(range(4), sampler=own),
+        DataLoader(range(4), batch_sampler=BatchSampler(own, 2, False)), DataLoader(range(4), sampler=unknown),
+        predicted[1],
+    ]  # fmt: skip
+    assert all(map(lightning_loaders.has_exact_length, exact))
+    assert not any(map(lightning_loaders.has_exact_length, estimated))
+
+
+def test_lightning_may_delete_the_iterator_of_a_loader_of_ranks():
+    """As Lightning does after 2.6, to end persistent workers."""
+    loader = DataLoader(range(4), 2, num_workers=1, persistent_workers=True)
+    ranked = RankedLoader(loader)
+    assert len(list(ranked)) == 2
+    assert loader._iterator is not None
+    del ranked._iterator
+    assert not hasattr(loader, "_iterator")
+    ranked._iterator = None
+    for _ in range(2):
+        assert len(list(ranked)) == 2
+        lightning_loaders.shut_down_workers(ranked)

@@ -14,7 +14,10 @@ PACKAGE = Path(lightning_ddp_ext.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "private_names.md"
 UPSTREAM = ("lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
 # Documented in spite of the underscore: Python's, Hydra's, and the dictionaries of an `nn.Module`.
-DOCUMENTED = {"_fields", "_exit", "_current_frames", "_target_", "_convert_", "_modules", "_parameters", "_buffers"}
+DOCUMENTED = {
+    "_fields", "_exit", "_current_frames", "_target_", "_convert_", "_execution_whitelist_", "_modules", "_parameters",
+    "_buffers",
+}  # fmt: skip
 # Methods of the Trainer's strategies and loaders that ours override, so that they are outside of `_compat`.
 OVERRIDDEN = {"_configure_launcher", "_state_dicts", "_load_state_dicts"}
 

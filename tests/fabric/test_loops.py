@@ -518,6 +518,47 @@ def misused_sharing(folder: str) -> Any:
     return said
 
 
+def streams_that_end_earlier_on_a_rank(folder: str) -> list[str]:
+    said = []
+    for size, trains in product((4, 5, 3, 0), (True, False)):
+        fabric = launched(BalancedDDPStrategy())
+        model, optimizer = fabric.setup(module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1))
+        items = list(torch.arange(6.0).reshape(6, 1))
+        loader = fabric.setup_dataloaders(DataLoader(Stream(items[: size if RANK else 6]), batch_size=2))
+        try:
+            for batch in loader:
+                if trains:
+                    fabric.backward(model(batch).mean())
+                    optimizer.step()
+        except UnevenInputsError as error:
+            said.append(str(error).partition(", and has more on other ranks")[0])
+    return said
+
+
+class Announcing(Stream):
+    """Announces three samples more than it has, or one less on rank 1."""
+
+    def __len__(self) -> int:
+        return len(self.items) + (3 if RANK == 0 else -1)
+
+
+def streams_with_wrong_lengths(folder: str) -> Any:
+    """Return the samples of two epochs, and the digests."""
+    fabric = launched(DDPJoinStrategy())
+    model, optimizer = fabric.setup(module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1))
+    items = list(torch.arange(12.0).reshape(12, 1)[RANK * 5 :][: 5 + 2 * RANK])
+    loader = fabric.setup_dataloaders(DataLoader(Announcing(items), batch_size=2))
+    seen, digests = [], []
+    for _ in range(2):
+        for batch in loader:
+            seen += [] if fabric.strategy.is_shadow else batch.flatten().tolist()
+            optimizer.zero_grad()
+            fabric.backward(model(batch).mean())
+            optimizer.step()
+            digests.append(digest_of(model, optimizer.optimizer))
+    return seen, digests
+
+
 def times_of_other_loops_are_not_measured(folder: str) -> list[list[float]]:
     """Evaluate in the middle of every step, on batches without a sample for rank 1; return the times of all steps."""
     fabric = launched(BalancedDDPStrategy())
@@ -650,6 +691,8 @@ CASES = [
     batches_taken_ahead,
     a_gradient_penalty,
     loading_inside_of_a_loop_and_before_setup,
+    streams_that_end_earlier_on_a_rank,
+    streams_with_wrong_lengths,
     a_rank_with_fewer_batches,
 ]
 
@@ -670,6 +713,19 @@ def test_runs_resume_bit_for_bit(found):
         for whole, resumed in runs:
             assert len(whole) == len(set(whole)) > 6
             assert resumed == whole
+
+
+def test_streams_that_end_earlier_on_a_rank_are_refused_on_all_ranks(found):
+    ends = ("2 batches", "2 batches and 1 samples", "1 batches and 1 samples", "0 batches")
+    for said in values_of(found, streams_that_end_earlier_on_a_rank):
+        assert said == [f"rank 1: `Stream` ended after {end}" for end in ends for _ in range(2)]
+
+
+def test_streams_with_wrong_lengths_are_used_whole(found):
+    (first, digests), (second, other) = values_of(found, streams_with_wrong_lengths)
+    assert sorted(first + second) == sorted([*map(float, range(12))] * 2)
+    assert digests == other
+    assert len(digests) == 2 * 4
 
 
 def test_a_checkpoint_is_loaded_before_setup_but_not_inside_of_a_loop(found):

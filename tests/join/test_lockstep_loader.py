@@ -73,6 +73,20 @@ def test_all_ranks_make_the_same_steps_and_see_each_batch_once(way):
                 assert (loader.dropped or [0] * len(lengths)) == [min(number, 1) for number in more]
 
 
+def test_a_loader_with_fewer_batches_than_it_announced_ends_as_one_without_a_length():
+    for lengths in LENGTHS:
+        for announced in ([length + 2 for length in lengths], [max(lengths) + 1] * len(lengths)):
+            with pytest.warns(UserWarning, match=r"the loader announced .* batches and ended after") as caught:
+                found = iterate(announced, true_lengths=lengths, is_exact=False)
+            assert len(caught) == len(lengths)  # one on each rank, which are threads here
+            for rank, (steps, _) in enumerate(found):
+                flat = [
+                    (batch, fetched.samples, *(getattr(fetched.participation, name) for name in NAMES))
+                    for batch, fetched in steps
+                ]
+                assert flat == list(expected_steps(lengths, rank)), (lengths, announced)
+
+
 def test_errors_name_the_rank_and_the_batch():
     cases = [
         ({"lengths": (3, 1)}, "rank 1 runs out of data after batch 1, while rank 0 has 3 batches"),

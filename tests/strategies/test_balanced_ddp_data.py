@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy
@@ -71,11 +72,26 @@ class Diverging(Halves):
         return iter([[0, 5], [6, 7 + RANK]])
 
 
+class EndingEarlier(Halves):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 5], [6, 7], [8]][: 3 - RANK])
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 21
+
+
 class Chunks:
     """A loader of batches that is not torch's."""
 
     def __iter__(self) -> Iterator[Any]:
         return (tuple(part[at : at + 3] for part in samples(21)) for at in range(0, 21, 3))
+
+
+class FewerChunks(Chunks):
+    def __iter__(self) -> Iterator[Any]:
+        return islice(super().__iter__(), 7 - RANK)
 
 
 def deal(items: list[Any]) -> list[Any]:
@@ -281,7 +297,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "diverging batches": (
         lambda: DataLoader(data(), batch_sampler=Diverging()),
-        "RanksOutOfStepError: rank 1 has drawn other samples than rank 0",
+        "RanksOutOfStepError: rank 1: batch 1 of `Diverging` has other samples than on rank 0",
     ),
     "stream of the rank": (
         lambda: DataLoader(OwnShard(), 5),
@@ -295,13 +311,45 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stream that is empty on a rank": (
         lambda: DataLoader(Stream(list(data())[21 * RANK :]), 5),
-        "UnsupportedFeatureError: rank 1: the first batch of `Stream` has other samples than on rank 0",
+        "UnevenInputsError: rank 1: `Stream` ended after 0 batches, and has more on other ranks",
     ),
     "diverging stream": (
-        lambda: DataLoader(Stream([*list(data())[:5], *list(data())[5 + RANK :]]), 5),
-        "RanksOutOfStepError: rank 1 has drawn other samples than rank 0",
+        lambda: DataLoader(Stream([*list(data())[:5], *list(data())[5 + RANK : 20 + RANK]]), 5),
+        "RanksOutOfStepError: rank 1: batch 1 of `Stream` has other samples than on rank 0",
     ),
     "stream that ends earlier on a rank": (lambda: DataLoader(Stream(list(data())[: 20 - 5 * RANK]), 5), ENDED),
+    "stream that ends one short batch earlier on a rank": (
+        lambda: DataLoader(Stream(list(data())[: 16 - RANK]), 5),
+        ENDED,
+    ),
+    "stream that ends one sample earlier on a rank": (
+        lambda: DataLoader(Stream(list(data())[: 17 - RANK]), 5),
+        "UnevenInputsError: rank 1: `Stream` ended after 3 batches and 1 samples, and has more on other ranks",
+    ),
+    "stream with a length that ends several batches earlier on a rank": (
+        lambda: DataLoader(SizedStream(list(data())[: 21 if RANK else 1]), 4),
+        "UnevenInputsError: rank 0: `SizedStream` ended after 0 batches and 1 samples, and has more on other ranks",
+    ),
+    "accumulated stream that ends one short batch earlier on a rank": (
+        lambda: DataLoader(Stream(list(data())[: 16 - RANK]), 5),
+        ENDED,
+    ),
+    "validation on a stream that ends one short batch earlier on a rank": (
+        lambda: DataLoader(Stream(list(data())[: 16 - RANK]), 5, num_workers=1),
+        ENDED,
+    ),
+    "own batches that end earlier on a rank": (
+        lambda: DataLoader(data(), batch_sampler=EndingEarlier()),
+        "UnevenInputsError: rank 1: `EndingEarlier` ended after 2 batches, and has more on other ranks",
+    ),
+    "iterable that ends earlier on a rank": (
+        FewerChunks,
+        "UnevenInputsError: rank 1: `FewerChunks` ended after 6 batches, and has more on other ranks",
+    ),
+    "dataset with fewer samples on a rank": (
+        lambda: DataLoader(data(16 - RANK), 5),
+        "UnsupportedFeatureError: rank 1: the last batch of `BatchSampler` has other samples than on rank 0",
+    ),
     "accumulated stream that ends earlier on a rank": (
         lambda: DataLoader(Stream(list(data())[: 20 - 5 * RANK]), 5, num_workers=1),
         ENDED,
