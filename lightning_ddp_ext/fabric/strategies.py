@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -41,12 +42,14 @@ from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies.base import describe_versions_of_run, widened
+from lightning_ddp_ext.strategies.gathering import GatherMixin, gather_at_once
 
 T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints
+gather_at_once(Fabric, lambda fabric: fabric.strategy)
 
 
-class DDPCheckpointStrategy(DDPStrategy):
+class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
     """`ddp_checkpoint` for Fabric: exact gradients after any backward pass, weighted by the samples of each batch.
 
     `fabric.setup` does not wrap modules in `DistributedDataParallel`. `fabric.backward` synchronises the gradients of
@@ -181,6 +184,7 @@ class DDPCheckpointStrategy(DDPStrategy):
             self._guard.close()
         together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
         self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
+        self.cpu_group = self._reducer.process_group
         self._guard = StepGuard(
             self.global_rank,
             self._reducer,
@@ -378,9 +382,17 @@ class DDPCheckpointStrategy(DDPStrategy):
             return super().all_reduce(widened(tensor, reduce_op), group, reduce_op)
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:  # type: ignore[override]
         with self._naming_call("all_gather"):
-            return super().all_gather(tensor, group, sync_grads)
+            return super().all_gather(
+                tensor, group, sync_grads, is_left_out=self.is_shadow and not self._is_even(group)
+            )
+
+    def _is_even(self, group: Any) -> bool:
+        """Whether a value belongs to all ranks, as the result of an evaluation within a step does."""
+        batch = self._batches[-1]
+        is_of_step = batch.participation is not None and batch.participation.is_uneven and not batch.has_evaluated
+        return not is_of_step or group not in (None, dist.group.WORLD)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -530,20 +542,6 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
             return super()._reduce(tensor, group, reduce_op)
         reduced = _reduce_rows(self.all_gather(tensor, group), reduce_op)
         return tensor.copy_(reduced) if reduced.dtype == tensor.dtype else reduced
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        gathered = super().all_gather(tensor, group, sync_grads)
-        if self._is_even(group):
-            return gathered
-        assert self._participation is not None
-        return gathered[list(self._participation.active)]
-
-    def _is_even(self, group: Any) -> bool:
-        """Whether a value belongs to all ranks, as the result of an evaluation within a step does."""
-        batch = self._batches[-1]
-        is_of_step = batch.participation is not None and batch.participation.is_uneven and not batch.has_evaluated
-        return not is_of_step or group not in (None, dist.group.WORLD)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {

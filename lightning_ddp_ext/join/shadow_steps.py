@@ -114,13 +114,8 @@ class LockstepSteps(RankSteps):
         return loader
 
     @property
-    def active_ranks(self) -> tuple[int, ...] | None:
-        """The ranks with data, while the code of an uneven step runs; None elsewhere."""
-        return self.participation.active if self._runs_among_active else None
-
-    @property
     def active_group(self) -> dist.ProcessGroup | None:
-        """The process group of `active_ranks`."""
+        """The process group of the ranks with data, while the code of an uneven step runs; None elsewhere."""
         return self._collectives.group if self._runs_among_active else None
 
     @property

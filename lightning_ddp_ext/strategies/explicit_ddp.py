@@ -49,11 +49,13 @@ from lightning_ddp_ext.resume.prefetching import Prefetcher, copies_to
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run, widened
+from lightning_ddp_ext.strategies.gathering import GatherMixin, gather_at_once
 
+gather_at_once(LightningModule, lambda module: module.trainer.strategy)
 _ONE_MINUTE = timedelta(minutes=1)
 
 
-class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy, DDPStrategy):
+class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy, GatherMixin, DDPStrategy):
     """The base of the strategies with one process per device: exact gradients after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -298,6 +300,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             timeout=self._connection.timeout,
             hook_context=self._shared_random_numbers,
         )
+        self.cpu_group = reducer.process_group
         trainer = self.module.trainer
         self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed)
         if self.world_size > 1 or self.shares_batches:
@@ -414,7 +417,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             stack.callback(super().teardown)
             stack.callback(self._prefetching.close)
             stack.callback(self._cleanup.close)
-            self.rank_steps = self._run = self._random = self._resumed = None
+            self.rank_steps = self._run = self._random = self._resumed = self.cpu_group = None
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
