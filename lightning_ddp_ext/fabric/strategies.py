@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, get_args
 
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, postpone_synchronization
 from lightning_ddp_ext._compat.torch import is_lost_connection
+from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -35,6 +36,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
     UnevenInputs,
     number_of_steps,
 )
+from lightning_ddp_ext.join.metrics import synchronize_states
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
@@ -161,6 +163,7 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
         self.accelerator.setup_device(self.root_device)
         self._connection.open(self)
         super().setup_environment()  # it keeps the process group that it finds
+        watch_synchronization(ExitStack(), synchronize_states)  # as long as the process lives
         arguments = {"strategy": type(self), "bucket_cap_mb": self.bucket_cap_mb, "weight_by": self.weight_by}
         compare_setups({**describe_versions_of_run(), **describe_arguments({**arguments, **self.compared_arguments()})})
 

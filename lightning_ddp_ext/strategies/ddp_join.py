@@ -178,7 +178,5 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         return agreeing == group.size() if all else agreeing > 0
 
     @override
-    def all_gather(self, tensor: Any, group: Any = None, *options: Any, **named: Any) -> Any:
-        if group in (None, dist.group.WORLD) and self.rank_steps is not None:
-            group = self.rank_steps.active_group or group
-        return super().all_gather(tensor, group, *options, **named)
+    def sizes_group(self) -> dist.ProcessGroup | None:
+        return (self.rank_steps and self.rank_steps.active_group) or super().sizes_group()

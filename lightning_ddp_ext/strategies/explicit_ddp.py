@@ -29,6 +29,7 @@ from lightning_ddp_ext._compat.lightning import (
     takes_dataloader_iter,
 )
 from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, replace_loaders
+from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.containers import items
@@ -37,6 +38,7 @@ from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.join.metrics import synchronize_states
 from lightning_ddp_ext.ranks.loaders import combine_counted
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
@@ -261,6 +263,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             exit_on_sigterm(self._cleanup, trainer)
+        watch_synchronization(self._cleanup, synchronize_states)
         self.keep_loaders(trainer)
         replace_loaders(self._cleanup, trainer, self.combine_loaders)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting

@@ -26,6 +26,10 @@ class GatherMixin:
 
     cpu_group: dist.ProcessGroup | None = None  # of all ranks, for CPU tensors if the default group has no backend
 
+    def sizes_group(self) -> dist.ProcessGroup | None:
+        """Return a group of the ranks that gather in the default group, in which the host need not wait for devices."""
+        return None if "cpu" in dist.get_backend_config() else self.cpu_group
+
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False, is_left_out: bool = False) -> Any:
         """Gather a tensor, or the tensors of a container; the result lacks those of a rank that is left out.
 
@@ -36,37 +40,45 @@ class GatherMixin:
         apply_to_collection(tensor, Tensor, tensors.append)
         keys = [str(key) for part in walk(tensor) if isinstance(part, Mapping) for key in part]
         own = [keys, [[str(one.dtype)[6:], one.device.type, *one.shape] for one in tensors]]
-        # On the CPU, so that the host does not wait for the device.
-        has_cpu = group not in (None, dist.group.WORLD) or "cpu" in dist.get_backend_config()
+        sizes_group = self.sizes_group() if group in (None, dist.group.WORLD) else group
         # One message for all tensors, before the first is sent: gloo aborts a process that receives other sizes than it
         # expects, and a rank that has fewer tensors than another would leave it waiting.
-        of_ranks = gather_different(None if is_left_out else own, group if has_cpu else self.cpu_group)
-        stack = functools.partial(super().all_gather, group=group, sync_grads=sync_grads)  # type: ignore[misc]
-        if len(of_ranks) == 1:
-            gathered = iter([stack(one) for one in tensors])
-        else:
-            gathered = iter([*_gather([] if is_left_out else tensors, of_ranks, stack, sync_grads, group)])
+        of_ranks = gather_different(None if is_left_out else own, sizes_group)
+        present = dist.get_process_group_ranks(sizes_group)
+
+        def stack(one: Tensor) -> Tensor:
+            rows: Tensor = super(GatherMixin, self).all_gather(one, group, sync_grads)  # type: ignore[misc]
+            return rows if len(rows) == len(present) else rows[present]
+
+        given = [] if is_left_out else tensors
+        of_tensors = map(stack, given) if len(of_ranks) == 1 else _gather(given, of_ranks, stack, sync_grads, present)
+        gathered = iter([*of_tensors])
         return apply_to_collection(tensor, Tensor, lambda _: next(gathered))
 
 
 def _gather(
-    tensors: Sequence[Tensor], of_ranks: Sequence[Any], stack: Callable[[Tensor], Tensor], sync_grads: bool, group: Any
+    tensors: Sequence[Tensor],
+    of_ranks: Sequence[Any],
+    stack: Callable[[Tensor], Tensor],
+    sync_grads: bool,
+    members: Sequence[int],
 ) -> Iterator[Tensor]:
     """Yield the tensors of the ranks that have a description, a list of keys and one of types with shapes."""
     rows = {rank: row for rank, row in enumerate(of_ranks) if row}
     columns = [*zip_longest(*(forms for _, forms in rows.values()))]
     common = [_common_form(column) for column in columns]
     if None in common or len({str(names) for names, _ in rows.values()}) > 1:
-        members, first = dist.get_process_group_ranks(group), common.index(None) if None in common else 0
+        # The first tensor that differs, unless a rank has fewer.
+        first = next((n for n, column in enumerate(columns) if common[n] is None and None not in column), 0)
         texts: dict[str, list[int]] = {}
         for rank, (names, forms) in rows.items():
             shown = [f"{tuple(shape)} of {name} on {device}" for name, device, *shape in forms[first : first + _SHOWN]]
             texts.setdefault(", ".join([*names, *shown]) or "none", []).append(members[rank])
         got = "; ".join(f"{text} on {list_ranks(ranks)}" for text, ranks in texts.items())
         raise RanksOutOfStepError(
-            f"rank {dist.get_rank()}: `all_gather` needs equally many tensors on every rank, under the same keys, that"
-            f" differ in the first dimension only, got {got}. Concatenate the tensors of a list, and pad other"
-            " dimensions, before you gather."
+            f"rank {dist.get_rank()}: `all_gather` needs equally many tensors on every rank, under the"
+            f" same keys, that differ in the first dimension only, got {got}. Concatenate the tensors of a list, and"
+            " pad other dimensions, before you gather."
         )
     tensors = tensors or [torch.empty(0)] * len(columns)  # a rank that is left out takes part without rows
     for tensor, (name, device, *shape), column in zip(tensors, common, columns, strict=True):
