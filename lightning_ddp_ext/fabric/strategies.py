@@ -135,7 +135,7 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
         postpone_synchronization(self, self.accumulating)
         self._samples = BatchSamples(batch_dim)
         # The batches of the loops that have not ended, after one without a loop; the last one is the current batch.
-        self._batches = [LoopBatch()]
+        self._batches = [LoopBatch(self._rule.of_any_batch)]
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._loaders: list[FabricLoader] = []
@@ -187,6 +187,7 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
             self._guard.close()
         together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
         self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
+        self._reducer.control.describe_position = "batch {} of its loader, counted over all epochs".format
         self.cpu_group = self._reducer.process_group
         self._guard = StepGuard(
             self.global_rank,
@@ -271,7 +272,7 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
 
     @property
     def batch_weight(self) -> float | None:
-        """Weight of the current batch on this rank; None before the first batch, and if it cannot be weighed."""
+        """Weight of the current batch on this rank; None if it needs a batch before the first, or cannot be weighed."""
         return self._batches[-1].weight
 
     @batch_weight.setter

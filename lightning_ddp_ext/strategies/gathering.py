@@ -48,7 +48,8 @@ class GatherMixin:
 
         def stack(one: Tensor) -> Tensor:
             rows: Tensor = super(GatherMixin, self).all_gather(one, group, sync_grads)  # type: ignore[misc]
-            return rows if len(rows) == len(present) else rows[present]
+            # Not by a list of indices, which the host would copy to the device.
+            return rows if len(rows) == len(present) else torch.stack([rows[rank] for rank in present])
 
         given = [] if is_left_out else tensors
         of_tensors = map(stack, given) if len(of_ranks) == 1 else _gather(given, of_ranks, stack, sync_grads, present)
@@ -87,20 +88,18 @@ def _gather(
             dtype, size = getattr(torch, name), [0, *shape[1:]][: len(shape)]
             needs_gradient = sync_grads and dtype.is_floating_point
             tensor = torch.zeros(size, dtype=dtype, device=device, requires_grad=needs_gradient)
-        if not shape:
-            yield stack(tensor)[[*rows]]
-            continue
-        sizes = [size for _, _, size, *_ in column]
-        padding = tensor.new_zeros(max(sizes) - len(tensor), *shape[1:])
-        padded = stack(torch.cat([tensor, padding]))
-        parts = [padded[rank, :size] for rank, size in zip(rows, sizes, strict=True)]
+        sizes = [form[2] for form in column] if shape else []
+        if shape and len(tensor) < max(sizes):
+            tensor = torch.cat([tensor, tensor.new_zeros(max(sizes) - len(tensor), *shape[1:])])
+        stacked = stack(tensor)
+        parts = [stacked[rank][:size] if shape else stacked[rank] for rank, size in zip_longest(rows, sizes)]
         if len({*sizes}) > 1:
             _WARNINGS.warn(
                 "`all_gather` got different numbers of rows from the ranks, which cannot be stacked. It returns one row"
                 " with the rows of all ranks, in their order: `mean()`, `flatten(0, 1)` and `torch.cat` give the value"
                 " of one process, but indices of the first dimension are not ranks."
             )
-        yield torch.cat(parts)[None] if len({*sizes}) > 1 else torch.stack(parts)
+        yield torch.stack(parts) if len({*sizes}) < 2 else torch.cat(parts)[None]
 
 
 def _common_form(forms: Sequence[Any]) -> Any:

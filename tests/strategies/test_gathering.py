@@ -118,7 +118,7 @@ DIFFERENT = {
     "a number and nothing": ([torch.tensor(1.0), torch.zeros(0)], "() of float32 on cpu on rank 0; (0,)"),
     "dtypes": ([torch.zeros(3), torch.zeros(3).double()], "(3,) of float32 on cpu on rank 0; (3,) of float64"),
     "no tensor": ([torch.zeros(3), None], "(3,) of float32 on cpu on rank 0; none on rank 1"),
-    "lists": ([[torch.zeros(2)] * 2, [torch.zeros(2)]], "(2,) of float32 on cpu, (2,) of float32 on cpu on rank 0; (2,) of float32 on cpu on rank 1"),
+    "lists": ([[torch.zeros(2)] * 2, [torch.zeros(2)]], "(2,) of float32 on cpu on rank 0; (2,) of float32 on cpu on"),
     "keys": ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], "a, (2,) of float32 on cpu on rank 0; b, (2,)"),
     "the order of keys": (
         [{"a": torch.zeros(2), "b": torch.ones(2)}, {"b": torch.ones(2), "a": torch.zeros(2)}], "on rank 0; b, a, (2,)"
