@@ -8,7 +8,6 @@ from typing import Any, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -44,11 +43,10 @@ from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies.base import describe_versions_of_run, widened
-from lightning_ddp_ext.strategies.gathering import GatherMixin, gather_at_once
+from lightning_ddp_ext.strategies.gathering import GatherMixin
 
 T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints
-gather_at_once(Fabric, lambda fabric: fabric.strategy)
 
 
 class DDPCheckpointStrategy(GatherMixin, DDPStrategy):

@@ -155,7 +155,9 @@ class RankGradient:
 
     def __init__(self, trainer: Trainer, reducer: GradientReducer, rule: WeightRule, samples: BatchSamples) -> None:
         self.reducer = reducer
-        reducer.control.describe_position = _describe_position
+        reducer.control.describe_position = lambda position: "batch {}, backward pass {}".format(
+            *divmod(position, _PASSES)
+        )
         self.window = AccumulationWindow()
         self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient
@@ -278,10 +280,6 @@ class RankGradient:
         """Remove the hooks from the module and from optimizers."""
         self.guard.close()
         self.reducer.close()
-
-
-def _describe_position(position: int) -> str:
-    return "batch {}, backward pass {}".format(*divmod(position, _PASSES))
 
 
 def zero_loss(module: LightningModule) -> Tensor:

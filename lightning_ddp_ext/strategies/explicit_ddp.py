@@ -51,9 +51,8 @@ from lightning_ddp_ext.resume.prefetching import Prefetcher, copies_to
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run, widened
-from lightning_ddp_ext.strategies.gathering import GatherMixin, gather_at_once
+from lightning_ddp_ext.strategies.gathering import GatherMixin
 
-gather_at_once(LightningModule, lambda module: module.trainer.strategy)
 _ONE_MINUTE = timedelta(minutes=1)
 
 

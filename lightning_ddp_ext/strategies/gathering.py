@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.utilities.apply_func import convert_to_tensors
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor
 
 from lightning_ddp_ext.batches.containers import walk
-from lightning_ddp_ext.distributed.exchange import gather_different, list_ranks
+from lightning_ddp_ext.distributed.exchange import gather_different
 from lightning_ddp_ext.errors import RanksOutOfStepError
 
 _NO_ROWS = [0]  # shape of `torch.empty(0)` and `torch.tensor([])`, which stand for no rows of any shape and dtype
-_SHOWN = 3  # tensors of a rank, in a message
 _WARNINGS = WarningCache()
 
 
@@ -38,8 +39,8 @@ class GatherMixin:
         """
         tensors: list[Tensor] = []
         apply_to_collection(tensor, Tensor, tensors.append)
-        keys = [str(key) for part in walk(tensor) if isinstance(part, Mapping) for key in part]
-        own = [keys, [[str(one.dtype)[6:], one.device.type, *one.shape] for one in tensors]]
+        keys = ", ".join(str(key) for part in walk(tensor) if isinstance(part, Mapping) for key in part)
+        own = [[keys, str(one.dtype)[6:], one.device.type, *one.shape] for one in tensors]
         sizes_group = self.sizes_group() if group in (None, dist.group.WORLD) else group
         # One message for all tensors, before the first is sent: gloo aborts a process that receives other sizes than it
         # expects, and a rank that has fewer tensors than another would leave it waiting.
@@ -52,72 +53,58 @@ class GatherMixin:
             return rows if len(rows) == len(present) else torch.stack([rows[rank] for rank in present])
 
         given = [] if is_left_out else tensors
-        of_tensors = map(stack, given) if len(of_ranks) == 1 else _gather(given, of_ranks, stack, sync_grads, present)
-        gathered = iter([*of_tensors])
+        gathered = iter([*(map(stack, given) if len(of_ranks) == 1 else _gather(given, of_ranks, stack, present))])
         return apply_to_collection(tensor, Tensor, lambda _: next(gathered))
 
 
 def _gather(
-    tensors: Sequence[Tensor],
-    of_ranks: Sequence[Any],
-    stack: Callable[[Tensor], Tensor],
-    sync_grads: bool,
-    members: Sequence[int],
+    tensors: Sequence[Tensor], of_ranks: Sequence[Any], stack: Callable[[Tensor], Tensor], members: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Yield the tensors of the ranks that have a description, a list of keys and one of types with shapes."""
-    rows = {rank: row for rank, row in enumerate(of_ranks) if row}
-    columns = [*zip_longest(*(forms for _, forms in rows.values()))]
-    common = [_common_form(column) for column in columns]
-    if None in common or len({str(names) for names, _ in rows.values()}) > 1:
-        # The first tensor that differs, unless a rank has fewer.
-        first = next((n for n, column in enumerate(columns) if common[n] is None and None not in column), 0)
-        texts: dict[str, list[int]] = {}
-        for rank, (names, forms) in rows.items():
-            shown = [f"{tuple(shape)} of {name} on {device}" for name, device, *shape in forms[first : first + _SHOWN]]
-            texts.setdefault(", ".join([*names, *shown]) or "none", []).append(members[rank])
-        got = "; ".join(f"{text} on {list_ranks(ranks)}" for text, ranks in texts.items())
-        raise RanksOutOfStepError(
-            f"rank {dist.get_rank()}: `all_gather` needs equally many tensors on every rank, under the"
-            f" same keys, that differ in the first dimension only, got {got}. Concatenate the tensors of a list, and"
-            " pad other dimensions, before you gather."
-        )
-    tensors = tensors or [torch.empty(0)] * len(columns)  # a rank that is left out takes part without rows
-    for tensor, (name, device, *shape), column in zip(tensors, common, columns, strict=True):
+    """Yield the tensors of the ranks that have sent the keys, type and shape of each tensor."""
+    rows = {index: row for index, row in enumerate(of_ranks) if row is not None}
+    for number, column in enumerate(zip_longest(*rows.values())):
+        filled = [form for form in column if form and form[3:] != _NO_ROWS] or column
+        kinds = {form and (*form[:3], len(form), *form[4:]) for form in filled}
+        _, name, device, *shape = filled[0] or [None] * 3
+        if None in column or len(kinds) > 1 or (not shape and len(filled) < len(column)):
+            forms = (form and (*form[:3], tuple(form[3:])) for form in column)
+            got = "; ".join(f"{form} on rank {members[index]}" for index, form in zip(rows, forms, strict=True))
+            raise RanksOutOfStepError(
+                f"rank {dist.get_rank()}: `all_gather` needs equally many tensors on every rank, under the same keys,"
+                f" that differ in the first dimension only, got {got}. Concatenate the tensors of a list, and pad other"
+                " dimensions, before you gather."
+            )
+        tensor = tensors[number] if tensors else torch.empty(0)  # a rank that is left out takes part without rows
         if [*tensor.shape] == _NO_ROWS:
-            # With a gradient, since the backward pass of other ranks waits for the one of this rank.
             dtype, size = getattr(torch, name), [0, *shape[1:]][: len(shape)]
-            needs_gradient = sync_grads and dtype.is_floating_point
-            tensor = torch.zeros(size, dtype=dtype, device=device, requires_grad=needs_gradient)
-        sizes = [form[2] for form in column] if shape else []
+            # With a gradient, since the backward pass of other ranks waits for the one of this rank.
+            tensor = torch.zeros(size, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+        sizes = [form[3] for form in column] if shape else []
         if shape and len(tensor) < max(sizes):
             tensor = torch.cat([tensor, tensor.new_zeros(max(sizes) - len(tensor), *shape[1:])])
         stacked = stack(tensor)
-        parts = [stacked[rank][:size] if shape else stacked[rank] for rank, size in zip_longest(rows, sizes)]
+        parts = [stacked[index][:size] if shape else stacked[index] for index, size in zip_longest(rows, sizes)]
         if len({*sizes}) > 1:
             _WARNINGS.warn(
-                "`all_gather` got different numbers of rows from the ranks, which cannot be stacked. It returns one row"
-                " with the rows of all ranks, in their order: `mean()`, `flatten(0, 1)` and `torch.cat` give the value"
-                " of one process, but indices of the first dimension are not ranks."
+                "`all_gather` got different numbers of rows from the ranks, and returns one row with the rows of all"
+                " ranks, in their order. `mean()`, `flatten(0, 1)` and `torch.cat` give the value of one process, but"
+                " indices of the first dimension are not ranks."
             )
         yield torch.stack(parts) if len({*sizes}) < 2 else torch.cat(parts)[None]
 
 
-def _common_form(forms: Sequence[Any]) -> Any:
-    """Return the form of tensors with rows; None if they differ in more than the first dimension, or one is missing."""
-    filled = [form for form in forms if form and form[2:] != _NO_ROWS] or forms
-    kinds = {form and (*form[:2], len(form), *form[3:]) for form in filled}
-    has_missing = None in forms or (len(filled[0]) == 2 and len(filled) < len(forms))
-    return None if has_missing or len(kinds) > 1 else filled[0]
-
-
-def gather_at_once(owner: Any, strategy_of: Callable[[Any], Any]) -> None:
-    """Have `all_gather` of a class of Lightning pass whole containers to a `GatherMixin`, not one tensor at a time."""
-    original = owner.all_gather
+def _at_once(original: Any) -> Any:
+    """Return an `all_gather` for a class of Lightning that passes containers to a `GatherMixin` as a whole."""
 
     @functools.wraps(original)
     def all_gather(self: Any, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        if not (isinstance(strategy_of(self), GatherMixin) and dist.is_initialized()):
+        strategy = getattr(self, "trainer", self).strategy
+        if not (isinstance(strategy, GatherMixin) and dist.is_initialized()):
             return original(self, data, group, sync_grads)
-        return strategy_of(self).all_gather(convert_to_tensors(data, device=self.device), group, sync_grads)
+        return strategy.all_gather(convert_to_tensors(data, device=self.device), group, sync_grads)
 
-    owner.all_gather = all_gather
+    return all_gather
+
+
+for owner in (Fabric, LightningModule):
+    owner.all_gather = _at_once(owner.all_gather)  # type: ignore[method-assign]

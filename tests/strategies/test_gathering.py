@@ -1,5 +1,6 @@
 """`all_gather` of tensors of different sizes gives a program for `ddp` the values that it expects."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -16,6 +17,7 @@ from torchmetrics import Metric
 
 import lightning_ddp_ext.fabric
 from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy, RanksOutOfStepError
+from lightning_ddp_ext.strategies import gathering
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 from tests.strategies.toolkit import (
     ALONE,
@@ -112,16 +114,16 @@ def test_a_rank_that_is_left_out_may_have_other_sizes():
 
 
 DIFFERENT = {
-    "other dimensions": ([torch.zeros(3, 5), torch.zeros(2, 4)], "(3, 5) of float32 on cpu on rank 0; (2, 4)"),
-    "numbers of dimensions": ([torch.zeros(3), torch.zeros(3, 1)], "(3,) of float32 on cpu on rank 0; (3, 1)"),
-    "a number and rows": ([torch.tensor(1.0), torch.zeros(3)], "() of float32 on cpu on rank 0; (3,)"),
-    "a number and nothing": ([torch.tensor(1.0), torch.zeros(0)], "() of float32 on cpu on rank 0; (0,)"),
-    "dtypes": ([torch.zeros(3), torch.zeros(3).double()], "(3,) of float32 on cpu on rank 0; (3,) of float64"),
-    "no tensor": ([torch.zeros(3), None], "(3,) of float32 on cpu on rank 0; none on rank 1"),
-    "lists": ([[torch.zeros(2)] * 2, [torch.zeros(2)]], "(2,) of float32 on cpu on rank 0; (2,) of float32 on cpu on"),
-    "keys": ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], "a, (2,) of float32 on cpu on rank 0; b, (2,)"),
+    "other dimensions": ([torch.zeros(3, 5), torch.zeros(2, 4)], "(3, 5)) on rank 0; ('', 'float32', 'cpu', (2, 4))"),
+    "numbers of dimensions": ([torch.zeros(3), torch.zeros(3, 1)], "(3,)) on rank 0; ('', 'float32', 'cpu', (3, 1))"),
+    "a number and rows": ([torch.tensor(1.0), torch.zeros(3)], "()) on rank 0; ('', 'float32', 'cpu', (3,)) on rank 1"),
+    "a number and nothing": ([torch.tensor(1.0), torch.zeros(0)], "()) on rank 0; ('', 'float32', 'cpu', (0,)) on"),
+    "dtypes": ([torch.zeros(3), torch.zeros(3).double()], "'float32', 'cpu', (3,)) on rank 0; ('', 'float64', 'cpu'"),
+    "no tensor": ([torch.zeros(3), None], "got ('', 'float32', 'cpu', (3,)) on rank 0; None on rank 1"),
+    "lists": ([[torch.zeros(2)] * 2, [torch.zeros(2)]], "got ('', 'float32', 'cpu', (2,)) on rank 0; None on rank 1"),
+    "keys": ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], "('a', 'float32', 'cpu', (2,)) on rank 0; ('b', '"),
     "the order of keys": (
-        [{"a": torch.zeros(2), "b": torch.ones(2)}, {"b": torch.ones(2), "a": torch.zeros(2)}], "on rank 0; b, a, (2,)"
+        [{"a": torch.zeros(2), "b": torch.ones(2)}, {"b": torch.ones(2), "a": torch.zeros(2)}], "on rank 0; ('b, a', "
     ),
 }  # fmt: skip
 
@@ -137,6 +139,15 @@ def test_other_differences_are_an_error_on_all_ranks_that_names_the_sizes(name):
     for error in run_ranks(2, run):
         assert "`all_gather` needs equally many tensors" in error
         assert message in error
+
+
+def test_one_warning_says_that_rows_are_concatenated():
+    gathering._WARNINGS.clear()
+    with pytest.warns(UserWarning, match=r"`all_gather` got different numbers of rows"):
+        gathered(torch.zeros(2), torch.zeros(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gathered(torch.zeros(2), torch.zeros(1))
 
 
 def test_messages_do_not_grow_with_the_number_of_tensors():
@@ -341,7 +352,7 @@ def in_a_loop(kind: str, folder: str) -> Any:
         seen.append(fabric.all_gather({"rows": batch})["rows"].flatten(0, 1).tolist())
         if not fabric.strategy.is_shadow:
             positives.update(batch)
-    with pytest.raises(RanksOutOfStepError, match="on rank 0; "):
+    with pytest.raises(RanksOutOfStepError, match="None on rank 0; "):
         fabric.all_gather([torch.zeros(RANK + 1)] * (RANK + 1))
     return seen, float(positives.compute())
 
@@ -384,9 +395,12 @@ def test_every_rank_raises_an_error_that_names_the_sizes_of_all(found):
         assert len(errors) == len(WRONG)
         assert all(error.startswith(f"rank {rank}: `all_gather` needs equally many tensors") for error in errors)
         assert (
-            "(2,) of float32 on cpu on rank 0; (2,) of float32 on cpu, (2,) of float32 on cpu on rank 1;" in errors[0]
+            "None on rank 0; ('', 'float32', 'cpu', (2,)) on rank 1; ('', 'float32', 'cpu', (2,)) on rank 2"
+            in errors[0]
         )
-        assert "(2, 3) of float32 on cpu on rank 0; (2, 4) of float32 on cpu on rank 1; (2, 5)" in errors[2]
+        assert (
+            "(2, 3)) on rank 0; ('', 'float32', 'cpu', (2, 4)) on rank 1; ('', 'float32', 'cpu', (2, 5))" in errors[2]
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
