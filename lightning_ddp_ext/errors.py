@@ -33,7 +33,7 @@ class UnsynchronizedGradientsError(DDPExtError):
 
 
 class RanksOutOfStepError(DDPExtError):
-    """Ranks synchronise gradients of different batches or backward passes, or could do so after an error."""
+    """Ranks synchronise different batches or backward passes, or could after an error, or gather different tensors."""
 
 
 class RankJoinedError(DDPExtError):

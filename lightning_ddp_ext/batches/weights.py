@@ -187,13 +187,14 @@ class WeightRule:
         self.is_sum = weight_by == "sum"  # losses are sums: gradients are added up, not averaged
         self.is_by_samples = weight_by == "samples"
         self.function = TokenCount() if weight_by == "tokens" else weight_by if callable(weight_by) else None
+        self.of_any_batch = None if self.is_by_samples or self.function is not None else 1.0  # None if batches differ
         self._inform: Callable[[str], None] | None = inform
         self._has_warned = False
 
     def weigh(self, batch: Any, samples: float) -> float:
         """Return the weight of a batch or chunk with this number of samples."""
         if self.function is None:
-            return float(samples) if self.is_by_samples else 1.0
+            return self.of_any_batch or float(samples)
         given = self.function(batch)
         weight = as_number(given)
         if not 0 <= weight < math.inf:

@@ -23,13 +23,13 @@ from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpa
 from lightning_ddp_ext.errors import OtherRankError
 
 
-def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Make a group of all ranks that can send CPU tensors."""
+def own_group(timeout: timedelta | None = None, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Make a group of some ranks, by default of all, that can send CPU tensors. Call on every rank."""
     _prepare_forks()
     backends = dist.get_backend_config()
     backend = None if "cpu" in backends else f"cpu:gloo,{backends}"
     with tracked_connections():
-        group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend)
     return group
 
 

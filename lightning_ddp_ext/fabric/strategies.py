@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, get_args
 
@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, postpone_synchronization
 from lightning_ddp_ext._compat.torch import is_lost_connection
+from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -35,6 +36,7 @@ from lightning_ddp_ext.join.lockstep_loader import (
     UnevenInputs,
     number_of_steps,
 )
+from lightning_ddp_ext.join.metrics import synchronize_states
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
@@ -42,12 +44,13 @@ from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
 from lightning_ddp_ext.strategies.base import describe_versions_of_run, widened
+from lightning_ddp_ext.strategies.gathering import GatherMixin
 
 T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints
 
 
-class DDPCheckpointStrategy(DDPStrategy):
+class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
     """`ddp_checkpoint` for Fabric: exact gradients after any backward pass, weighted by the samples of each batch.
 
     `fabric.setup` does not wrap modules in `DistributedDataParallel`. `fabric.backward` synchronises the gradients of
@@ -131,7 +134,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         postpone_synchronization(self, self.accumulating)
         self._samples = BatchSamples(batch_dim)
         # The batches of the loops that have not ended, after one without a loop; the last one is the current batch.
-        self._batches = [LoopBatch()]
+        self._batches = [LoopBatch(self._rule.of_any_batch)]
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._loaders: list[FabricLoader] = []
@@ -159,6 +162,7 @@ class DDPCheckpointStrategy(DDPStrategy):
         self.accelerator.setup_device(self.root_device)
         self._connection.open(self)
         super().setup_environment()  # it keeps the process group that it finds
+        watch_synchronization(ExitStack(), synchronize_states)  # as long as the process lives
         arguments = {"strategy": type(self), "bucket_cap_mb": self.bucket_cap_mb, "weight_by": self.weight_by}
         compare_setups({**describe_versions_of_run(), **describe_arguments({**arguments, **self.compared_arguments()})})
 
@@ -182,6 +186,8 @@ class DDPCheckpointStrategy(DDPStrategy):
             self._guard.close()
         together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
         self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
+        self._reducer.control.describe_position = "batch {} of its loader, counted over all epochs".format
+        self.cpu_group = self._reducer.process_group
         self._guard = StepGuard(
             self.global_rank,
             self._reducer,
@@ -265,7 +271,7 @@ class DDPCheckpointStrategy(DDPStrategy):
 
     @property
     def batch_weight(self) -> float | None:
-        """Weight of the current batch on this rank; None before the first batch, and if it cannot be weighed."""
+        """Weight of the current batch on this rank; None if it needs a batch before the first, or cannot be weighed."""
         return self._batches[-1].weight
 
     @batch_weight.setter
@@ -383,9 +389,17 @@ class DDPCheckpointStrategy(DDPStrategy):
             return super().all_reduce(widened(tensor, reduce_op), group, reduce_op)
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:  # type: ignore[override]
         with self._naming_call("all_gather"):
-            return super().all_gather(tensor, group, sync_grads)
+            return super().all_gather(
+                tensor, group, sync_grads, is_left_out=self.is_shadow and not self._is_even(group)
+            )
+
+    def _is_even(self, group: Any) -> bool:
+        """Whether a value belongs to all ranks, as the result of an evaluation within a step does."""
+        batch = self._batches[-1]
+        is_of_step = batch.participation is not None and batch.participation.is_uneven and not batch.has_evaluated
+        return not is_of_step or group not in (None, dist.group.WORLD)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -536,20 +550,6 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
             return super()._reduce(tensor, group, reduce_op)
         reduced = _reduce_rows(self.all_gather(tensor, group), reduce_op)
         return tensor.copy_(reduced) if reduced.dtype == tensor.dtype else reduced
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        gathered = super().all_gather(tensor, group, sync_grads)
-        if self._is_even(group):
-            return gathered
-        assert self._participation is not None
-        return gathered[list(self._participation.active)]
-
-    def _is_even(self, group: Any) -> bool:
-        """Whether a value belongs to all ranks, as the result of an evaluation within a step does."""
-        batch = self._batches[-1]
-        is_of_step = batch.participation is not None and batch.participation.is_uneven and not batch.has_evaluated
-        return not is_of_step or group not in (None, dist.group.WORLD)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, int], Tensor]] = {

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext._compat.torch import replaced_collectives
-from lightning_ddp_ext.distributed.backends import tracked_connections
-from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
+from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks, own_group
 from lightning_ddp_ext.errors import RankJoinedError
 
 _Handler = Callable[..., Any]
@@ -42,8 +41,7 @@ class ActiveRankCollectives:
             # NCCL destroys one communicator and splits another, whose collectives have to be complete.
             torch.accelerator.synchronize(self._device)
         self.close()  # each group costs connections, and a communicator with memory on a device
-        with tracked_connections():
-            self._group = dist.new_group(list(active), timeout=self._timeout)
+        self._group = own_group(self._timeout, active)
         self._active = active
 
     @property

@@ -24,13 +24,13 @@ from lightning_ddp_ext._compat.lightning_loops import (
     watch_logging,
     without_batch_hooks,
 )
-from lightning_ddp_ext._compat.torchmetrics import forget_computed, watch_synchronization
+from lightning_ddp_ext._compat.torchmetrics import forget_computed
 from lightning_ddp_ext.distributed.exchange import StoreMailbox, destroy_group, gather_integers, own_group
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.active_ranks import ActiveRankCollectives
 from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, SteppedCombinedLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
-from lightning_ddp_ext.join.metrics import LoggedValues, synchronize_states
+from lightning_ddp_ext.join.metrics import LoggedValues
 from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.join.step_mirror import StepMirror
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, iterables_and_mode
@@ -81,7 +81,6 @@ class LockstepSteps(RankSteps):
             cleanup, trainer, self.logged.update, samples.rounded, self.end_batch, self.end_epoch,
             self.logged.check_epoch,
         )  # fmt: skip
-        watch_synchronization(cleanup, synchronize_states)
         # Lightning would refuse a rank without any samples.
         self._allowed_no_batch = self.module.allow_zero_length_dataloader_with_multiple_devices
         self.module.allow_zero_length_dataloader_with_multiple_devices = True
@@ -114,13 +113,8 @@ class LockstepSteps(RankSteps):
         return loader
 
     @property
-    def active_ranks(self) -> tuple[int, ...] | None:
-        """The ranks with data, while the code of an uneven step runs; None elsewhere."""
-        return self.participation.active if self._runs_among_active else None
-
-    @property
     def active_group(self) -> dist.ProcessGroup | None:
-        """The process group of `active_ranks`."""
+        """The process group of the ranks with data, while the code of an uneven step runs; None elsewhere."""
         return self._collectives.group if self._runs_among_active else None
 
     @property

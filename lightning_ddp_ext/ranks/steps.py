@@ -155,6 +155,9 @@ class RankGradient:
 
     def __init__(self, trainer: Trainer, reducer: GradientReducer, rule: WeightRule, samples: BatchSamples) -> None:
         self.reducer = reducer
+        reducer.control.describe_position = lambda position: "batch {}, backward pass {}".format(
+            *divmod(position, _PASSES)
+        )
         self.window = AccumulationWindow()
         self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient

@@ -1,7 +1,7 @@
 """Values that ranks exchange in every synchronisation, and the message that carries them."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,6 +68,7 @@ class StepControl:
         scale: Factor on the gradient of this rank; None for its weight.
         divisor: Divisor of the sum over the ranks, the same on all ranks; None for the sum of their weights.
         position: Position in the training, such as the number of the batch. Different positions are an error.
+        describe_position: Function that puts a position into words, for this error.
         optimizer_steps: Number of optimizer steps so far. Different numbers are an error.
         optimizers: Number that depends on how often each optimizer has stepped. Different numbers are an error.
         stop: Above 0 to ask all ranks to stop. The largest number of any rank is exchanged, so it may encode a reason.
@@ -87,6 +88,7 @@ class StepControl:
     scale: float | None = None
     divisor: float | None = None
     position: int = 0
+    describe_position: Callable[[int], str] = "`control.position={}`".format
     optimizer_steps: int = 0
     optimizers: int = 0
     stop: int = 0
@@ -166,9 +168,9 @@ class ControlMessage:
             )
         if len(set(positions)) > 1:
             raise RanksOutOfStepError(
-                f"rank {self._rank} synchronises gradients at position {control.position}, others at"
-                f" {_others(positions, control.position)}. Run equally many batches, and in each of them equally many"
-                " synchronised backward passes, on every rank."
+                f"rank {self._rank} synchronises gradients at {control.describe_position(control.position)}, others at"
+                f" {_others(positions, control.position, control.describe_position)}. Run equally many batches, and in"
+                " each of them equally many synchronised backward passes, on every rank."
             )
         compare_steps(self._rank, steps, optimizers)
         if len(set(drawn)) > 1:
@@ -217,5 +219,5 @@ def _proportions(rows: Sequence[Sequence[float]]) -> int:
     return _DIFFERENT if len(found) > 1 else sum(found)
 
 
-def _others(numbers: Sequence[float], own: int) -> str:
-    return ", ".join(map(str, sorted({int(number) for number in numbers} - {own})))
+def _others(numbers: Sequence[float], own: int, describe: Callable[[int], str] = str) -> str:
+    return ", ".join(map(describe, sorted({int(number) for number in numbers} - {own})))

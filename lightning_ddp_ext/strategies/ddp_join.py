@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
@@ -179,9 +178,5 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         return agreeing == group.size() if all else agreeing > 0
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        gathered = super().all_gather(tensor, group, sync_grads)
-        if self.rank_steps is None or group not in (None, dist.group.WORLD):
-            return gathered
-        rows = self.rank_steps.active_ranks
-        return gathered if rows is None else gathered[list(rows)]
+    def sizes_group(self) -> dist.ProcessGroup | None:
+        return (self.rank_steps and self.rank_steps.active_group) or super().sizes_group()

@@ -29,6 +29,7 @@ from lightning_ddp_ext._compat.lightning import (
     takes_dataloader_iter,
 )
 from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, replace_loaders
+from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.containers import items
@@ -37,6 +38,7 @@ from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.join.metrics import synchronize_states
 from lightning_ddp_ext.ranks.loaders import combine_counted
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
@@ -49,11 +51,12 @@ from lightning_ddp_ext.resume.prefetching import Prefetcher, copies_to
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
 from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run, widened
+from lightning_ddp_ext.strategies.gathering import GatherMixin
 
 _ONE_MINUTE = timedelta(minutes=1)
 
 
-class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy, DDPStrategy):
+class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy, GatherMixin, DDPStrategy):
     """The base of the strategies with one process per device: exact gradients after any backward pass.
 
     The module is not wrapped in torch's `DistributedDataParallel`. A `GradientReducer` synchronises gradients before
@@ -259,6 +262,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             exit_on_sigterm(self._cleanup, trainer)
+        watch_synchronization(self._cleanup, synchronize_states)
         self.keep_loaders(trainer)
         replace_loaders(self._cleanup, trainer, self.combine_loaders)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
@@ -298,6 +302,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             timeout=self._connection.timeout,
             hook_context=self._shared_random_numbers,
         )
+        self.cpu_group = reducer.process_group
         trainer = self.module.trainer
         self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed)
         if self.world_size > 1 or self.shares_batches:
@@ -414,7 +419,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             stack.callback(super().teardown)
             stack.callback(self._prefetching.close)
             stack.callback(self._cleanup.close)
-            self.rank_steps = self._run = self._random = self._resumed = None
+            self.rank_steps = self._run = self._random = self._resumed = self.cpu_group = None
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

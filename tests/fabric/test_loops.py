@@ -578,6 +578,30 @@ def times_of_other_loops_are_not_measured(folder: str) -> list[list[float]]:
     return [[*step.seconds.values()] for step in fabric.strategy.balancer.take_timed()]
 
 
+def backward_without_a_loader(rule: str, gives_weight: bool) -> list[float]:
+    """Return the gradients of two windows of two losses that no loader has given the batches of."""
+    found = []
+    for kind in (DDPCheckpointStrategy, DDPJoinStrategy, BalancedDDPStrategy):
+        fabric = launched(kind(weight_by=rule))
+        model, optimizer = fabric.setup(model := nn.Linear(1, 1, bias=False), torch.optim.SGD(model.parameters()))
+        for number in range(4):
+            if gives_weight:
+                fabric.strategy.batch_weight = 1.0
+            losses = model(torch.full((2, 1), float(1 + RANK + 10 * number)))
+            with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+                fabric.backward(losses.sum() if rule == "sum" else losses.mean() / 2)
+            if number % 2:
+                found.append(float(model.weight.grad))
+                optimizer.zero_grad()
+    return found
+
+
+def weights_without_a_loader(folder: str) -> Any:
+    with pytest.raises(RuntimeError, match="needs the weight of the batch"):
+        backward_without_a_loader("samples", gives_weight=False)
+    return {rule: [backward_without_a_loader(rule, gives) for gives in (True, False)] for rule in ("equal", "sum")}
+
+
 def a_rank_with_fewer_batches(folder: str) -> list[str]:
     """Rank 1 leaves out the last batch; return the errors of the other rank, whose further calls are left alone too."""
     fabric = launched(DDPCheckpointStrategy(timeout=timedelta(seconds=5)))
@@ -693,6 +717,7 @@ CASES = [
     loading_inside_of_a_loop_and_before_setup,
     streams_that_end_earlier_on_a_rank,
     streams_with_wrong_lengths,
+    weights_without_a_loader,
     a_rank_with_fewer_batches,
 ]
 
@@ -789,7 +814,11 @@ def test_micro_batches_count_once_and_a_window_ends_with_the_next_batch(found, r
 def test_loops_that_differ_between_ranks_end_in_an_error(found):
     for said in values_of(found, loops_that_differ):
         for name in ("ddp_join", "balanced_ddp"):
-            assert "synchronises gradients at position" in said[name]
+            first, second = (f"batch {number} of its loader, counted over all epochs" for number in (1, 2))
+            assert any(
+                f"synchronises gradients at {own}, others at {other}." in said[name]
+                for own, other in ((first, second), (second, first))
+            ), said[name]
             assert "Run equally many batches" in said[name]
         steps = [text for name, text in said.items() if name.startswith("steps of rank")]
         assert len(steps) == 6
@@ -822,6 +851,12 @@ def test_the_gradient_of_an_output_can_be_used_and_a_checkpoint_within_a_window_
     for rank, (gradient, said) in enumerate(values_of(found, a_gradient_penalty)):
         assert gradient == pytest.approx((1 * 4 * 1 + 2 * 4 * 2) / 3)  # of the squared weight 2, by the weights 1 and 2
         assert len(said) == (rank == 0)
+
+
+def test_rules_that_give_every_batch_the_same_weight_need_no_loader(found):
+    for of_rank in values_of(found, weights_without_a_loader):
+        assert of_rank["equal"][1] == of_rank["equal"][0] == [6.5, 26.5] * 3
+        assert of_rank["sum"][1] == of_rank["sum"][0] != []
 
 
 def test_misuse_ends_in_an_error_with_a_remedy(found):

@@ -295,7 +295,7 @@ FAILING = {
     ),
     "uneven passes": (
         Case(EVEN, partial(ManualSums, uneven=True)),
-        "RanksOutOfStepError: rank {} synchronises gradients at position",
+        "RanksOutOfStepError: rank {} synchronises gradients at batch",
     ),
     "torch's optimizer inside of the backward pass": (
         Case(EVEN, InBackward),

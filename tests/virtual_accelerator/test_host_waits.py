@@ -130,6 +130,27 @@ def test_values_logged_with_sync_dist_are_reduced_without_a_wait(virtual_devices
         assert waits_of(counts) == 0
 
 
+class Gathering(Network):
+    def training_step(self, batch, batch_idx):
+        rows = self.layers(batch[0])[: 8 - int(os.environ["RANK"]) * self.logs]
+        every = self.all_gather({"rows": rows, "mean": rows.mean()})
+        assert every["rows"].shape == ((1, 15, 3) if self.logs else (2, 8, 3))
+        return rows.square().mean() * every["rows"].mean() * every["mean"].sum()
+
+
+def gathered_on_rank(strategy, is_uneven):
+    virtual_accelerator.load()
+    return added(train(strategy, 2, Gathering(is_uneven)).counts[-2:])
+
+
+@pytest.mark.parametrize("is_uneven", [False, True], ids=["equal_sizes", "different_sizes"])
+@pytest.mark.parametrize("strategy", ["ddp_checkpoint", "ddp_join"])
+def test_sizes_of_gathered_tensors_are_compared_without_a_wait(virtual_devices, strategy, is_uneven):
+    for counts in run_processes(gathered_on_rank, 2, strategy, is_uneven):
+        assert counts["kernels"] > 0
+        assert waits_of(counts) == 0
+
+
 PREFETCHING = {"ddp_checkpoint": DDPCheckpointStrategy, "ddp_join": DDPJoinStrategy}
 
 

@@ -1,0 +1,415 @@
+"""`all_gather` of tensors of different sizes gives a program for `ddp` the values that it expects."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import Metric
+
+import lightning_ddp_ext.fabric
+from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy, RanksOutOfStepError
+from lightning_ddp_ext.strategies import gathering
+from lightning_ddp_ext.strategies.gathering import GatherMixin
+from tests.strategies.toolkit import (
+    ALONE,
+    RANK,
+    WORLD_SIZE,
+    Case,
+    Classifier,
+    Trace,
+    assert_same_training,
+    fit,
+    run_on_ranks,
+    samples,
+    trainer,
+    values_of,
+)
+from tests.support.fake_group import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.all_gather. got different numbers of rows")
+
+# ---------------------------------------------------------------- one call, on ranks in threads
+
+
+class Stacking:
+    """The `all_gather` of Lightning's strategies, which needs tensors of one size."""
+
+    def all_gather(self, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+        rows = [torch.empty_like(tensor) for _ in range(group.barrier.parties)]
+        dist.all_gather(rows, tensor.contiguous(), group=group)
+        return torch.stack(rows)
+
+
+class Strategy(GatherMixin, Stacking):
+    pass
+
+
+def gathered(*by_rank: Any, left_out: Sequence[int] = ()) -> Any:
+    """Return what each rank gets if it gathers its value."""
+
+    def run(group: Any) -> Any:
+        strategy = Strategy()
+        return strategy.all_gather(by_rank[group.rank], group, is_left_out=group.rank in left_out)
+
+    return run_ranks(len(by_rank), run)
+
+
+DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_any_dtype_are_concatenated_in_the_order_of_ranks(dtype):
+    whole = (torch.arange(24).reshape(3, 8) % 5).to(dtype).T  # not contiguous
+    parts = whole.split([1, 5, 2])
+    for result in gathered(*parts):
+        assert result.dtype == dtype
+        assert torch.equal(result, whole[None])
+        assert torch.equal(torch.cat(list(result)), result.flatten(0, 1))
+
+
+def test_equal_sizes_are_stacked_as_under_lightning():
+    for result in gathered(torch.zeros(2, 3), torch.ones(2, 3)):
+        assert torch.equal(result, torch.stack([torch.zeros(2, 3), torch.ones(2, 3)]))
+    for result in gathered(torch.tensor(1.0), torch.tensor(2.0)):
+        assert result.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("nothing", [torch.empty(0), torch.tensor([]), torch.empty(0, 2, dtype=torch.int64)])
+def test_a_rank_without_rows_adds_none(nothing):
+    rows = torch.tensor([[1, 2], [3, 4]])
+    for result in gathered(rows, nothing, rows + 4):
+        assert torch.equal(result, torch.arange(1, 9).reshape(1, 4, 2)), result
+    assert [result.shape for result in gathered(torch.empty(0), torch.empty(0))] == [(2, 0), (2, 0)]
+
+
+def test_each_tensor_of_a_container_is_gathered_by_itself():
+    def of(rank):
+        return {
+            "rows": torch.full((1 + rank,), rank),
+            "pair": (torch.full((2,), rank), "text"),
+            "one": torch.tensor(rank),
+        }
+
+    for result in gathered(of(0), of(1)):
+        assert result["rows"].tolist() == [[0, 1, 1]]
+        assert result["pair"][0].tolist() == [[0, 0], [1, 1]]
+        assert result["pair"][1] == "text"
+        assert result["one"].tolist() == [0, 1]
+
+
+def test_a_rank_that_is_left_out_may_have_other_sizes():
+    for result in gathered(torch.zeros(2, 3), torch.ones(2, 3), torch.ones(5, 7), left_out=[2]):
+        assert torch.equal(result, torch.stack([torch.zeros(2, 3), torch.ones(2, 3)]))
+    for result in gathered(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0), left_out=[0]):
+        assert result.tolist() == [2, 3]
+
+
+DIFFERENT = {
+    "other dimensions": ([torch.zeros(3, 5), torch.zeros(2, 4)], "(3, 5)) on rank 0; ('', 'float32', 'cpu', (2, 4))"),
+    "numbers of dimensions": ([torch.zeros(3), torch.zeros(3, 1)], "(3,)) on rank 0; ('', 'float32', 'cpu', (3, 1))"),
+    "a number and rows": ([torch.tensor(1.0), torch.zeros(3)], "()) on rank 0; ('', 'float32', 'cpu', (3,)) on rank 1"),
+    "a number and nothing": ([torch.tensor(1.0), torch.zeros(0)], "()) on rank 0; ('', 'float32', 'cpu', (0,)) on"),
+    "dtypes": ([torch.zeros(3), torch.zeros(3).double()], "'float32', 'cpu', (3,)) on rank 0; ('', 'float64', 'cpu'"),
+    "no tensor": ([torch.zeros(3), None], "got ('', 'float32', 'cpu', (3,)) on rank 0; None on rank 1"),
+    "lists": ([[torch.zeros(2)] * 2, [torch.zeros(2)]], "got ('', 'float32', 'cpu', (2,)) on rank 0; None on rank 1"),
+    "keys": ([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}], "('a', 'float32', 'cpu', (2,)) on rank 0; ('b', '"),
+    "the order of keys": (
+        [{"a": torch.zeros(2), "b": torch.ones(2)}, {"b": torch.ones(2), "a": torch.zeros(2)}], "on rank 0; ('b, a', "
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_other_differences_are_an_error_on_all_ranks_that_names_the_sizes(name):
+    def run(group: Any) -> str:
+        with pytest.raises(RanksOutOfStepError) as caught:
+            Strategy().all_gather(values[group.rank], group)
+        return str(caught.value)
+
+    values, message = DIFFERENT[name]
+    for error in run_ranks(2, run):
+        assert "`all_gather` needs equally many tensors" in error
+        assert message in error
+
+
+def test_one_warning_says_that_rows_are_concatenated():
+    gathering._WARNINGS.clear()
+    with pytest.warns(UserWarning, match=r"`all_gather` got different numbers of rows"):
+        gathered(torch.zeros(2), torch.zeros(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gathered(torch.zeros(2), torch.zeros(1))
+
+
+def test_messages_do_not_grow_with_the_number_of_tensors():
+    """One message says that all sizes are equal."""
+
+    def count(number: int) -> int:
+        sent = []
+
+        def run(group: Any) -> None:
+            exchange = type(group).exchange
+            group.exchange = lambda tensor: (sent.append(group.rank), exchange(group, tensor))[1]
+            Strategy().all_gather([torch.zeros(2)] * number, group)
+
+        run_ranks(2, run)
+        return sent.count(0) - number
+
+    assert count(1) == count(5) == 1
+
+
+# ---------------------------------------------------------------- programs on ranks
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "ddp_checkpoint": DDPCheckpointStrategy,
+    "ddp_join": DDPJoinStrategy,
+    "balanced_ddp": BalancedDDPStrategy,
+}
+IDIOMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda found: found.mean(dim=tuple(range(found.dim() - 1))),
+    "flatten": lambda found: found.flatten(0, 1),
+    "view": lambda found: found.view(-1, found.shape[-1]),
+    "reshape": lambda found: found.reshape(-1, found.size(-1)),
+    "flatten to the last": lambda found: found.flatten(end_dim=-2),
+    "list": lambda found: torch.cat(list(found)),
+    "loop": lambda found: torch.cat([found[index] for index in range(len(found))]),
+    "numel": lambda found: torch.tensor([found.numel()]),
+}
+HOOKS = ("on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end", "on_train_epoch_end")
+
+
+def numbers(total: int) -> Tensor:
+    return torch.stack([torch.arange(total), torch.arange(total) ** 2], dim=1).double()
+
+
+class Positives(Metric):
+    """Keeps the rows whose first number is large, so that some ranks keep none."""
+
+    rows: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx="cat")
+
+    def update(self, rows: Tensor) -> None:
+        if (large := rows[rows[:, 0] > 5]).numel():
+            self.rows.append(large)
+
+    def compute(self) -> Tensor:
+        rows = torch.cat(self.rows) if isinstance(self.rows, list) else self.rows
+        return rows.sum()
+
+
+class Collecting(LightningModule):
+    """Collects rows, and gathers them at the end of each epoch as programs for `ddp` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.positives = Positives()
+        self.rows: list[Tensor] = []
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def step(self, batch: Any) -> Tensor:
+        self.rows.append(batch[0])
+        self.positives.update(batch[0])
+        return self.scale * batch[0].mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.step(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.step(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step(batch)
+
+    def end(self, hook: str) -> None:
+        rows = torch.cat(self.rows) if self.rows else torch.empty(0)
+        found = self.all_gather({"rows": rows, "number": len(rows)})
+        self.found[hook] = {name: idiom(found["rows"]).tolist() for name, idiom in IDIOMS.items()}
+        self.found[hook]["samples"] = int(found["number"].sum())
+        self.found[hook]["positives"] = float(self.positives.compute())
+        self.positives.reset()
+        self.rows.clear()
+
+    def on_validation_epoch_end(self) -> None:
+        self.end("on_validation_epoch_end")
+
+    def on_test_epoch_end(self) -> None:
+        self.end("on_test_epoch_end")
+
+    def on_predict_epoch_end(self) -> None:
+        self.end("on_predict_epoch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.end("on_train_epoch_end")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def collect(kind: str, counts: Sequence[int], folder: str) -> Any:
+    """Gather in every hook; each rank has its samples, and `balanced_ddp` shares all of them."""
+    data = TensorDataset(numbers(sum(counts)))
+    part = range(len(data)) if kind == "balanced_ddp" else torch.arange(len(data)).split(counts)[RANK].tolist()
+    loader = DataLoader(torch.utils.data.Subset(data, part), batch_size=3)
+    module, made = Collecting(), trainer(strategy=KINDS[kind]())
+    made.fit(module, loader)
+    for run in (made.validate, made.test):
+        run(module, loader, verbose=False)
+    made.predict(module, loader, return_predictions=False)
+    return module.found
+
+
+COUNTS = {"ddp_checkpoint": (6, 5, 4), "ddp_join": (7, 4, 2), "balanced_ddp": (13, 0, 0)}
+COLLECT = {f"{kind}, {counts}": partial(collect, kind, counts) for kind, counts in COUNTS.items()}
+COLLECT |= {f"{kind}, {(7, 1, 0)}": partial(collect, kind, (7, 1, 0)) for kind in ("ddp_join", "balanced_ddp")}
+
+
+class CoupledModel(Classifier):
+    """A loss of the features of all ranks, and of a selection that may be empty on a rank."""
+
+    def loss(self, batch: Any) -> Tensor:
+        features = self.network(batch[0])
+        found = self.all_gather([features, features[batch[1] == 0]], sync_grads=True)
+        every, some = (one.reshape(-1, features.shape[-1]) for one in found)
+        return (every - every.mean(0)).square().mean() + some.sum() / 10
+
+
+Coupled = partial(CoupledModel, torch.optim.SGD, lr=0.1, momentum=0.9)
+GRADIENTS = {
+    "ddp_checkpoint": Case([[2, 2], [2, 1], [2, 1]], Coupled, partial(DDPCheckpointStrategy, weight_by="equal")),
+    "ddp_join": Case([[2, 3, 2], [2, 1], [1]], Coupled, partial(DDPJoinStrategy, weight_by="equal")),
+}
+
+
+def share_gradients(folder: str) -> Trace:
+    return fit_shared(strategy=BalancedDDPStrategy(weight_by="equal", split=[1, 1, 2]))
+
+
+def fit_shared(**options: Any) -> Trace:
+    """Train on batches of four samples, the last of one, of which some ranks have no share."""
+    return fit(Coupled(), DataLoader(TensorDataset(*samples(9)), batch_size=4), max_epochs=2, **options)[1]
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "lists": lambda: [torch.zeros(2)] * (1 + RANK),
+    "none": lambda: None if RANK else torch.zeros(2),
+    "dimensions": lambda: torch.zeros(2, 3 + RANK),
+}
+
+
+class Wrong(Collecting):
+    """Gathers values that cannot be joined."""
+
+    def end(self, hook: str) -> None:
+        self.errors = []
+        for make in WRONG.values():
+            with pytest.raises(RanksOutOfStepError) as caught:
+                self.all_gather(make())
+            self.errors.append(str(caught.value))
+
+
+def wrong(folder: str) -> list[str]:
+    module = Wrong()
+    trainer().validate(module, DataLoader(TensorDataset(numbers(3))), verbose=False)
+    return module.errors
+
+
+SIZES = {"ddp_checkpoint": [[2, 2], [1, 3], [3, 1]], "ddp_join": [[2, 2, 3], [1, 3, 1], [3, 1]]}
+
+
+def batches_of(kind: str) -> list[list[Tensor]]:
+    """Return the batches of each rank; the last rank has one less under `ddp_join`."""
+    flat = iter(numbers(sum(map(sum, SIZES[kind]))).split([size for of_rank in SIZES[kind] for size in of_rank]))
+    return [[next(flat) for _ in of_rank] for of_rank in SIZES[kind]]
+
+
+def in_a_loop(kind: str, folder: str) -> Any:
+    """Gather batches in a loop of Fabric whose last step has no data of the last rank."""
+    strategy = getattr(lightning_ddp_ext.fabric, KINDS[kind].__name__)()
+    fabric = Fabric(accelerator="cpu", devices=WORLD_SIZE, strategy=strategy)
+    fabric.launch()
+    data = DataLoader(numbers(9), batch_size=4) if kind == "balanced_ddp" else batches_of(kind)[RANK]
+    loader = fabric.setup_dataloaders(
+        DataLoader(data, batch_size=None) if isinstance(data, list) else data, use_distributed_sampler=False
+    )
+    seen, positives = [], Positives()
+    for batch in loader:
+        seen.append(fabric.all_gather({"rows": batch})["rows"].flatten(0, 1).tolist())
+        if not fabric.strategy.is_shadow:
+            positives.update(batch)
+    with pytest.raises(RanksOutOfStepError, match="None on rank 0; "):
+        fabric.all_gather([torch.zeros(RANK + 1)] * (RANK + 1))
+    return seen, float(positives.compute())
+
+
+LOOPS = {f"loop, {kind}": partial(in_a_loop, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_on_ranks(3, {**COLLECT, **GRADIENTS, **LOOPS, "shared": share_gradients, "wrong": wrong}, timeout=200)
+
+
+@pytest.mark.parametrize("name", COLLECT)
+def test_programs_for_ddp_get_the_value_of_all_samples(found, name):
+    total = sum(COLLECT[name].args[1])
+    rows = numbers(total)
+    for by_hook in values_of(found, name):
+        assert sorted(by_hook) == sorted(HOOKS)
+        for values in by_hook.values():
+            assert values.pop("samples") == total
+            assert values.pop("positives") == rows[rows[:, 0] > 5].sum()
+            assert values.pop("numel") == [2 * total]
+            torch.testing.assert_close(torch.tensor(values.pop("mean")).double(), rows.mean(0))
+            assert len(values) == 6
+            for of_idiom in values.values():
+                assert sorted(of_idiom) == rows.tolist()
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_flow_back_through_rows_of_different_sizes(found, name):
+    assert_same_training(values_of(found, name), GRADIENTS[name].alone())
+
+
+def test_gradients_flow_back_through_rows_of_shares(found):
+    assert_same_training(values_of(found, "shared"), fit_shared(**ALONE))
+
+
+def test_every_rank_raises_an_error_that_names_the_sizes_of_all(found):
+    for rank, errors in enumerate(values_of(found, "wrong")):
+        assert len(errors) == len(WRONG)
+        assert all(error.startswith(f"rank {rank}: `all_gather` needs equally many tensors") for error in errors)
+        assert (
+            "None on rank 0; ('', 'float32', 'cpu', (2,)) on rank 1; ('', 'float32', 'cpu', (2,)) on rank 2"
+            in errors[0]
+        )
+        assert (
+            "(2, 3)) on rank 0; ('', 'float32', 'cpu', (2, 4)) on rank 1; ('', 'float32', 'cpu', (2, 5))" in errors[2]
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_a_fabric_are_gathered_without_those_that_stand_in(found, kind):
+    if kind == "balanced_ddp":
+        steps = numbers(9).split(4)
+    else:
+        steps = [torch.cat([part for part in step if part is not None]) for step in zip_longest(*batches_of(kind))]
+    rows = torch.cat(steps)
+    for seen, positives in values_of(found, f"loop, {kind}"):
+        assert seen == [step.tolist() for step in steps]
+        assert positives == rows[rows[:, 0] > 5].sum()
