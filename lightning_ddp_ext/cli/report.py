@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_ddp_ext._output import print_table
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
@@ -54,7 +54,7 @@ class LaunchSummary(Callback):
             if lengths is not None and len(set(lengths)) > 1:
                 table.add_row("batches per epoch of each rank", ", ".join(str(min(n, batches)) for n in lengths))
         table.add_row("run folder", str(_relative(self._folder)))
-        Console().print(table)
+        print_table(table)
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,7 +85,7 @@ def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) 
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     files = [name for name in files if not name.startswith(".")]
     table.add_row(f"in {_relative(folder)}", "\n".join(files))
-    Console().print(table)
+    print_table(table)
 
 
 def print_comparison(
@@ -102,7 +102,7 @@ def print_comparison(
     if trainer.precision != "64-true":
         table.caption = "Rounding errors grow with the steps; with trainer.precision=64-true they are much smaller."
         table.caption_justify = "left"
-    Console().print(table)
+    print_table(table)
 
 
 def two_columns(title: str) -> Table:

@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,6 +22,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import OneTrainerStrategy, synchronizes_batch_norm, takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import replace_loaders
 from lightning_ddp_ext._devices import are_deterministic, reports_memory
+from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.batches.balance_controller import BalanceController, PeakMemory
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule

@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -29,6 +29,7 @@ from lightning_ddp_ext._compat.lightning import (
     takes_dataloader_iter,
 )
 from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, replace_loaders
+from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.containers import items
