@@ -157,6 +157,9 @@ def _quieten() -> None:
         if not package.handlers:
             package.addHandler(logging.StreamHandler())
             package.propagate = False
+        # The log of the run gets these messages as well. In a sweep, each job has another file.
+        files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+        package.handlers = [one for one in package.handlers if not isinstance(one, logging.FileHandler)] + files
 
 
 def _exit(error: BaseException) -> NoReturn:

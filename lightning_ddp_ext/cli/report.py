@@ -82,7 +82,9 @@ def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) 
     for name, value in sorted(results.items()):
         table.add_row(name, f"{value:.4f}")
     table.add_row("optimizer steps", str(trainer.global_step))
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.stat().st_size
+    )
     files = [name for name in files if not name.startswith(".")]
     table.add_row(f"in {_relative(folder)}", "\n".join(files))
     print_table(table)
