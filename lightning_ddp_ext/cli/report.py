@@ -125,7 +125,7 @@ def draw_run(folder: Path, trainer: Trainer) -> None:
     if not any(panels.values()):
         return
     if importlib.util.find_spec("matplotlib") is None:
-        warnings.warn("no plot: matplotlib is not installed. Install `lightning-ddp-ext[demo]`.", stacklevel=2)
+        warnings.warn("no plot: matplotlib is not installed. Run `pip install matplotlib`.", stacklevel=2)
         return
     from matplotlib.figure import Figure
 

@@ -23,7 +23,7 @@ from lightning_ddp_ext._compat.lightning import OneTrainerStrategy, synchronizes
 from lightning_ddp_ext._compat.lightning_loaders import replace_loaders
 from lightning_ddp_ext._devices import are_deterministic, reports_memory
 from lightning_ddp_ext._output import rank_zero_info
-from lightning_ddp_ext._validation import check_integer
+from lightning_ddp_ext._validation import check_integer, refuse_unknown
 from lightning_ddp_ext.batches.balance_controller import BalanceController, PeakMemory
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -150,7 +150,7 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         precision_plugin: See `lightning.pytorch.strategies.ParallelStrategy`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
+        TypeError: If an argument is unknown or of the wrong type.
         ValueError: If an argument is out of range, if more than one of `gpu0_batch_size`, `split` and `balance` is
             given, or, from the Trainer's constructor, if `split` and `devices` differ in length.
         UnsupportedFeatureError: From the Trainer, before training starts, for manual optimization, steps that take
@@ -177,7 +177,9 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        **unknown: object,
     ) -> None:
+        refuse_unknown(unknown, type(self))
         self._division = BatchDivision(gpu0_batch_size, split, balance)
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")

@@ -129,7 +129,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         prefetch: int = 0,
         **unknown: object,
     ) -> None:
-        refuse_unknown(unknown, ExplicitDDPStrategy)
+        refuse_unknown(unknown, type(self))
         self._weight_rule = WeightRule(weight_by, rank_zero_info)
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_bucket_cap(bucket_cap_mb)

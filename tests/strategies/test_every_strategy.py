@@ -4,13 +4,20 @@ from datetime import timedelta
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext import (
+    BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
+    DDPCheckpointStrategy,
+    DDPJoinStrategy,
+    fabric,
+)
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from tests.parity import quiet_trainer
@@ -30,6 +37,28 @@ REFUSED = [
     ],
     ({"stall_timeout": "soon"}, TypeError, "`stall_timeout` must be a timedelta or a number of seconds, got 'soon'"),
 ]
+
+
+MEANT = {
+    BalancedDataParallelStrategy: ("gpu0_bsz", "gpu0_batch_size"),
+    BalancedDDPStrategy: ("gpu0_bsz", "gpu0_batch_size"),
+    DDPJoinStrategy: ("uneven_input", "uneven_inputs"),
+    fabric.BalancedDDPStrategy: ("weightby", "weight_by"),
+}
+
+
+def test_a_misspelt_argument_or_name_of_a_strategy_is_answered_with_the_right_one():
+    for strategy, (given, meant) in MEANT.items():
+        with pytest.raises(TypeError, match=rf"`{given}` is not an argument of this strategy\. Did you mean `{meant}`"):
+            strategy(**{given: 1})
+    for make, given, meant in (
+        (Trainer, "balanced_pd", "balanced_dp"), (Trainer, "DDP_jion", "ddp_join"), (Fabric, "ddp_jion", "ddp_join"),
+        (Fabric, "balanced_dp", "balanced_ddp"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"`strategy='{given}'` does not exist. Did you mean `{meant}`"):
+            make(strategy=given)
+    with pytest.raises(ValueError, match="You selected an invalid strategy name: `strategy='nonsense'`"):
+        Trainer(strategy="nonsense")
 
 
 def test_wrong_arguments_are_refused_with_a_remedy():
