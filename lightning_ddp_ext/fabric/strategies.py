@@ -161,6 +161,8 @@ class DDPCheckpointStrategy(DDPStrategy):
         super().setup_environment()  # it keeps the process group that it finds
         arguments = {"strategy": type(self), "bucket_cap_mb": self.bucket_cap_mb, "weight_by": self.weight_by}
         compare_setups({**describe_versions_of_run(), **describe_arguments({**arguments, **self.compared_arguments()})})
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
+        rank_zero_info(f"{type(self).__name__} on {ranks}: the loss is taken for {self._rule.meaning}.")
 
     def compared_arguments(self) -> dict[str, object]:
         """Return further arguments that must be the same on every rank."""

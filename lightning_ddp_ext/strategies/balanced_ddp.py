@@ -83,6 +83,13 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         self.balance = balance
         self.cost = cost
 
+    @property
+    @override
+    def division(self) -> str:
+        assert self.rank_steps is not None
+        rule = self._rule if self.rank_steps.balancer.controller is None else "by their speed"
+        return f"the ranks share each batch of the loader {rule}{'' if self._cost is None else ', in units of `cost`'}"
+
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

@@ -73,6 +73,9 @@ class BatchDivision:
         elif saved is not None:
             rank_zero_info(f"{_NAME} starts with even chunks: the checkpoint has {len(saved['shares'])} replicas.")
 
+    def __str__(self) -> str:
+        return str(self._rule) if self._controller is None else "by their speed"
+
     def split_sizes(self, batch_size: int, num_replicas: int) -> list[int]:
         """Return how many samples of a batch each replica gets."""
         if self._controller is not None:
@@ -329,8 +332,12 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         if self.prefetch and trainer.state.fn == TrainerFn.FITTING:
             replace_loaders(self._cleanup, trainer, self._combine_loaders)
         super().setup(trainer)
+        loss = ""
         if trainer.state.fn == TrainerFn.FITTING:
             self._division.start(self.devices)
+            loss = f" The loss is taken for {self._weight_rule.meaning}; `GradientCheck` verifies it."
+        devices = ", ".join(map(str, self.devices))
+        rank_zero_info(f"{type(self).__name__} on {devices}: the devices share each batch {self._division}.{loss}")
 
     def _combine_loaders(self, given: Any, is_training: bool) -> Any:
         if not is_training:

@@ -80,6 +80,11 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         self._injects_sampler = False  # into the loader that Lightning prepares
 
     @property
+    @override
+    def division(self) -> str:
+        return "each rank has batches of its own, and uses all of them"
+
+    @property
     def is_shadow(self) -> bool:
         """Whether this rank has run out of data, while others make a step."""
         return self.rank_steps is not None and self.rank_steps.participation.is_shadow

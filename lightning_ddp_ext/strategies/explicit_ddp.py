@@ -200,6 +200,11 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         """Create the steps of this rank, once per run; `gradient` is None unless the Trainer is fitting."""
         return EvenSteps(self._cleanup, self.module.trainer, self._samples, gradient)
 
+    @property
+    def division(self) -> str:
+        """How ranks divide the data, for a message."""
+        return "each rank has batches of its own, as many as the others"
+
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         """Combine the loaders of a loop. Training can be resumed within an epoch."""
         if not is_training or self._run is None:
@@ -263,8 +268,13 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self.keep_loaders(trainer)
         replace_loaders(self._cleanup, trainer, self.combine_loaders)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
+        loss = ""
         if self.rank_steps is None:
             self.rank_steps = self.make_rank_steps(None)
+        else:
+            loss = f" The loss is taken for {self._weight_rule.meaning}; `GradientCheck` verifies it."
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
+        rank_zero_info(f"{type(self).__name__} on {ranks}: {self.division}.{loss}")
 
     def keep_loaders(self, trainer: Trainer) -> None:
         """Have Lightning keep what it would change about loaders beyond their samplers."""

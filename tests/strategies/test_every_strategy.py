@@ -1,5 +1,6 @@
 """What every strategy supports or refuses in one process: arguments, steps that are switched off, Trainers, ends."""
 
+import logging
 from datetime import timedelta
 
 import pytest
@@ -37,6 +38,33 @@ REFUSED = [
     ],
     ({"stall_timeout": "soon"}, TypeError, "`stall_timeout` must be a timedelta or a number of seconds, got 'soon'"),
 ]
+
+
+STARTS = [
+    (lambda: BalancedDataParallelStrategy(gpu0_batch_size=1), 2, "the devices share each batch evenly, but at most 1"),
+    (lambda: BalancedDataParallelStrategy(balance="auto"), 2, "the devices share each batch by their speed."),
+    (DDPCheckpointStrategy, 1, "each rank has batches of its own, as many as the others."),
+    (DDPJoinStrategy, 1, "each rank has batches of its own, and uses all of them."),
+    (lambda: BalancedDDPStrategy(split=[2]), 1, "the ranks share each batch of the loader in proportions of 2."),
+]
+
+
+def test_every_run_says_once_how_batches_are_divided_and_what_the_loss_is_taken_for(caplog):
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    logging.getLogger("lightning.pytorch").addHandler(caplog.handler)
+    loss = "The loss is taken for a mean over samples; `GradientCheck` verifies it."
+    try:
+        for make, devices, division in STARTS:
+            strategy, module = make(), BoringModel()
+            trainer = quiet_trainer(strategy, devices, fast_dev_run=2)
+            for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+                caplog.clear()
+                run(module)
+                (line,) = (one.message for one in caplog.records if one.message.startswith(type(strategy).__name__))
+                assert division in line
+                assert (loss in line) == (run == trainer.fit)
+    finally:
+        logging.getLogger("lightning.pytorch").removeHandler(caplog.handler)
 
 
 MEANT = {
