@@ -95,7 +95,7 @@ def _describe_omegaconf(error: OmegaConfBaseException) -> str:
                 f"`{error.full_key}` is not a setting, because no option with settings is chosen for `{group}`."
                 f" Choose an option first, `{group}=...`{_options(group)}, or add a new key, `+{error.full_key}=...`."
             )
-        meant = suggest(str(error.key), keys) or _suggest_elsewhere(str(error.key), error.parent_node._get_root())
+        meant = suggest(str(error.key), keys) or _suggest_below(str(error.key), error.parent_node)
         return f"`{error.full_key}` is not a setting.{meant} Valid: {', '.join(sorted(keys))}."
     return f"`{error.full_key}`: {_first_line(error)}." if error.full_key else f"{_first_line(error)}."
 
@@ -119,8 +119,8 @@ _SYNONYMS = {"checkpoint": "ckpt_path", "epochs": "max_epochs", "gpus": "devices
 _SYNONYMS |= {"resume": "ckpt_path", "steps": "max_steps"}
 
 
-def _suggest_elsewhere(wrong: str, config: Any) -> str:
-    """Suggest the full name of a setting with such a name in any group."""
+def _suggest_below(wrong: str, config: Any) -> str:
+    """Suggest the full name of a setting with such a name in a group of the configuration."""
     names = {path.rpartition(".")[2]: path for path in _list_settings(OmegaConf.to_container(config))}
     close = difflib.get_close_matches(_SYNONYMS.get(wrong, wrong), names, n=1)
     return f" Did you mean `{names[close[0]]}`?" if close else ""

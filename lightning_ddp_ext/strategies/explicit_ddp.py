@@ -1,5 +1,6 @@
 """Explicit gradient synchronisation after any backward pass: `ddp_checkpoint`, and the base of the DDP strategies."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -15,7 +16,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import (
     OneTrainerStrategy,
+    keep_predictions,
     start_method_of,
     surround_launch,
     takes_dataloader_iter,
@@ -37,6 +39,7 @@ from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
+from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.loaders import combine_counted
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
@@ -250,7 +253,30 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        surround_launch(self.launcher, self._watch.explaining)
+        surround_launch(self.launcher, self._run_on_rank, _receive_predictions)
+
+    def _run_on_rank(self, run: Callable[[], Any]) -> Any:
+        """Run a function of the Trainer on this rank; predictions for the process that has started it are a file."""
+        is_started = start_method_of(self) != "popen"
+        if is_started:
+            keep_predictions(self)
+        with self._watch.explaining():
+            results = run()
+        if not is_started or results is None or self.module.trainer.state.fn != TrainerFn.PREDICTING:
+            return results
+        packed = pack(results)
+        if packed.skipped:
+            rank_zero_warn(
+                f"`trainer.predict` returns None: predictions hold {name_skipped(packed.skipped)}, which cannot be sent"
+                " to the process that has started this one. Return tensors and plain values from `predict_step`."
+            )
+            return None
+        if self.local_rank == 0:
+            # The other process reads the queue when this one has ended: a pipe would be full, shared memory be gone.
+            with tempfile.NamedTemporaryFile(delete=False) as file:
+                torch.save(packed.data, file)
+            return Path(file.name)
+        return None
 
     @override
     def setup_distributed(self) -> None:
@@ -426,6 +452,15 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             stack.callback(self._prefetching.close)
             stack.callback(self._cleanup.close)
             self.rank_steps = self._run = self._random = self._resumed = None
+
+
+def _receive_predictions(results: Any) -> Any:
+    """Return the predictions in a file that rank 0 has left, or other results of a Trainer as they are."""
+    if not isinstance(results, Path):
+        return results
+    data = torch.load(results, weights_only=True)
+    results.unlink()
+    return unpack(data)[0]
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,6 @@ MISTAKES = {
     "lr=0.1": "`lr` is not a setting. Did you mean `model.learning_rate`?",
     "batch_size=64": "`batch_size` is not a setting. Did you mean `data.batch_size`?",
     "resume=last": "`resume` is not a setting. Did you mean `ckpt_path`?",
-    "model.batch_size=64": "`model.batch_size` is not a setting. Did you mean `data.batch_size`?",
     "+strategy.gpu0_bsz=4": "in `strategy`: `gpu0_bsz` is not an argument of this strategy. Did you mean `gpu0_batch",
     "model=byte_transformer": "`model=byte_transformer` cannot train on `data=digits`. Add `data=stdlib_text`",
     "data=stdlib_stream": "`model=digits_cnn` cannot train on `data=stdlib_stream`. Add `data=digits`",
