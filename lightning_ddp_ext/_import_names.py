@@ -259,11 +259,11 @@ def _check_arguments(lightning: str, module: ModuleType) -> None:
             given = options.get(name)
             for value in given if isinstance(given, list | tuple) else (given,):
                 _refuse_other(lightning, name, value)
-        name = options.get("strategy")
-        is_unknown = isinstance(name, str) and name.lower() not in registry
-        remedy = suggest(name.lower(), filter(registry.__contains__, STRATEGIES)) if is_unknown else ""
+        strategy: Any = options.get("strategy")
+        is_unknown = isinstance(strategy, str) and strategy.lower() not in registry
+        remedy = suggest(strategy.lower(), filter(registry.__contains__, STRATEGIES)) if is_unknown else ""
         if remedy:  # Lightning's own error lists the names of all others
-            raise ValueError(f"`strategy={name!r}` does not exist.{remedy}")
+            raise ValueError(f"`strategy={strategy!r}` does not exist.{remedy}")
         construct(made, *args, **options)
 
     strategies = sys.modules[f"{_FABRICS[lightning] if is_fabric else lightning}.strategies"]

@@ -165,8 +165,8 @@ def _quieten() -> None:
             package.addHandler(logging.StreamHandler())
             package.propagate = False
         # The log of the run gets these messages as well. In a sweep, each job has another file.
-        files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
-        package.handlers = [one for one in package.handlers if not isinstance(one, logging.FileHandler)] + files
+        handlers = [one for one in package.handlers if not isinstance(one, logging.FileHandler)]
+        package.handlers = handlers + [one for one in logging.getLogger().handlers if hasattr(one, "baseFilename")]
 
 
 def _exit(error: BaseException) -> NoReturn:

@@ -6,9 +6,11 @@ import signal
 from collections.abc import Mapping
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LSFEnvironment, MPIEnvironment, TorchElasticEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_host, check_integer

@@ -55,6 +55,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         >>> trainer = Trainer(strategy=DDPJoinStrategy(), accelerator="cpu", devices=2, logger=False)
     """
 
+    division = "each rank has batches of its own, and uses all of them"
     rank_steps: LockstepSteps | None
 
     def __init__(
@@ -78,11 +79,6 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         # `PredictionWriter` sets it: returns the batches that an interrupted run has predicted.
         self.find_finished: Callable[[], Finished] | None = None
         self._injects_sampler = False  # into the loader that Lightning prepares
-
-    @property
-    @override
-    def division(self) -> str:
-        return "each rank has batches of its own, and uses all of them"
 
     @property
     def is_shadow(self) -> bool:

@@ -106,6 +106,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         NetworkInterfaceError: If this node has no such interface.
     """
 
+    division = "each rank has batches of its own, as many as the others"  # for a message
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
 
     def __init__(
@@ -202,11 +203,6 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
         """Create the steps of this rank, once per run; `gradient` is None unless the Trainer is fitting."""
         return EvenSteps(self._cleanup, self.module.trainer, self._samples, gradient)
-
-    @property
-    def division(self) -> str:
-        """How ranks divide the data, for a message."""
-        return "each rank has batches of its own, as many as the others"
 
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         """Combine the loaders of a loop. Training can be resumed within an epoch."""
