@@ -269,6 +269,15 @@ def test_a_foreign_application_uses_the_strategy_groups(tmp_path, monkeypatch):
         assert node.cluster.num_nodes == 1
 
 
+def test_the_search_path_for_applications_has_copies_of_four_groups():
+    copies = sorted(path.relative_to(CONF / "groups") for path in (CONF / "groups").rglob("*.yaml"))
+    groups = ("strategy", "process_group", "network", "cluster")
+    assert copies == sorted(path.relative_to(CONF) for group in groups for path in (CONF / group).glob("*.yaml"))
+    assert len(copies) > 10
+    for path in copies:
+        assert (CONF / "groups" / path).read_text() == (CONF / path).read_text(), path
+
+
 def write_documented_application(folder):
     """Write the program and the configuration of the page."""
     page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
