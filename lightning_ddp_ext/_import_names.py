@@ -17,6 +17,8 @@ from itertools import accumulate
 from types import CodeType, ModuleType
 from typing import Any
 
+from lightning_ddp_ext._validation import suggest
+
 PACKAGE = "lightning_ddp_ext"
 SECOND = f"{PACKAGE}.pytorch_lightning"
 # By the name of Lightning that a program imports.
@@ -139,11 +141,11 @@ def _is_installed(lightning: str) -> bool:
 
 
 def _describe_missing(what: str, lightning: str, other: str) -> str:
-    command = f'pip install "lightning-ddp-ext[{DISTRIBUTIONS[lightning]}]"'
+    command = f"pip install {DISTRIBUTIONS[lightning]}"
     if not _is_installed(other):
         return (
             f"`{what}` needs Lightning, and neither `{DISTRIBUTIONS[lightning]}` nor `{DISTRIBUTIONS[other]}` is"
-            f' installed. Run `{command}` or `pip install "lightning-ddp-ext[{DISTRIBUTIONS[other]}]"`.'
+            f" installed. Run `{command}` or `pip install {DISTRIBUTIONS[other]}`."
         )
     return (
         f"`{what}` is for programs that import `{lightning}`, which is not installed. Import from"
@@ -246,18 +248,27 @@ def _make(package: str, class_name: str, **options: Any) -> Any:
 
 
 def _check_arguments(lightning: str, module: ModuleType) -> None:
-    """Have the Trainer in a module `lightning.pytorch.trainer` refuse objects that are made for the other Trainer."""
-    construct = module.Trainer.__init__
+    """Have the Trainer or Fabric in a module of Lightning refuse misspelt names and objects made for the other one."""
+    is_fabric = hasattr(module, "Fabric")
+    kind = module.Fabric if is_fabric else module.Trainer
+    construct = kind.__init__
 
     @functools.wraps(construct)
-    def construct_checked(trainer: Any, *args: Any, **options: Any) -> None:
-        for name in ("strategy", "plugins", "callbacks"):
+    def construct_checked(made: Any, *args: Any, **options: Any) -> None:
+        for name in () if is_fabric else ("strategy", "plugins", "callbacks"):
             given = options.get(name)
             for value in given if isinstance(given, list | tuple) else (given,):
                 _refuse_other(lightning, name, value)
-        construct(trainer, *args, **options)
+        strategy: Any = options.get("strategy")
+        is_unknown = isinstance(strategy, str) and strategy.lower() not in registry
+        remedy = suggest(strategy.lower(), filter(registry.__contains__, STRATEGIES)) if is_unknown else ""
+        if remedy:  # Lightning's own error lists the names of all others
+            raise ValueError(f"`strategy={strategy!r}` does not exist.{remedy}")
+        construct(made, *args, **options)
 
-    module.Trainer.__init__ = construct_checked
+    strategies = sys.modules[f"{_FABRICS[lightning] if is_fabric else lightning}.strategies"]
+    registry = strategies.STRATEGY_REGISTRY if is_fabric else strategies.StrategyRegistry
+    kind.__init__ = construct_checked
 
 
 def _refuse_other(lightning: str, argument: str, value: object) -> None:
@@ -283,6 +294,7 @@ _CALLED: dict[str, Callable[[ModuleType], None]] = {
         (lightning, "strategies", _register_strategies),
         (lightning, "trainer", _check_arguments),
         (_FABRICS[lightning], "strategies", _register_strategies),
+        (_FABRICS[lightning], "fabric", _check_arguments),
     )
 }
 

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import Any
@@ -115,10 +115,18 @@ def refuse_unknown(unknown: dict[str, object], strategy: type) -> None:
     for name in unknown:
         if name in _NOT_NEEDED:
             raise TypeError(f"`{name}` is not needed: {_NOT_NEEDED[name]}. Delete the argument.")
-        names = list(inspect.signature(strategy).parameters)
-        close = difflib.get_close_matches(name, names, n=1)
-        remedy = f"Did you mean `{close[0]}`?" if close else "See the documentation of its arguments."
-        raise TypeError(f"`{name}` is not an argument of this strategy. {remedy}")
+        # Constructors pass `**options` on to the ones that they inherit.
+        ours = [base for base in strategy.__mro__ if base.__module__.startswith("lightning_ddp_ext.")]
+        found = [one for base in ours for one in inspect.signature(base).parameters.values()]
+        names = [one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        remedy = suggest(name, names) or " See the documentation of its arguments."
+        raise TypeError(f"`{name}` is not an argument of this strategy.{remedy}")
+
+
+def suggest(wrong: str, valid: Iterable[str]) -> str:
+    """Return a question for the name that was probably meant, or nothing."""
+    close = difflib.get_close_matches(wrong, list(valid), n=1)
+    return f" Did you mean `{close[0]}`?" if close else ""
 
 
 def as_number(value: Any) -> float:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module, utils
+from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
@@ -262,7 +263,8 @@ lr: 0.1
 
 def test_a_foreign_application_uses_the_strategy_groups(tmp_path, monkeypatch):
     (tmp_path / "app.yaml").write_text(FOREIGN)
-    (tmp_path / "slurm.yaml").write_text(FOREIGN.replace("  - strategy", "  - cluster: slurm\n  - strategy"))
+    groups = FOREIGN.replace("ddp_ext.conf", "ddp_ext.conf.groups")
+    (tmp_path / "slurm.yaml").write_text(groups.replace("  - strategy", "  - cluster: slurm\n  - strategy"))
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         for overrides, expected in (
             ((), "BalancedDataParallelStrategy"),
@@ -279,6 +281,69 @@ def test_a_foreign_application_uses_the_strategy_groups(tmp_path, monkeypatch):
         node = compose("slurm", return_hydra_config=True)
         assert node.hydra.run.dir == "runs/slurm/8/0"
         assert node.cluster.num_nodes == 1
+
+
+def test_the_search_path_for_applications_has_copies_of_four_groups():
+    copies = sorted(path.relative_to(CONF / "groups") for path in (CONF / "groups").rglob("*.yaml"))
+    groups = ("strategy", "process_group", "network", "cluster")
+    assert copies == sorted(path.relative_to(CONF) for group in groups for path in (CONF / group).glob("*.yaml"))
+    assert len(copies) > 10
+    for path in copies:
+        assert (CONF / "groups" / path).read_text() == (CONF / path).read_text(), path
+
+
+def write_documented_application(folder):
+    """Write the program and the configuration of the page."""
+    page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+    section = page.partition("## Your own Hydra application")[2].partition("\n## ")[0]
+    program, config = (re.search(rf"```{kind}\n(.*?)```", section, re.DOTALL)[1] for kind in ("python", "yaml"))
+    (folder / "conf" / "experiment").mkdir(parents=True)
+    (folder / "train.py").write_text(program)
+    (folder / "conf" / "config.yaml").write_text(config)
+    (folder / "conf" / "experiment" / "mine.yaml").write_text("# @package _global_\nstrategy: {gpu0_batch_size: 3}\n")
+
+
+def test_the_documented_application_makes_its_trainer_with_every_strategy_and_cluster(tmp_path):
+    write_documented_application(tmp_path)
+    by_hand = ("cluster=manual", "cluster.num_nodes=2", "cluster.node_rank=1", "cluster.main_address=node1")
+    with initialize_config_dir(str(tmp_path / "conf"), version_base="1.3"):
+        for overrides, strategy, environment in (
+            ((), "BalancedDataParallelStrategy", "LightningEnvironment"),
+            (
+                ("strategy=ddp", "process_group=gloo", "network=loopback"),
+                "ConnectedDDPStrategy",
+                "LightningEnvironment",
+            ),
+            (("strategy=ddp_join", *by_hand), "DDPJoinStrategy", "ManualEnvironment"),
+            (("strategy=balanced_ddp",), "BalancedDDPStrategy", "LightningEnvironment"),
+        ):
+            trainer = instantiate(compose("config", overrides=[*overrides, "+trainer.logger=false"]).trainer)
+            assert type(trainer.strategy).__name__ == strategy
+            assert type(trainer.strategy.cluster_environment).__name__ == environment
+            assert trainer.num_nodes == (2 if overrides[1:] == by_hand else 1)
+        for overrides, size in (
+            (["strategy.gpu0_batch_size=5"], 5),
+            (["experiment=mine"], 3),
+            (["experiment=mine", "strategy.gpu0_batch_size=5"], 5),
+        ):
+            assert compose("config", overrides=overrides).strategy.gpu0_batch_size == size
+        assert compose("config", overrides=["+model=digits_cnn"]).model == "digits_cnn"  # a value: no such group
+        for overrides in (
+            ["experiment=byte_transformer"],
+            ["strategy=ddp", "experiment=mine"],
+            ["process_group=gluu"],
+        ):
+            with pytest.raises((HydraException, OmegaConfBaseException)):
+                compose("config", overrides=overrides)
+
+
+@pytest.mark.slow
+def test_the_documented_application_runs(tmp_path):
+    write_documented_application(tmp_path)
+    command = [sys.executable, "train.py", "strategy.gpu0_batch_size=8"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "BalancedDataParallelStrategy [8, 24]" in done.stdout
 
 
 @pytest.mark.slow

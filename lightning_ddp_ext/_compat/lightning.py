@@ -133,29 +133,25 @@ def is_exit(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def surround_launch(launcher: Any, surround: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run a launcher's function on each rank within a context, made by the picklable `surround`.
+def surround_launch(launcher: Any, run: Callable[[Callable[[], Any]], Any], receive: Callable[[Any], Any]) -> None:
+    """Call a launcher's function on each rank by the picklable `run(function)`, whose result passes through `receive`.
 
     No public hook sees an error before `on_exception` of callbacks, which may wait for other ranks, or may replace it.
     """
-    launcher.launch = partial(_launch, launcher, surround)
+    launcher.launch = partial(_launch, launcher, run, receive)
 
 
-def _launch(
-    launcher: Any,
-    surround: Callable[[], AbstractContextManager[None]],
-    function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return type(launcher).launch(launcher, partial(_run_within, surround, function), *args, **kwargs)
+def _launch(launcher: Any, run: Any, receive: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return receive(type(launcher).launch(launcher, partial(_run_by, run, function), *args, **kwargs))
 
 
-def _run_within(
-    surround: Callable[[], AbstractContextManager[None]], function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    with surround():
-        return function(*args, **kwargs)
+def _run_by(run: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(partial(function, *args, **kwargs))
+
+
+def keep_predictions(strategy: Strategy) -> None:
+    """Have `trainer.predict` keep predictions in a process that was forked or spawned, where Lightning keeps none."""
+    strategy._launcher = None
 
 
 _Backward = TypeVar("_Backward", bound=Callable[..., None])

@@ -35,6 +35,13 @@ class ChunkRule:
         self.first = gpu0_batch_size  # most samples of the first chunk; None for no limit
         self._proportions = None if split is None else list(split)
 
+    def __str__(self) -> str:
+        if self._proportions is not None:
+            return f"in proportions of {':'.join(f'{part:g}' for part in self._proportions)}"
+        if self.first is not None:
+            return f"evenly, but at most {self.first} for the first"
+        return "evenly"
+
     def check_number(self, number: int, noun: str = "device") -> None:
         """Check that there are as many proportions as devices, or ranks."""
         if self._proportions is not None and len(self._proportions) != number:

@@ -168,6 +168,12 @@ def _entry(batch: Any, name: str | int) -> Any:
 
 
 _Name = Literal["samples", "tokens", "equal", "sum"]
+_MEANINGS = {
+    "samples": "a mean over samples",
+    "tokens": "a mean over tokens",
+    "equal": "a mean over parts of equal weight",
+    "sum": "a sum",
+}
 WeightBy = _Name | Callable[[Any], float]
 
 
@@ -186,6 +192,7 @@ class WeightRule:
             )
         self.is_sum = weight_by == "sum"  # losses are sums: gradients are added up, not averaged
         self.is_by_samples = weight_by == "samples"
+        self.meaning = _MEANINGS[weight_by] if isinstance(weight_by, str) else "a mean over what `weight_by` counts"
         self.function = TokenCount() if weight_by == "tokens" else weight_by if callable(weight_by) else None
         self.of_any_batch = None if self.is_by_samples or self.function is not None else 1.0  # None if batches differ
         self._inform: Callable[[str], None] | None = inform

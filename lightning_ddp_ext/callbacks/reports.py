@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loops import logs_now
 from lightning_ddp_ext._devices import peak_memory, reports_memory
+from lightning_ddp_ext._output import above_progress_bar, print_table
 from lightning_ddp_ext._validation import check_flag, check_path
 from lightning_ddp_ext.distributed.exchange import gather_objects
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
@@ -166,7 +166,7 @@ class BalanceReport(Callback):
         if self.path is not None:
             self._write(self.path)
         if self._table:
-            Console().print(self.table())
+            print_table(self.table())
 
     def _write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -317,7 +317,7 @@ class JoinReport(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._gather(trainer)
         if self.records and self._table and trainer.is_global_zero:
-            Console().print(self.table())
+            print_table(self.table())
 
     def _gather(self, trainer: Trainer) -> None:
         """Keep the records of all ranks in the last epoch."""
@@ -354,8 +354,9 @@ class JoinReport(Callback):
         if self._warned or idlest.idle_share <= _LARGE_IDLE_SHARE:
             return
         self._warned = True
-        rank_zero_warn(
-            f"rank {idlest.rank} had no data for {idlest.idle_share:.0%} of epoch {idlest.epoch}. Give it more of the"
-            " data, or smaller batches, to save time; or drop the extra batches of other ranks by"
-            ' `uneven_inputs="stop"`.'
-        )
+        with above_progress_bar():
+            rank_zero_warn(
+                f"rank {idlest.rank} had no data for {idlest.idle_share:.0%} of epoch {idlest.epoch}. Give it more of"
+                " the data, or smaller batches, to save time; or drop the extra batches of other ranks by"
+                ' `uneven_inputs="stop"`.'
+            )

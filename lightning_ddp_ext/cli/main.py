@@ -1,5 +1,6 @@
 """The command: the search path of the configuration, the jobs of a sweep, and one message per error."""
 
+import errno
 import importlib
 import logging
 import os
@@ -100,10 +101,15 @@ def _train(config: DictConfig) -> None:
         # Any error of a setting, as in `cli/train.py`: the command prints one message.
         raise LaunchError(str(error)) from error
     use_lightning(lightning, config)
-    if in_sweep() and os.environ.get("SUBMITIT_EXECUTOR") != "slurm":  # submitit starts all processes of a job
-        _train_in_sweep(lightning, config)
-    else:
-        _module_for(lightning, "cli.train").train(config)
+    try:
+        if in_sweep() and os.environ.get("SUBMITIT_EXECUTOR") != "slurm":  # submitit starts all processes of a job
+            _train_in_sweep(lightning, config)
+        else:
+            _module_for(lightning, "cli.train").train(config)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise LaunchError(str(error)) from error
 
 
 def _train_in_sweep(lightning: str, config: DictConfig) -> None:
@@ -146,6 +152,7 @@ def _report_job(error: LaunchError) -> LaunchError:
 
 
 def _quieten() -> None:
+    logging.raiseExceptions = False  # on a full disk, every message would add a traceback to the error of the run
     for message in _UPSTREAM_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
     for lightning in PACKAGES:
@@ -157,6 +164,9 @@ def _quieten() -> None:
         if not package.handlers:
             package.addHandler(logging.StreamHandler())
             package.propagate = False
+        # The log of the run gets these messages as well. In a sweep, each job has another file.
+        handlers = [one for one in package.handlers if not isinstance(one, logging.FileHandler)]
+        package.handlers = handlers + [one for one in logging.getLogger().handlers if hasattr(one, "baseFilename")]
 
 
 def _exit(error: BaseException) -> NoReturn:

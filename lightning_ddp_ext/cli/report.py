@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_ddp_ext._output import print_table
 from lightning_ddp_ext.callbacks import BalanceReport
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
@@ -54,7 +54,7 @@ class LaunchSummary(Callback):
             if lengths is not None and len(set(lengths)) > 1:
                 table.add_row("batches per epoch of each rank", ", ".join(str(min(n, batches)) for n in lengths))
         table.add_row("run folder", str(_relative(self._folder)))
-        Console().print(table)
+        print_table(table)
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,10 +82,12 @@ def print_results(results: Mapping[str, float], trainer: Trainer, folder: Path) 
     for name, value in sorted(results.items()):
         table.add_row(name, f"{value:.4f}")
     table.add_row("optimizer steps", str(trainer.global_step))
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    files = sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.stat().st_size
+    )
     files = [name for name in files if not name.startswith(".")]
     table.add_row(f"in {_relative(folder)}", "\n".join(files))
-    Console().print(table)
+    print_table(table)
 
 
 def print_comparison(
@@ -102,7 +104,7 @@ def print_comparison(
     if trainer.precision != "64-true":
         table.caption = "Rounding errors grow with the steps; with trainer.precision=64-true they are much smaller."
         table.caption_justify = "left"
-    Console().print(table)
+    print_table(table)
 
 
 def two_columns(title: str) -> Table:
@@ -123,7 +125,7 @@ def draw_run(folder: Path, trainer: Trainer) -> None:
     if not any(panels.values()):
         return
     if importlib.util.find_spec("matplotlib") is None:
-        warnings.warn("no plot: matplotlib is not installed. Install `lightning-ddp-ext[demo]`.", stacklevel=2)
+        warnings.warn("no plot: matplotlib is not installed. Run `pip install matplotlib`.", stacklevel=2)
         return
     from matplotlib.figure import Figure
 

@@ -1,8 +1,9 @@
 """Settings of the command: checks before torch is imported, which takes seconds, and one message per error."""
 
 import difflib
+import errno
 import importlib.resources
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_ddp_ext._import_names import LIBRARIES, PACKAGE
-from lightning_ddp_ext._validation import check_choice, check_integer, check_number
+from lightning_ddp_ext._validation import check_choice, check_integer, check_number, suggest
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 
 _SETTINGS, _LETTERS = 8, 100  # largest number of settings in a message, and of letters of each
@@ -43,6 +44,8 @@ _SENTENCES = (HydraException, ImportError, LaunchError, OSError, RuntimeError, T
 
 def describe(error: BaseException, arguments: Sequence[str] = ()) -> str:
     """Return one line about an error of the configuration or of the launch, for a command with these arguments."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"a disk is full: {error}. Free some space, or choose another run folder with `hydra.run.dir=...`."
     message = " ".join([_describe(error), *getattr(error, "__notes__", ())])
     return _name_settings(" ".join(message.split()), arguments)
 
@@ -67,7 +70,7 @@ def _key(text: str) -> str:
 def _describe(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"`{group}={option}` does not exist.{_suggest(option, error.options)} Valid: {', '.join(error.options)}."
+        return f"`{group}={option}` does not exist.{suggest(option, error.options)} Valid: {', '.join(error.options)}."
     if isinstance(error, OverrideParseException):
         return f"`{error.override}` is not a valid override. Write `key=value`, with lists as `key=[1,2]`."
     if isinstance(error, InstantiationException):
@@ -102,7 +105,8 @@ def _describe_omegaconf(error: OmegaConfBaseException) -> str:
                 f"`{error.full_key}` is not a setting, because no option with settings is chosen for `{group}`."
                 f" Choose an option first, `{group}=...`{_options(group)}, or add a new key, `+{error.full_key}=...`."
             )
-        return f"`{error.full_key}` is not a setting.{_suggest(str(error.key), keys)} Valid: {', '.join(sorted(keys))}."
+        meant = suggest(str(error.key), keys) or _suggest_below(str(error.key), error.parent_node)
+        return f"`{error.full_key}` is not a setting.{meant} Valid: {', '.join(sorted(keys))}."
     return f"`{error.full_key}`: {_first_line(error)}." if error.full_key else f"{_first_line(error)}."
 
 
@@ -120,9 +124,24 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0].rstrip(".")
 
 
-def _suggest(wrong: str, valid: Iterable[str]) -> str:
-    close = difflib.get_close_matches(wrong, list(valid), n=1)
-    return f" Did you mean `{close[0]}`?" if close else ""
+# Names that other programs have for settings of this command.
+_SYNONYMS = {"checkpoint": "ckpt_path", "epochs": "max_epochs", "gpus": "devices", "lr": "learning_rate"}
+_SYNONYMS |= {"resume": "ckpt_path", "steps": "max_steps"}
+
+
+def _suggest_below(wrong: str, config: Any) -> str:
+    """Suggest the full name of a setting with such a name in a group of the configuration."""
+    names = {path.rpartition(".")[2]: path for path in _list_settings(OmegaConf.to_container(config))}
+    close = difflib.get_close_matches(_SYNONYMS.get(wrong, wrong), names, n=1)
+    return f" Did you mean `{names[close[0]]}`?" if close else ""
+
+
+def _list_settings(config: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, dict) and key != "hydra":
+            yield from _list_settings(value, f"{prefix}{key}.")
+        elif key[:1] != "_":
+            yield f"{prefix}{key}"
 
 
 def _options(group: str) -> str:
@@ -158,6 +177,14 @@ def _check_groups(config: DictConfig, choices: Any) -> None:
     path = config.ckpt_path
     if path not in (None, "last", "best", "hpc") and "://" not in path and not Path(path).exists():
         raise LaunchError(f"`ckpt_path={path}` does not exist. Give the path of a checkpoint, or `last`.")
+    # The models of the package and their data are in the same module.
+    model, data = (str(OmegaConf.select(config, f"{group}._target_")).rpartition(".")[0] for group in ("model", "data"))
+    if model != data and all(module.startswith(f"{PACKAGE}.demo.") for module in (model, data)):
+        suitable = "digits" if model.endswith("digits") else "stdlib_text"
+        raise LaunchError(
+            f"`model={choices.model}` cannot train on `data={choices.data}`. Add `data={suitable}`, or choose another"
+            " model."
+        )
     for key in {"strategy", "callbacks", "logger"} & set(config.trainer):
         raise LaunchError(f"`trainer.{key}` has no effect. Use the group `{key}` instead.")
     for group, key in {"network": "network_interface", "process_group": "process_group_backend"}.items():

@@ -17,7 +17,7 @@ from lightning_ddp_ext._devices import find_accelerator
 from lightning_ddp_ext._import_names import lightning_of
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.cli.settings import LaunchError, instantiate
-from lightning_ddp_ext.clusters.environments import ManualEnvironment, find_problems
+from lightning_ddp_ext.clusters.environments import ManualEnvironment, find_problems, local_environment
 from lightning_ddp_ext.clusters.launchers import SET_BY_HAND, TERMINAL, find_launcher
 from lightning_ddp_ext.demo.digits import check_fractions
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
@@ -77,10 +77,15 @@ def make_all(entries: Any, group: str, kind: type[Any]) -> list[Any]:
     return [make(node, f"{group}.{name}", kind) for name, node in named.items() if node is not None]
 
 
+def _is_local(config: DictConfig) -> bool:
+    """Return True if the Trainer finds the cluster environment by itself, as it does without a plugin."""
+    return str(config.cluster.get("_target_", local_environment.__name__)).endswith(local_environment.__name__)
+
+
 def _make_plugins(config: DictConfig) -> list[Any] | None:
     """Return the Trainer's plugins with the cluster environment, if `cluster` is one."""
     plugins = config.trainer.plugins
-    if "_target_" not in config.cluster:
+    if _is_local(config):
         return plugins  # type: ignore[no-any-return]
     given = [] if plugins is None else list(plugins) if isinstance(plugins, ListConfig) else [plugins]
     given = [instantiate(plugin) if isinstance(plugin, DictConfig) else plugin for plugin in given]
@@ -115,7 +120,7 @@ def check_run(config: DictConfig, hydra: Any, trainer: Trainer) -> None:
         )
     folder: Any = OmegaConf.to_container(hydra.run, resolve=False)
     is_named_by_time = hydra.mode != RunMode.MULTIRUN and "${now:" in folder["dir"]
-    if isinstance(environment, SLURMEnvironment) and "_target_" not in config.cluster and is_named_by_time:
+    if isinstance(environment, SLURMEnvironment) and _is_local(config) and is_named_by_time:
         raise LaunchError(
             "this is a task of a SLURM job: without `cluster=slurm`, each task and each start of the job would have a"
             " separate run folder and not find its checkpoints again. Add `cluster=slurm`, or set `hydra.run.dir=`."

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from typing_extensions import override
 
 from lightning_ddp_ext._validation import check_host, check_integer
@@ -251,6 +254,12 @@ def _find_signal(chosen: str | signal.Signals) -> signal.Signals:
 
 _LAST_PORT = 2**16 - 1
 _MOST_NODES = 2**16
+
+
+def local_environment(num_nodes: int = 1) -> ClusterEnvironment:
+    """Return the environment that the Trainer finds by itself; `num_nodes` is for its argument of this name."""
+    kinds = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
+    return next((kind() for kind in kinds if kind.detect()), LightningEnvironment())
 
 
 class ManualEnvironment(LightningEnvironment):

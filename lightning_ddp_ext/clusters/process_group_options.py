@@ -13,9 +13,9 @@ from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_ddp_ext._compat.lightning import start_method_of
+from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_choice, check_integer, check_text
 from lightning_ddp_ext.clusters.environments import check_tasks, rendezvous_port
 from lightning_ddp_ext.clusters.launchers import check_mpirun, in_sweep

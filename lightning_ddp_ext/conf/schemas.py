@@ -162,13 +162,6 @@ class NetworkConfig:
 
 
 @dataclass(kw_only=True)
-class ClusterConfig:
-    """The number of nodes, without a cluster environment."""
-
-    num_nodes: int = 1
-
-
-@dataclass(kw_only=True)
 class TrainConfig:
     """The whole configuration of the command; docs/configuration.md explains the keys."""
 
@@ -296,7 +289,7 @@ def make_schemas() -> dict[str, type]:
         "strategy/single": make_schema(f"{connected}.single_device_strategy"),
         "process_group/process_group": ProcessGroupConfig,
         "network/network": NetworkConfig,
-        "cluster/local": ClusterConfig,
+        "cluster/local": make_schema("lightning_ddp_ext.clusters.environments.local_environment"),
         "cluster/manual": make_schema("lightning_ddp_ext.ManualEnvironment"),
         "cluster/slurm": make_schema("lightning_ddp_ext.CheckedSLURMEnvironment"),
         "trainer/trainer": make_schema("lightning.pytorch.Trainer", without=GROUPS),

@@ -1,5 +1,6 @@
 """Images of digits: model and data, with a share of the data for each rank."""
 
+import importlib.util
 import itertools
 import math
 import time
@@ -138,6 +139,11 @@ class DigitsData(LightningDataModule):
     def __init__(self, batch_size: int = 32, seed: int = 1, train_fractions: Sequence[float] | None = None) -> None:
         super().__init__()
         check_options(batch_size=batch_size, seed=seed)
+        if not importlib.util.find_spec("sklearn"):
+            raise ModuleNotFoundError(
+                "`data=digits` needs scikit-learn, which is not installed. Run `pip install scikit-learn`, or choose"
+                " other data, such as `experiment=byte_transformer`."
+            )
         if train_fractions is not None:
             check_fractions(train_fractions)
         self.batch_size = batch_size

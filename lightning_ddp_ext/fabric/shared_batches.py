@@ -6,11 +6,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes
+from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.errors import UnsupportedFeatureError

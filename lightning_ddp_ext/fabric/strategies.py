@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, postpone_synchronization
 from lightning_ddp_ext._compat.torch import is_lost_connection
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
+from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -165,6 +166,8 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
         watch_synchronization(ExitStack(), synchronize_states)  # as long as the process lives
         arguments = {"strategy": type(self), "bucket_cap_mb": self.bucket_cap_mb, "weight_by": self.weight_by}
         compare_setups({**describe_versions_of_run(), **describe_arguments({**arguments, **self.compared_arguments()})})
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
+        rank_zero_info(f"{type(self).__name__} on {ranks}: the loss is taken for {self._rule.meaning}.")
 
     def compared_arguments(self) -> dict[str, object]:
         """Return further arguments that must be the same on every rank."""

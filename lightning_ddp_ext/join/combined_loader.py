@@ -8,10 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import combination_mode, has_exact_length
+from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.distributed.exchange import gather_known
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import (

@@ -6,11 +6,11 @@ from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_ddp_ext._devices import reports_memory
+from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.balance_controller import PeakMemory
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.join.predictions import none_finished

@@ -100,7 +100,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
         # In evaluation, samplers that shuffle are seeded as the run of rank 0.
         seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
-        return SharedBatchSteps(
+        steps = SharedBatchSteps(
             self._cleanup,
             self.module.trainer,
             self._samples,
@@ -111,6 +111,10 @@ class BalancedDDPStrategy(DDPJoinStrategy):
             seed,
             {} if self._run is None else self._run.resumed_steps,
         )
+        rule = self._rule if steps.balancer.controller is None else "by their speed"
+        by_cost = "" if self._cost is None else ", in units of `cost`"
+        self.division = f"the ranks share each batch of the loader {rule}{by_cost}"
+        return steps
 
     @override
     def compared_arguments(self) -> dict[str, object]:

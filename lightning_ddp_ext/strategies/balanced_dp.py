@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,7 +22,8 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import OneTrainerStrategy, synchronizes_batch_norm, takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import replace_loaders
 from lightning_ddp_ext._devices import are_deterministic, reports_memory
-from lightning_ddp_ext._validation import check_integer
+from lightning_ddp_ext._output import rank_zero_info
+from lightning_ddp_ext._validation import check_integer, refuse_unknown
 from lightning_ddp_ext.batches.balance_controller import BalanceController, PeakMemory
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
@@ -72,6 +72,9 @@ class BatchDivision:
             self._controller.load_state_dict(saved)
         elif saved is not None:
             rank_zero_info(f"{_NAME} starts with even chunks: the checkpoint has {len(saved['shares'])} replicas.")
+
+    def __str__(self) -> str:
+        return str(self._rule) if self._controller is None else "by their speed"
 
     def split_sizes(self, batch_size: int, num_replicas: int) -> list[int]:
         """Return how many samples of a batch each replica gets."""
@@ -150,7 +153,7 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         precision_plugin: See `lightning.pytorch.strategies.ParallelStrategy`.
 
     Raises:
-        TypeError: If an argument has the wrong type.
+        TypeError: If an argument is unknown or of the wrong type.
         ValueError: If an argument is out of range, if more than one of `gpu0_batch_size`, `split` and `balance` is
             given, or, from the Trainer's constructor, if `split` and `devices` differ in length.
         UnsupportedFeatureError: From the Trainer, before training starts, for manual optimization, steps that take
@@ -177,7 +180,9 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        **unknown: object,
     ) -> None:
+        refuse_unknown(unknown, type(self))
         self._division = BatchDivision(gpu0_batch_size, split, balance)
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_integer("prefetch", prefetch, remedy="Use 0 to fetch a batch when its step begins.")
@@ -327,8 +332,12 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
         if self.prefetch and trainer.state.fn == TrainerFn.FITTING:
             replace_loaders(self._cleanup, trainer, self._combine_loaders)
         super().setup(trainer)
+        loss = ""
         if trainer.state.fn == TrainerFn.FITTING:
             self._division.start(self.devices)
+            loss = f" The loss is taken for {self._weight_rule.meaning}; `GradientCheck` verifies it."
+        devices = ", ".join(map(str, self.devices))
+        rank_zero_info(f"{type(self).__name__} on {devices}: the devices share each batch {self._division}.{loss}")
 
     def _combine_loaders(self, given: Any, is_training: bool) -> Any:
         if not is_training:

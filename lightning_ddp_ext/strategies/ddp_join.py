@@ -54,6 +54,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         >>> trainer = Trainer(strategy=DDPJoinStrategy(), accelerator="cpu", devices=2, logger=False)
     """
 
+    division = "each rank has batches of its own, and uses all of them"
     rank_steps: LockstepSteps | None
 
     def __init__(

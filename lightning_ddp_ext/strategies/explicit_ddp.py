@@ -1,5 +1,6 @@
 """Explicit gradient synchronisation after any backward pass: `ddp_checkpoint`, and the base of the DDP strategies."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -15,7 +16,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -24,12 +25,14 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import (
     OneTrainerStrategy,
+    keep_predictions,
     start_method_of,
     surround_launch,
     takes_dataloader_iter,
 )
 from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, replace_loaders
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
+from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.containers import items
@@ -37,6 +40,7 @@ from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
+from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.metrics import synchronize_states
 from lightning_ddp_ext.ranks.loaders import combine_counted
@@ -105,6 +109,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         NetworkInterfaceError: If this node has no such interface.
     """
 
+    division = "each rank has batches of its own, as many as the others"  # for a message
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
 
     def __init__(
@@ -131,7 +136,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         prefetch: int = 0,
         **unknown: object,
     ) -> None:
-        refuse_unknown(unknown, ExplicitDDPStrategy)
+        refuse_unknown(unknown, type(self))
         self._weight_rule = WeightRule(weight_by, rank_zero_info)
         check_integer("batch_dim", batch_dim, remedy="Use 0 for batches whose first dimension counts samples.")
         check_bucket_cap(bucket_cap_mb)
@@ -247,7 +252,30 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        surround_launch(self.launcher, self._watch.explaining)
+        surround_launch(self.launcher, self._run_on_rank, _receive_predictions)
+
+    def _run_on_rank(self, run: Callable[[], Any]) -> Any:
+        """Run a function of the Trainer on this rank; predictions for the process that has started it are a file."""
+        is_started = start_method_of(self) != "popen"
+        if is_started:
+            keep_predictions(self)
+        with self._watch.explaining():
+            results = run()
+        if not is_started or results is None or self.module.trainer.state.fn != TrainerFn.PREDICTING:
+            return results
+        packed = pack(results)
+        if packed.skipped:
+            rank_zero_warn(
+                f"`trainer.predict` returns None: predictions hold {name_skipped(packed.skipped)}, which cannot be sent"
+                " to the process that has started this one. Return tensors and plain values from `predict_step`."
+            )
+            return None
+        if self.local_rank == 0:
+            # The other process reads the queue when this one has ended: a pipe would be full, shared memory be gone.
+            with tempfile.NamedTemporaryFile(delete=False) as file:
+                torch.save(packed.data, file)
+            return Path(file.name)
+        return None
 
     @override
     def setup_distributed(self) -> None:
@@ -266,8 +294,13 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self.keep_loaders(trainer)
         replace_loaders(self._cleanup, trainer, self.combine_loaders)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
+        loss = ""
         if self.rank_steps is None:
             self.rank_steps = self.make_rank_steps(None)
+        else:
+            loss = f" The loss is taken for {self._weight_rule.meaning}; `GradientCheck` verifies it."
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
+        rank_zero_info(f"{type(self).__name__} on {ranks}: {self.division}.{loss}")
 
     def keep_loaders(self, trainer: Trainer) -> None:
         """Have Lightning keep what it would change about loaders beyond their samplers."""
@@ -420,6 +453,15 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             stack.callback(self._prefetching.close)
             stack.callback(self._cleanup.close)
             self.rank_steps = self._run = self._random = self._resumed = self.cpu_group = None
+
+
+def _receive_predictions(results: Any) -> Any:
+    """Return the predictions in a file that rank 0 has left, or other results of a Trainer as they are."""
+    if not isinstance(results, Path):
+        return results
+    data = torch.load(results, weights_only=True)
+    results.unlink()
+    return unpack(data)[0]
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

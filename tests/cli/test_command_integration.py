@@ -30,6 +30,7 @@ def test_the_default_run_learns_and_writes_every_file(tmp_path):
         assert expected in done.stdout
     assert (done.stdout + done.stderr).count("GPU available") == 1  # by Lightning's handler, and not by Hydra's too
     run = run_folder(tmp_path)
+    assert (run / "train.log").read_text().count("`Trainer.fit` stopped: `max_epochs=12` reached.") == 1
     result = done.stdout.partition("Result")[2]
     assert float(result.partition("test_accuracy")[2].split()[1]) >= 0.97
     assert OmegaConf.load(run / "config.yaml").strategy.gpu0_batch_size == 8
@@ -65,6 +66,10 @@ def test_ranks_with_different_shares_of_the_data_train_as_one_process_does(tmp_p
     assert max(values[-1] for values in rows.values()) < 1e-9
     assert rows["test_loss"][0] == rows["test_loss"][1]
     assert done.stdout.count("shadow steps") == 1
+    run, listed = run_folder(tmp_path), done.stdout.partition("Result")[2]
+    assert [path.name for path in sorted(run.glob("*.log"))] == ["train.log", "train_ddp_process_1.log"]
+    assert "train.log" in listed
+    assert "train_ddp_process_1.log" not in listed  # it is empty
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
 """Mistakes end with one readable line, and errors of the user's code with their traceback."""
 
+import errno
+import importlib.util
+
 import pytest
 
+from lightning_ddp_ext.cli import train
 from tests.cli.commands import OWN, command, names_setting
 
 MISTAKES = {
@@ -12,6 +16,12 @@ MISTAKES = {
     "strategy.split=[1,x]": "`strategy.split[1]`: Value 'x' of type 'str' could not be converted to Float",
     "strategy=[1": "`strategy=[1` is not a valid override",
     "sede=1": "`sede` is not a setting. Did you mean `seed`?",
+    "lr=0.1": "`lr` is not a setting. Did you mean `model.learning_rate`?",
+    "batch_size=64": "`batch_size` is not a setting. Did you mean `data.batch_size`?",
+    "resume=last": "`resume` is not a setting. Did you mean `ckpt_path`?",
+    "+strategy.gpu0_bsz=4": "in `strategy`: `gpu0_bsz` is not an argument of this strategy. Did you mean `gpu0_batch",
+    "model=byte_transformer": "`model=byte_transformer` cannot train on `data=digits`. Add `data=stdlib_text`",
+    "data=stdlib_stream": "`model=digits_cnn` cannot train on `data=stdlib_stream`. Add `data=digits`",
     "network.interface=eth0": "Choose an option first, `network=...` (auto, interface, loopback)",
     "model=custom": "`model._target_` has no value. Set it with `model._target_=...`.",
     "model._target_=nowhere.Net": "in `model`: No module named 'nowhere'",
@@ -135,3 +145,25 @@ Net.{step} = fail
     assert "Traceback" not in printed.err
     assert printed.err.splitlines()[-1].startswith("lightning-ddp-ext: ")
     assert printed.err.endswith("rank 1 failed: boom\n")
+
+
+def test_a_full_disk_of_the_run_folder_is_one_line_with_a_remedy(call_main, monkeypatch, tmp_path):
+    def fill(config, folder):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "config.yaml"))
+
+    monkeypatch.setattr(train, "keep_config", fill)
+    code, printed = call_main("strategy=single", "trainer.accelerator=cpu")
+    line = printed.err.splitlines()[-1]
+    assert (code, "Traceback" in printed.err) == (1, False)
+    assert line.startswith("lightning-ddp-ext: a disk is full: [Errno 28] No space left on device: ")
+    assert line.endswith("Free some space, or choose another run folder with `hydra.run.dir=...`.")
+
+
+def test_digits_without_scikit_learn_are_one_line_that_says_what_to_install(call_main, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name != "sklearn" and find_spec(name, *rest))
+    code, printed = call_main("strategy=single", "trainer.accelerator=cpu")
+    assert code == 1
+    assert printed.err.splitlines()[-1].endswith(
+        "Run `pip install scikit-learn`, or choose other data, such as `experiment=byte_transformer`."
+    )

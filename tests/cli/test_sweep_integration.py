@@ -61,6 +61,8 @@ def test_every_job_has_separate_processes_configuration_and_folder(tmp_path):
     assert [config.trainer.devices for config in configs] == [2, 3] * 3
     names = [config.strategy._target_.rpartition(".")[2] for config in configs]
     assert names[::2] == names[1::2] == ["ConnectedDDPStrategy", "DDPJoinStrategy", "BalancedDataParallelStrategy"]
+    logs = [(job / "train.log").read_text() for job in found]
+    assert [log.count("`Trainer.fit` stopped: `max_steps=2` reached.") for log in logs] == [1] * 6
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Fails when a private name of Lightning moves that `_compat` relies on. Several ranks test the use of each name."""
 
 import ast
+import copy
 import inspect
 import json
 import pickle
@@ -196,10 +197,9 @@ def test_launches_and_ends_are_recognised():
 events = []
 
 
-@contextmanager
-def surround():
+def surround(run):
     try:
-        yield
+        return run()
     except ArithmeticError as error:
         events.append("surrounded")
         raise RuntimeError("explained") from error
@@ -216,14 +216,14 @@ class Failing(Callback):
 def test_an_error_passes_the_context_of_a_launch_before_callbacks_see_it():
     events.clear()
     trainer = make_trainer(strategy="ddp", callbacks=[Failing()])
-    lightning.surround_launch(trainer.strategy.launcher, surround)
+    lightning.surround_launch(trainer.strategy.launcher, surround, copy.copy)
     with pytest.raises(RuntimeError, match="explained"):
         trainer.fit(BoringModel())
     assert events == ["surrounded", RuntimeError]
     launcher = make_trainer(strategy="ddp_spawn", devices=2).strategy.launcher
-    lightning.surround_launch(launcher, surround)
+    lightning.surround_launch(launcher, surround, copy.copy)
     copied = pickle.loads(pickle.dumps(launcher.launch))
-    assert (copied.args[1], type(copied.args[0])) == (surround, type(launcher))
+    assert (copied.args[1:], type(copied.args[0])) == ((surround, copy.copy), type(launcher))
 
 
 def test_loops_ask_a_source_for_their_loaders():

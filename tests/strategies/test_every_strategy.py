@@ -1,16 +1,24 @@
 """What every strategy supports or refuses in one process: arguments, steps that are switched off, Trainers, ends."""
 
+import logging
 from datetime import timedelta
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_ddp_ext import BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext import (
+    BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
+    DDPCheckpointStrategy,
+    DDPJoinStrategy,
+    fabric,
+)
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.stall_watch import StallWatch
 from tests.parity import quiet_trainer
@@ -30,6 +38,55 @@ REFUSED = [
     ],
     ({"stall_timeout": "soon"}, TypeError, "`stall_timeout` must be a timedelta or a number of seconds, got 'soon'"),
 ]
+
+
+STARTS = [
+    (lambda: BalancedDataParallelStrategy(gpu0_batch_size=1), 2, "the devices share each batch evenly, but at most 1"),
+    (lambda: BalancedDataParallelStrategy(balance="auto"), 2, "the devices share each batch by their speed."),
+    (DDPCheckpointStrategy, 1, "each rank has batches of its own, as many as the others."),
+    (DDPJoinStrategy, 1, "each rank has batches of its own, and uses all of them."),
+    (lambda: BalancedDDPStrategy(split=[2]), 1, "the ranks share each batch of the loader in proportions of 2."),
+]
+
+
+def test_every_run_says_once_how_batches_are_divided_and_what_the_loss_is_taken_for(caplog):
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    logging.getLogger("lightning.pytorch").addHandler(caplog.handler)
+    loss = "The loss is taken for a mean over samples; `GradientCheck` verifies it."
+    try:
+        for make, devices, division in STARTS:
+            strategy, module = make(), BoringModel()
+            trainer = quiet_trainer(strategy, devices, fast_dev_run=2)
+            for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+                caplog.clear()
+                run(module)
+                (line,) = (one.message for one in caplog.records if one.message.startswith(type(strategy).__name__))
+                assert division in line
+                assert (loss in line) == (run == trainer.fit)
+    finally:
+        logging.getLogger("lightning.pytorch").removeHandler(caplog.handler)
+
+
+MEANT = {
+    BalancedDataParallelStrategy: ("gpu0_bsz", "gpu0_batch_size"),
+    BalancedDDPStrategy: ("gpu0_bsz", "gpu0_batch_size"),
+    DDPJoinStrategy: ("uneven_input", "uneven_inputs"),
+    fabric.BalancedDDPStrategy: ("weightby", "weight_by"),
+}
+
+
+def test_a_misspelt_argument_or_name_of_a_strategy_is_answered_with_the_right_one():
+    for strategy, (given, meant) in MEANT.items():
+        with pytest.raises(TypeError, match=rf"`{given}` is not an argument of this strategy\. Did you mean `{meant}`"):
+            strategy(**{given: 1})
+    for make, given, meant in (
+        (Trainer, "balanced_pd", "balanced_dp"), (Trainer, "DDP_jion", "ddp_join"), (Fabric, "ddp_jion", "ddp_join"),
+        (Fabric, "balanced_dp", "balanced_ddp"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"`strategy='{given}'` does not exist. Did you mean `{meant}`"):
+            make(strategy=given)
+    with pytest.raises(ValueError, match="You selected an invalid strategy name: `strategy='nonsense'`"):
+        Trainer(strategy="nonsense")
 
 
 def test_wrong_arguments_are_refused_with_a_remedy():

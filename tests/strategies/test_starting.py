@@ -1,7 +1,7 @@
 """How runs start their processes, and errors at that time, which are the same as with Lightning.
 
-As a script, `test_starting.py START_METHOD [fails]`, it trains as the script of a user would: one process, which starts
-the others.
+As a script, `test_starting.py START_METHOD [fails | predicts]`, it runs as the script of a user would: one process,
+which starts the others.
 """
 
 import os
@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_ext import DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext import BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
 from lightning_ddp_ext._compat import lightning as compat_lightning
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.strategies.base import ConnectedDDPStrategy, ConnectedFSDPStrategy
@@ -140,6 +140,49 @@ def test_an_error_of_the_user_reaches_the_caller(start_method):
         assert said == ["ProcessRaisedException ArithmeticError: the words of the user"], done.stderr
 
 
+class Doubling(LightningModule):
+    def __init__(self, is_opaque=False):
+        super().__init__()
+        self.is_opaque = is_opaque
+
+    def predict_step(self, batch, batch_idx):
+        wide = batch.expand(len(batch), 50_000)  # more than a pipe holds
+        return {"doubled": 2 * wide, "opaque": Opaque() if self.is_opaque else None}
+
+
+class Opaque:
+    pass
+
+
+def predict(start_method):
+    loader = DataLoader(torch.arange(7.0).reshape(7, 1), batch_size=2)
+    cases = [
+        (DDPJoinStrategy, Doubling(), {}),
+        (BalancedDDPStrategy, Doubling(), {"return_predictions": True}),
+        (DDPCheckpointStrategy, Doubling(), {}),
+        (DDPJoinStrategy, Doubling(), {"return_predictions": False}),
+        (DDPCheckpointStrategy, Doubling(is_opaque=True), {}),
+    ]
+    for make, module, options in cases if start_method == "fork" else cases[:1]:
+        found = quiet_trainer(make(start_method=start_method), 2).predict(module, loader, **options)
+        shown = None if found is None else [batch["doubled"][:, -1].tolist() for batch in found]
+        print("PREDICTED", make.__name__, shown)
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_that_are_forked_or_spawned_return_the_predictions_of_rank_0(start_method):
+    done = start(__file__, start_method, "predicts")
+    everything = [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0], [12.0]]
+    expected = [
+        f"DDPJoinStrategy {everything}", f"BalancedDDPStrategy {everything}",
+        "DDPCheckpointStrategy [[0.0, 4.0], [8.0, 12.0]]", "DDPJoinStrategy None", "DDPCheckpointStrategy None",
+    ]  # fmt: skip
+    is_fork = start_method == "fork"
+    assert re.findall(r"PREDICTED (.*)", done.stdout) == (expected if is_fork else expected[:1]), done.stderr
+    warning = "`trainer.predict` returns None: predictions hold `Opaque` at `[0]['opaque']`"
+    assert done.stderr.count(warning) == is_fork
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MISSING_GUARD, FIT_TWICE], ids=repr)
 def test_an_error_where_processes_are_started_is_not_replaced(monkeypatch, error):
     def launch(self, function, *args, **kwargs):
@@ -220,4 +263,4 @@ def test_the_start_method_is_chosen_by_the_kind_of_session(monkeypatch, is_inter
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    predict(sys.argv[1]) if sys.argv[2:] == ["predicts"] else main(*sys.argv[1:])

@@ -1,0 +1,40 @@
+"""Messages and tables on a terminal that may show a progress bar."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import rich
+from lightning.pytorch.utilities import rank_zero_info as log_on_rank_zero
+from rich.table import Table
+from tqdm import tqdm
+
+
+@contextmanager
+def above_progress_bar() -> Iterator[None]:
+    """Write to stdout, stderr and the log above a progress bar, if one is shown."""
+    # While Rich shows a bar, it has replaced `sys.stderr`, but handlers of loggers still write to the stream before.
+    replaced = getattr(sys.stderr, "rich_proxied_file", None)
+    handlers = [*logging.getLogger("lightning.pytorch").handlers, *logging.getLogger().handlers]
+    moved = [one for one in handlers if isinstance(one, logging.StreamHandler) and one.stream is replaced is not None]
+    for handler in moved:
+        handler.setStream(sys.stderr)
+    try:
+        with tqdm.external_write_mode(file=sys.stderr):
+            yield
+    finally:
+        for handler in moved:
+            handler.setStream(replaced)
+
+
+def print_table(table: Table) -> None:
+    """Print a table through the console of Rich's bar, which would overwrite the lines of another console."""
+    with above_progress_bar():
+        rich.get_console().print(table)
+
+
+def rank_zero_info(message: str) -> None:
+    """Log a message on rank 0, as Lightning's function does, above a progress bar."""
+    with above_progress_bar():
+        log_on_rank_zero(message)

@@ -1,0 +1,1 @@
+"""Copies of the groups strategy, process_group, network and cluster, for the search path of other applications."""
