@@ -185,7 +185,7 @@ class DDPCheckpointStrategy(DDPStrategy):
             self.global_rank,
             self._reducer,
             together.named_parameters,
-            is_known=lambda optimizer: optimizer in self.optimizers,
+            known=lambda: self.optimizers,
             weigh_loss=lambda: (self._loss_weight(), self._rule.is_sum),
             synchronize_by="Call `fabric.backward(loss)` instead of `loss.backward()`, and leave the last one before a"
             " step out of `fabric.no_backward_sync`.",

@@ -88,11 +88,11 @@ class RankSteps(ABC):
         self.participation = self.all_ranks
 
     def end_epoch(self) -> None:
-        """Compare the steps of optimizers, before any hook sees the values of an epoch."""
+        """Compare steps and settings of optimizers, before any hook sees the values of an epoch."""
         if self.fit_gradient is not None and self.trainer.training:
             guard, group = self.fit_gradient.guard, self.fit_gradient.reducer.process_group
-            steps, optimizers = zip(*gather_integers([guard.steps, guard.optimizers], group), strict=True)
-            compare_steps(self.trainer.global_rank, steps, optimizers)
+            of_ranks = gather_integers(guard.numbers(reads_devices=True), group)
+            compare_steps(group, of_ranks, self.fit_gradient.reducer.control)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the steps for a checkpoint."""
@@ -170,7 +170,7 @@ class RankGradient:
             trainer.global_rank,
             reducer,
             self._module.named_parameters,
-            is_known=lambda optimizer: optimizer in trainer.optimizers,
+            known=lambda: trainer.optimizers,
             # Not of `self`: in a cycle with it, the process group would outlive the run.
             weigh_loss=lambda: (cast(Any, trainer.strategy).batch_weight, rule.is_sum),
             synchronize_by="Call `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one"
