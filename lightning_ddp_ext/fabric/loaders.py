@@ -87,6 +87,7 @@ class FabricLoader:
                 self._strategy.begin_batch(current, *step)
                 yield step[0]
             self._used = None
+            self._strategy.end_batch(current)
 
     def _make_steps(self, own_skip: int, length: int | None, skip: int) -> Iterable[tuple[Any, FetchedBatch]]:
         """Return the steps of this epoch after the first `skip`, of which this rank has had `own_skip` batches."""

@@ -393,6 +393,12 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             super().barrier(*args, **kwargs)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        settled = {} if self.reducer is None else self.reducer.buffers.settled()  # in a hook of a batch
+        return state | {name: one for name, one in settled.items() if name in state}
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
