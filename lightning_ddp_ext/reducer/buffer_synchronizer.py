@@ -243,10 +243,12 @@ class BufferSynchronizer:
             weight, total, source = 1.0, float(len(exchanged.weights)), 0
         self._weights = weight, total, source
         found = {index: buffer for index in changed if (buffer := self._table.entries[index]) is not None}
-        early = {index for index in found if _has_mean(found[index].dtype) or index in self._statistics}
+        early = {
+            index: buffer for index, buffer in found.items() if _has_mean(buffer.dtype) or index in self._statistics
+        }
         # Writing to `data` increases no version, so that `settle` looks like no change.
         self._late |= {index: buffer.data for index, buffer in found.items() if index not in early}
-        self._equalize({index: found[index] for index in early})
+        self._equalize(early)
         self.remember()
         if self.settles_itself:
             self.settle()
@@ -297,10 +299,8 @@ class BufferSynchronizer:
 
     def _warn_of_differences(self, own: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> None:
         """Warn once if a buffer of this rank has got another value."""
-        differ = list(
-            itertools.compress(own, find_different([(value, buffers[index]) for index, value in own.items()]))
-        )
-        if differ:
+        pairs = [(value, buffers[index]) for index, value in own.items()]
+        if differ := list(itertools.compress(own, find_different(pairs))):
             name, is_mean = self._table.names[differ[0]], _has_mean(own[differ[0]].dtype)
             kept = "its mean by the weights of the batches" if is_mean else f"the value of rank {self._weights[2]}"
             self._warn(

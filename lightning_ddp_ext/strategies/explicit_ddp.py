@@ -395,8 +395,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        settled = {} if self.reducer is None else self.reducer.buffers.settled()  # in a hook of a batch
-        return state | {name: one for name, one in settled.items() if name in state}
+        if self.reducer is None or not self._watch.others_come():
+            return state
+        return state | {name: one for name, one in self.reducer.buffers.settled().items() if name in state}
 
     @override
     def save_checkpoint(
