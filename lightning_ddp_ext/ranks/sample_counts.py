@@ -50,10 +50,7 @@ class BatchSamples:
         )
 
     def begin(self, drawn: float | None, batch: Any = None) -> None:
-        """Begin a batch with the number of samples that the loader has drawn for it; None if unknown, or at its end.
-
-        A batch of fewer samples, some of which its collate function has dropped, has its own number.
-        """
+        """Begin a batch with the drawn samples, None if unknown or at its end; a batch that dropped some decides."""
         self._drawn = None
         kept = None if drawn is None or batch is None else self.count(batch)
         self._drawn = drawn

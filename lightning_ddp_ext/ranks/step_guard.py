@@ -57,19 +57,17 @@ class StepGuard:
         """Send the steps of this rank, and the settings of its optimizers, with the next synchronisation."""
         control = self.reducer.control
         control.optimizer_steps, control.optimizers = self.numbers()
-        control.describe_settings = self.describe_settings
+        # In a cycle with the reducer, the process group would outlive the run.
+        control.describe_settings = partial(_call, weakref.WeakMethod(self._describe_settings))
 
     def numbers(self, reads_devices: bool = False) -> tuple[int, int]:
-        """Return the number of steps, and a number of the optimizers and their settings, equal on all ranks.
-
-        Settings on a device are left out unless the host may wait to read them.
-        """
+        """Return the steps, and a hash of optimizers and settings; of those on a device if the host may read them."""
         if self.announced is not None:
             return self.steps, self.announced
         settings = [_plain([group[name] for name in sorted(group)], reads_devices) for _, group in self._groups()]
         return self.steps, (self.optimizers + zlib.crc32(repr(settings).encode())) % 2**32
 
-    def describe_settings(self) -> dict[str, object]:
+    def _describe_settings(self) -> dict[str, object]:
         """Describe all settings of optimizers, for `compare_setups`."""
         return {
             f"setting `{name}` of {title}": _plain(group[name], reads_devices=True)

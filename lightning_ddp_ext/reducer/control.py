@@ -199,10 +199,7 @@ class ControlMessage:
 
 
 def compare_steps(group: dist.ProcessGroup, of_ranks: Sequence[Sequence[float]], control: StepControl) -> None:
-    """Raise an error on all ranks if these have made different optimizer steps, or their optimizers other settings.
-
-    `of_ranks` are the `optimizer_steps` and `optimizers` of each rank.
-    """
+    """Raise an error on all ranks if their `optimizer_steps` or `optimizers`, the pairs in `of_ranks`, differ."""
     if len({tuple(numbers) for numbers in of_ranks}) == 1:
         return
     rank, (steps, _) = dist.get_rank(group), zip(*of_ranks, strict=True)

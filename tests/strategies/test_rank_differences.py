@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
+from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torchmetrics import MeanMetric
 
@@ -197,6 +198,35 @@ class Twins(Trained):
         return (torch.diagonal(product) - 1).square().sum() + 0.1 * product.square().sum()
 
 
+def gathered(own: Tensor) -> tuple[Tensor, int]:
+    """Return the rows of all ranks with their gradients, and the position of the first own row."""
+    if not dist.is_initialized():
+        return own, 0
+    sizes = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor(len(own)))
+    start, total = int(sum(sizes[:RANK])), int(sum(sizes))
+    return all_reduce(functional.pad(own, (0, 0, start, total - start - len(own)))), start
+
+
+class Contrast(Trained):
+    """CLIP and SimCLR: each view of a sample is compared with the other views of all samples."""
+
+    def __init__(self, is_local: bool) -> None:
+        super().__init__()
+        self.is_local = is_local
+
+    def loss(self, batch: Any) -> Tensor:
+        features = batch[0].to(self.network[0].weight.dtype)
+        one, start = gathered(self.network(features))
+        other, _ = gathered(self.network(features + 0.1 * features.roll(1, 1)))
+        if not self.is_local:
+            logits = one @ other.T
+            own = torch.arange(len(one))
+            return (functional.cross_entropy(logits, own) + functional.cross_entropy(logits.T, own)) / 2
+        rows = torch.arange(start, start + len(features))
+        return functional.cross_entropy(one[rows] @ other.T, rows, reduction="sum") / len(one)
+
+
 class Measuring(Trained):
     """Communicates in a metric and in a logged value only."""
 
@@ -219,7 +249,8 @@ def warned(case: Case) -> Any:
 
 EQUAL = {
     "twins, even steps": Case(EVEN, Twins, partial(DDPCheckpointStrategy, weight_by="equal")),
-    "twins, uneven": Case([[3, 2], [2, 4, 3, 1], [4, 1, 2]], Twins, partial(DDPJoinStrategy, weight_by="equal")),
+    "all pairs": Case(EVEN, partial(Contrast, False), partial(DDPCheckpointStrategy, weight_by="equal")),
+    "own pairs": Case(EVEN, partial(Contrast, True), partial(DDPCheckpointStrategy, weight_by="sum")),
 }
 SAMPLES = {
     "twins by samples": Case(EVEN, Twins),
@@ -238,7 +269,7 @@ def found():
             **ALIKE,
             **{name: partial(_on_rank, counted, case) for name, case in COUNTS.items()},
             "kept": partial(_on_rank, counted, KEPT),
-            "twins, even steps": EQUAL["twins, even steps"],
+            **EQUAL,
             **{name: partial(_on_rank, warned, case) for name, case in SAMPLES.items()},
         },
     )
@@ -284,11 +315,14 @@ def test_integers_become_equal_after_each_batch_and_a_warning_names_those_that_d
     assert "_set_params_and_buffers_to_ignore_for_model(module, ['counts'])" in second[0]
 
 
-def test_a_loss_over_features_of_all_ranks_is_exact_with_equal_weights(found):
-    case = EQUAL["twins, even steps"]
-    assert_same_training(values_of(found, "twins, even steps"), case.alone())
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_loss_over_features_of_all_ranks_is_exact_with_the_documented_weights(found, name):
+    assert_same_training(values_of(found, name), EQUAL[name].alone(), tolerance=1e-9)
+
+
+def test_by_samples_a_loss_over_features_of_all_ranks_is_wrong(found):
     by_samples = values_of(found, "twins by samples")[0][0]
-    assert (by_samples.parameters - case.alone().parameters).abs().max() > 1e-4
+    assert (by_samples.parameters - EQUAL["twins, even steps"].alone().parameters).abs().max() > 1e-4
 
 
 def test_one_warning_says_that_a_step_that_communicates_needs_equal_weights(found):
@@ -300,13 +334,14 @@ def test_one_warning_says_that_a_step_that_communicates_needs_equal_weights(foun
 
 @pytest.mark.slow
 def test_three_ranks_of_which_two_run_out_of_data_train_as_one_process():
-    cases = {"twins": EQUAL["twins, uneven"], **{name: partial(_on_rank, counted, one) for name, one in THREE.items()}}
+    cases = {"twins": TWINS, **{name: partial(_on_rank, counted, one) for name, one in THREE.items()}}
     made = run_on_ranks(3, cases)
-    assert_same_training(values_of(made, "twins"), EQUAL["twins, uneven"].alone(), tolerance=1e-9)
+    assert_same_training(values_of(made, "twins"), TWINS.alone(), tolerance=1e-9)
     for name, case in THREE.items():
         modules: list[Any] = []
         Case(case.sizes, lambda case=case, own=modules: own.append(case.module()) or own[0]).alone()
         assert values_of(made, name) == [[modules[0].found, [0] * 4, [False] * 4, []]] * 3
 
 
+TWINS = Case([[3, 2], [2, 4, 3, 1], [4, 1, 2]], Twins, partial(DDPJoinStrategy, weight_by="equal"))
 THREE = {"counts": Case([[3, 2], [2, 4, 3, 1], [4, 1, 2]], Counting, JOIN)}
