@@ -182,7 +182,7 @@ COUNTS = {
     "counts, accumulated": Case([[2, 1, 3, 2], [1, 1, 2, 4]], partial(Counting, "on_before_optimizer_step"), windows=2),
 }
 COUNTS["counts, compared"] = replace(
-    COUNTS["counts, even"], trainer=lambda: {"callbacks": [ReplicaConsistency(every_n_steps=1)]}
+    COUNTS["counts, even"], trainer={"callbacks": [ReplicaConsistency(every_n_steps=1)]}
 )
 KEPT = Case(EVEN, partial(Counting, "on_train_epoch_end", resets=False))
 
