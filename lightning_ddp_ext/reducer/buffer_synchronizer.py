@@ -256,7 +256,7 @@ class BufferSynchronizer:
     def settled(self) -> dict[str, Tensor]:
         """Return the values that `settle` would set now, by name. Call on every rank."""
         copies = {index: buffer.clone() for index, buffer in self._late.items()}
-        self._equalize(copies)
+        self._equalize(copies, tells=False)  # hooks may make them equal before `settle`
         return {self._table.names[index]: value for index, value in copies.items()}
 
     def settle(self) -> None:
@@ -264,16 +264,14 @@ class BufferSynchronizer:
         late, self._late = self._late, {}
         self._equalize(late)
 
-    def _equalize(self, buffers: Mapping[int, Tensor]) -> None:
+    def _equalize(self, buffers: Mapping[int, Tensor], tells: bool = True) -> None:
         weight, total, source = self._weights
         # At first, rank 0 finds means of different values, and the rank behind the source different integers.
-        is_told = weight and self._comparisons < _LEARNING and not self._warn.has_warned
+        tells = tells and weight > 0 and self._comparisons < _LEARNING and not self._warn.has_warned
         own = {
             index: buffer.clone()
             for index, buffer in buffers.items()
-            if is_told
-            and index not in self._statistics
-            and self._rank == (0 if _has_mean(buffer.dtype) else source + 1)
+            if tells and index not in self._statistics and self._rank == (0 if _has_mean(buffer.dtype) else source + 1)
         }
         small = [buffer for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
         large = [buffer for buffer in buffers.values() if buffer.nbytes > _LARGE_BYTES]

@@ -669,7 +669,7 @@ def settings_that_differ(folder: str) -> str:
     fabric = launched(DDPCheckpointStrategy())
     model = nn.Linear(5, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(samples(8)[0].float()), batch_size=2))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(samples(16)[0].float()), batch_size=2))
     for number, (batch,) in enumerate(loader):
         try:
             fabric.backward(model(batch).sum())
