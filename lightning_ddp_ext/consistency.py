@@ -168,6 +168,7 @@ _REMEDIES = {
     "parameter": "Build the same module on every rank, with the same parameters frozen.",
     "buffer": "Build the same module on every rank, and change it in the same steps. Exclude a buffer that holds other"
     " values on each rank with `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`.",
+    "setting": "Change it alike on all ranks, such as by monitoring values that are logged with `sync_dist=True`.",
     "order": "Create and register them in the same order on every rank.",
 }
 
@@ -185,7 +186,7 @@ def compare_setups(description: Mapping[str, object], group: dist.ProcessGroup |
     Raises:
         ReplicaMismatchError: On every rank, with the first three differences and their values on each rank.
     """
-    own = {key: _value_to_text(value) for key, value in description.items()}
+    own = {key: value_to_text(value) for key, value in description.items()}
     if dist.get_world_size(group) == 1:
         return
     records = gather_different(own, group)
@@ -247,20 +248,20 @@ def describe_module(module: nn.Module) -> dict[str, object]:
     return description
 
 
-def _value_to_text(value: Any) -> str:
+def value_to_text(value: Any) -> str:
     """Return text without addresses and without the order of a set, which depend on the process."""
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, bool | int | float | timedelta | Enum | torch.dtype):
         return str(value)
     if isinstance(value, functools.partial):
-        return f"partial({', '.join(_value_to_text(part) for part in (value.func, value.args, value.keywords))})"
+        return f"partial({', '.join(value_to_text(part) for part in (value.func, value.args, value.keywords))})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_value_to_text(key)}: {_value_to_text(entry)}" for key, entry in value.items()) + "}"
+        return "{" + ", ".join(f"{value_to_text(key)}: {value_to_text(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, Set):
-        return "{" + ", ".join(sorted(map(_value_to_text, value))) + "}"
+        return "{" + ", ".join(sorted(map(value_to_text, value))) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value_to_text, value)) + "]"
+        return "[" + ", ".join(map(value_to_text, value)) + "]"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 

@@ -1,5 +1,6 @@
-"""Errors raised after construction; wrong arguments of a constructor raise `TypeError` or `ValueError`."""
+"""Errors raised after construction, besides the `TypeError` and `ValueError` of constructors, and warnings."""
 
+import warnings
 from collections.abc import Sequence
 
 
@@ -85,3 +86,15 @@ class RendezvousError(DDPExtError):
 
 class NetworkInterfaceError(DDPExtError):
     """The network interface is missing on a node, or does not reach the other nodes."""
+
+
+class WarnOnce:
+    """Warns of a problem the first time only."""
+
+    has_warned = False
+
+    def __call__(self, message: str) -> None:
+        """Warn the caller of the function that calls this."""
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(message, UserWarning, stacklevel=3)

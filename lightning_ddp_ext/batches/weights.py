@@ -1,7 +1,6 @@
 """Weights of batches and of their parts, for combining losses, gradients and logged values, and counters of samples."""
 
 import math
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext._validation import as_number
+from lightning_ddp_ext.errors import WarnOnce
 
 Labels = str | int | Callable[[Any], Tensor | Sequence[Tensor]]
 
@@ -196,7 +196,7 @@ class WeightRule:
         self.function = TokenCount() if weight_by == "tokens" else weight_by if callable(weight_by) else None
         self.of_any_batch = None if self.is_by_samples or self.function is not None else 1.0  # None if batches differ
         self._inform: Callable[[str], None] | None = inform
-        self._has_warned = False
+        self._warn = WarnOnce()
 
     def weigh(self, batch: Any, samples: float) -> float:
         """Return the weight of a batch or chunk with this number of samples."""
@@ -221,13 +221,10 @@ class WeightRule:
 
     def warn_of_skip(self, part: str) -> None:
         """Warn, the first time only, that `training_step` has returned None on `part`, such as `"rank 1"`."""
-        message = (
+        self._warn(
             f"`training_step` returned None on {part}, whose samples have no weight in the gradient of this step."
             " Ignore this if it is on purpose. Log with `sync_dist=True` before returning None, if at all."
         )
-        if not self._has_warned:
-            warnings.warn(message, category=UserWarning, stacklevel=3)
-        self._has_warned = True
 
 
 class SampleCounters:

@@ -88,6 +88,7 @@ class FabricLoader:
                 self._strategy.begin_batch(current, *step)
                 yield step[0]
             self._used = None
+            self._strategy.end_batch(current)
 
     def _make_steps(self, skip: int, current: LoopBatch) -> Steps:
         """Return the steps of this epoch after the first `skip`."""

@@ -1,6 +1,5 @@
 """`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`, the base of `balanced_ddp` in `shared_batches.py`."""
 
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -27,7 +26,7 @@ from lightning_ddp_ext.clusters.process_group_options import Connection, StartMe
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_known, gather_objects, own_group
-from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError
+from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError, WarnOnce
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
 from lightning_ddp_ext.fabric.loaders import RNG, Batches, FabricLoader, LoopBatch, Steps, without_first
 from lightning_ddp_ext.join.combined_loader import RankedLoader
@@ -145,7 +144,7 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
         self._resumed_reducer: Mapping[str, Any] | None = None
         self._accumulating: tuple[object, ...] = ()  # the modules that `no_backward_sync` names at the moment
         self._window = LoopWindow(self._rule.is_sum)
-        self._has_warned = False
+        self._warn = WarnOnce()
 
     # ------------------------------------------------------------ set-up
 
@@ -195,7 +194,7 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
             self.global_rank,
             self._reducer,
             together.named_parameters,
-            is_known=lambda optimizer: optimizer in self.optimizers,
+            known=lambda: self.optimizers,
             weigh_loss=lambda: (self._loss_weight(), self._rule.is_sum),
             synchronize_by="Call `fabric.backward(loss)` instead of `loss.backward()`, and leave the last one before a"
             " step out of `fabric.no_backward_sync`.",
@@ -248,6 +247,7 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
 
     def begin_batch(self, current: LoopBatch, batch: Any, fetched: FetchedBatch) -> None:
         """Begin with the next batch of a loop."""
+        self.end_batch(current)
         self._forget(current)
         self._batches.append(current)
         current.participation, current.shares = fetched.participation, fetched.shares
@@ -261,12 +261,17 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
         current.weight, current.problem = weight, problem
         current.is_new, current.has_given_weight, current.has_evaluated = True, False, False
 
+    def end_batch(self, current: LoopBatch) -> None:
+        """Settle integer buffers if the last batch of a loop had a backward pass, after all code of its step."""
+        if self._reducer is not None and current in self._batches and not current.is_new:
+            self._reducer.buffers.settle()
+
     def _weigh(self, batch: Any, fetched: FetchedBatch) -> float:
         if self.is_shadow:
             return 0.0
         samples: float | None = 1.0
         if self._rule.is_by_samples:
-            self._samples.begin(fetched.samples)
+            self._samples.begin(fetched.samples, batch)
             samples = self._samples.count(batch)
         if samples is None:
             raise ValueError(f"rank {self.global_rank}: {self._samples.describe_problem()}")
@@ -346,22 +351,20 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
             ) from error
 
     def _warn_of_skipped(self, new: Sequence[LoopBatch]) -> None:
-        if any(one.has_skipped and not one.has_given_weight for one in new) and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
+        if any(one.has_skipped and not one.has_given_weight for one in new):
+            self._warn(
                 f"rank {self.global_rank}: a loader has given several batches of different weights since the last"
                 f" `fabric.backward`, which uses the weight of the last one, {new[-1].weight:g}. Ignore this if you"
                 " left batches out on purpose. If your loop takes batches ahead of their use, read"
                 " `fabric.strategy.batch_weight` after taking each one, and set it to this value before the"
-                " `fabric.backward` of the batch.",
-                category=UserWarning,
-                stacklevel=3,
+                " `fabric.backward` of the batch."
             )
 
     def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
         """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
         if self._guard is not None:
             self._guard.send_steps()
+        reducer.buffers.settles_itself = not self._batches[-1].number  # no loop over a loader says when a step ends
         return self._window.synchronize_pass(reducer, self.position(self._batches[-1]))
 
     def position(self, batch: LoopBatch) -> int:

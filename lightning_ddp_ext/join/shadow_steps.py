@@ -243,7 +243,8 @@ class LockstepSteps(RankSteps):
         message: dict[str, Any] = {"logged": self.logged.describe() if has_ended else None, "changes_size": None}
         changes = None
         if self._mirror is not None and self.trainer.training:
-            message["steps"] = [self.gradient.guard.steps, self.gradient.guard.optimizers]
+            guard = self.gradient.guard
+            message["steps"] = [guard.steps, guard.optimizers, None if has_ended else guard.numbers()[1]]
             changes = self._mirror.changes(self._batch_samples) if has_ended else None
         if changes is not None:
             message["changes_size"] = changes.numel()
@@ -256,7 +257,8 @@ class LockstepSteps(RankSteps):
         """Receive an announcement on a joined rank; apply the effects of the step and return True if it has ended."""
         message = json.loads(self._messages.wait())
         if "steps" in message:  # of manual optimization, which runs on the active ranks only
-            self.gradient.guard.steps, self.gradient.guard.optimizers = message["steps"]
+            guard = self.gradient.guard
+            guard.steps, guard.optimizers, guard.announced = message["steps"]
         if message["logged"] is None:
             return False
         self.logged.adopt(message["logged"])

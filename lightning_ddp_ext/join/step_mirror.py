@@ -200,10 +200,13 @@ class StepMirror:
 
     def _changed_buffers(self) -> dict[str, Tensor | None]:
         """Return the buffers with another shape or dtype, whose values the reducer does not make equal."""
-        buffers = self._buffers()
-        if not self._module.automatic_optimization:
-            return buffers  # they may change after the last backward pass of the step
-        return {name: one for name, one in buffers.items() if self._forms.get(name, _form(one)) != _form(one)}
+        is_manual = not self._module.automatic_optimization  # means may change after the last backward pass
+        return {
+            name: one
+            for name, one in self._buffers().items()
+            if self._forms.get(name, _form(one)) != _form(one)
+            or (is_manual and (one is None or one.is_floating_point()))
+        }
 
     def _changed_attributes(self, samples: int) -> list[tuple[Place, list[Any], list[Any]]]:
         """Return the place of each changed plain value, and the values before and after; no value is an empty list."""

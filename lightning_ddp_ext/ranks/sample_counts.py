@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext.batches.containers import is_array, walk
 from lightning_ddp_ext.batches.splitting import count_samples, may_be_one_sample
-from lightning_ddp_ext.errors import BatchSplitError
+from lightning_ddp_ext.errors import BatchSplitError, WarnOnce
 
 
 def count_drawn(samples: Any, batch: Any, batch_size: int | None) -> int | None:
@@ -38,6 +39,7 @@ class BatchSamples:
         self.problem = ""  # why the last batch has no count
         self.batch_dim = batch_dim
         self._drawn: float | None = None
+        self._warn = WarnOnce()
 
     def describe_problem(self) -> str:
         """Return a message that the last batch has no count, with the remedy."""
@@ -47,9 +49,21 @@ class BatchSamples:
             ' `weight_by="equal"` if batches are equally large on all ranks.'
         )
 
-    def begin(self, drawn: float | None) -> None:
-        """Begin a batch with the number of samples that the loader has drawn for it; None if unknown, or at its end."""
+    def begin(self, drawn: float | None, batch: Any = None) -> None:
+        """Begin a batch with the drawn samples, None if unknown or at its end; a batch that dropped some decides."""
+        self._drawn = None
+        kept = None if drawn is None or batch is None else self.count(batch)
         self._drawn = drawn
+        if drawn is None or kept is None or kept >= drawn:
+            return
+        shapes = [getattr(part, "shape", ()) for part in walk(batch) if is_array(part)]
+        if not shapes or any(drawn not in shape for shape in shapes):  # else samples may be in another dimension
+            self._drawn = kept
+            self._warn(
+                f"the loader has drawn {drawn:g} samples for a batch of {kept:g} samples along `batch_dim="
+                f"{self.batch_dim}`, so that the batch has weight {kept:g}. Ignore this if the collate function drops"
+                " samples on purpose. If samples are in another dimension, set `batch_dim`."
+            )
 
     def weight(self, batch: Any) -> float:
         """Return the weight of the batch in a mean over ranks: its samples, or nan if they cannot be counted."""

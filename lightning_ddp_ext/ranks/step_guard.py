@@ -1,7 +1,8 @@
 """Checks of the steps of optimizers on one rank: synchronised gradients, and losses of closures that ranks share."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ddp_ext.consistency import describe, value_to_text
 from lightning_ddp_ext.distributed.exchange import add_up
 from lightning_ddp_ext.errors import UnsynchronizedGradientsError
 from lightning_ddp_ext.ranks.sample_counts import sums_and_means
@@ -31,12 +33,13 @@ class StepGuard:
     rank: int
     reducer: GradientReducer
     named_parameters: Callable[[], Iterable[tuple[str, Tensor]]]  # of the moment, for errors
-    is_known: Callable[[Optimizer], bool]  # returns True for an optimizer that was set up with Lightning
+    known: Callable[[], Collection[Optimizer]]  # returns the optimizers that were set up with Lightning
     weigh_loss: Callable[[], tuple[float, bool]]  # returns the weight of the current batch, and if its loss is a sum
     synchronize_by: str  # what to do about gradients that are not synchronised, for the error
     create_in: str  # where to create parameters, for the error
     steps: int = 0  # that optimizers have begun
     optimizers: int = 0  # a number that depends on how often each optimizer has stepped, in any order
+    announced: int | None = None  # second of `numbers` on the ranks that run a manual step, which may change settings
 
     def __post_init__(self) -> None:
         self._depths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # a subclass may call its base's step
@@ -51,9 +54,32 @@ class StepGuard:
         self.close = weakref.finalize(self, _remove, hooks)
 
     def send_steps(self) -> None:
-        """Send the steps of this rank with the next synchronisation."""
+        """Send the steps of this rank, and the settings of its optimizers, with the next synchronisation."""
         control = self.reducer.control
-        control.optimizer_steps, control.optimizers = self.steps, self.optimizers
+        control.optimizer_steps, control.optimizers = self.numbers()
+        # In a cycle with the reducer, the process group would outlive the run.
+        control.describe_settings = partial(_call, weakref.WeakMethod(self._describe_settings))
+
+    def numbers(self, reads_devices: bool = False) -> tuple[int, int]:
+        """Return the steps, and a hash of optimizers and settings; of those on a device if the host may read them."""
+        if self.announced is not None:
+            return self.steps, self.announced
+        settings = [_plain([group[name] for name in sorted(group)], reads_devices) for _, group in self._groups()]
+        return self.steps, (self.optimizers + zlib.crc32(repr(settings).encode())) % 2**32
+
+    def _describe_settings(self) -> dict[str, object]:
+        """Describe all settings of optimizers, for `compare_setups`."""
+        return {
+            f"setting `{name}` of {title}": _plain(group[name], reads_devices=True)
+            for title, group in self._groups()
+            for name in sorted(group)
+        }
+
+    def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, optimizer in enumerate(self.known()):
+            for position, group in enumerate(optimizer.param_groups):
+                title = f"parameter group {position} of optimizer {number} ({type(optimizer).__name__})"
+                yield title, {**group, "params": len(group["params"])}
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise `UnsynchronizedGradientsError` if the optimizer would step with gradients of this rank alone."""
@@ -64,7 +90,7 @@ class StepGuard:
                 f"{about} gradients that have not been synchronised with the other ranks. {self.synchronize_by}"
             )
         unmanaged = self.reducer.unmanaged_parameters(parameters)
-        if len(unmanaged) == len(parameters) and not self.is_known(optimizer):
+        if len(unmanaged) == len(parameters) and optimizer not in self.known():
             return
         for parameter in unmanaged:
             if parameter.requires_grad and parameter.grad is not None:
@@ -125,6 +151,19 @@ class StepGuard:
         # are redirected to the ranks that run the step.
         sums, means = sums_and_means(value, None if is_sum and not weight else weight, add_up)
         return (sums if is_sum else means)[0]
+
+
+_PLAIN = {float, int, bool, type(None)}
+
+
+def _plain(value: Any, reads_devices: bool) -> object:
+    """Return a setting as a value with the same `repr` in every process."""
+    if isinstance(value, Tensor):
+        is_read = value.numel() == 1 and (reads_devices or value.device.type == "cpu")
+        return value.item() if is_read else describe(value)
+    if isinstance(value, list | tuple):
+        return [part if type(part) in _PLAIN else _plain(part, reads_devices) for part in value]
+    return value_to_text(value)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from traceback import walk_stack
 from typing import Any, cast
 
 import torch
@@ -18,9 +19,10 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import is_hook_of_loop, takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader
 from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, watch_logging
+from lightning_ddp_ext._compat.torch import replaced_collectives
 from lightning_ddp_ext.batches.weights import WeightRule
 from lightning_ddp_ext.distributed.exchange import add_up, gather_integers
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import UnsupportedFeatureError, WarnOnce
 from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples, sums_and_means
 from lightning_ddp_ext.ranks.step_guard import StepGuard
@@ -28,6 +30,8 @@ from lightning_ddp_ext.reducer.control import compare_steps
 from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientReducer
 
 _PASSES = 1000  # more than there are synchronised backward passes in a batch
+_COMBINING = ("all", "reduce_scatter")  # beginnings of collectives that give a rank values of other ranks
+_NO_LOSS = ("torchmetrics", "torch.nn.modules.batchnorm")  # modules whose collectives do not combine losses
 
 
 class RankSteps(ABC):
@@ -65,12 +69,13 @@ class RankSteps(ABC):
     def begin_fetched(self, batch: Any, fetched: FetchedBatch) -> None:
         """Begin with a batch of a loop."""
         self.participation = fetched.participation or self.all_ranks
-        self.samples.begin(fetched.samples)
+        self.samples.begin(fetched.samples, batch)
 
     def training_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         """Return the output of `training_step`, which `run` calls."""
         self.gradient.begin(batch, self.participation.active)
-        output = self.run_step(run, self.gradient.log_weight)
+        with self.gradient.watch_collectives():
+            output = self.run_step(run, self.gradient.log_weight)
         return self.gradient.skip() if output is None and self.module.automatic_optimization else output
 
     def evaluation_step(self, batch: Any, run: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
@@ -86,13 +91,16 @@ class RankSteps(ABC):
         """End the batch; hooks and logged values that follow belong to no batch."""
         self.samples.begin(None)
         self.participation = self.all_ranks
+        if self.fit_gradient is not None:
+            self.fit_gradient.reducer.buffers.settle()  # all ranks end the batch, and all its hooks have run
+            self.fit_gradient.warn_of_weights()
 
     def end_epoch(self) -> None:
-        """Compare the steps of optimizers, before any hook sees the values of an epoch."""
+        """Compare steps and settings of optimizers, before any hook sees the values of an epoch."""
         if self.fit_gradient is not None and self.trainer.training:
             guard, group = self.fit_gradient.guard, self.fit_gradient.reducer.process_group
-            steps, optimizers = zip(*gather_integers([guard.steps, guard.optimizers], group), strict=True)
-            compare_steps(self.trainer.global_rank, steps, optimizers)
+            of_ranks = gather_integers(guard.numbers(reads_devices=True), group)
+            compare_steps(group, of_ranks, self.fit_gradient.reducer.control)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the steps for a checkpoint."""
@@ -158,6 +166,7 @@ class RankGradient:
         reducer.control.describe_position = lambda position: "batch {}, backward pass {}".format(
             *divmod(position, _PASSES)
         )
+        reducer.buffers.settles_itself = False
         self.window = AccumulationWindow()
         self.log_weight = 0.0  # of the values that the micro-batch logs
         self.weight = 0.0  # of the micro-batch in the gradient
@@ -173,7 +182,7 @@ class RankGradient:
             trainer.global_rank,
             reducer,
             self._module.named_parameters,
-            is_known=lambda optimizer: optimizer in trainer.optimizers,
+            known=lambda: trainer.optimizers,
             # Not of `self`: in a cycle with it, the process group would outlive the run.
             weigh_loss=lambda: (cast(Any, trainer.strategy).batch_weight, rule.is_sum),
             synchronize_by="Call `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one"
@@ -182,6 +191,9 @@ class RankGradient:
         )
         self._batch = -1  # number of the batch in the run
         self._passes = 0  # synchronised backward passes of this batch
+        self._watched_epoch: int | None = None
+        self._communicates = False  # `training_step` has issued collectives that combine values of ranks
+        self._warn = WarnOnce()
 
     def begin(self, batch: Any, active: Sequence[int]) -> None:
         """Weigh a micro-batch before `training_step` is called with it; `active` ranks have a micro-batch."""
@@ -192,6 +204,38 @@ class RankGradient:
         self.log_weight = self.weight = self._rule.weigh(batch, samples)
         if leaves_out_backward(self._trainer):
             self._add()
+
+    def watch_collectives(self) -> AbstractContextManager[None]:
+        """Note collectives in the block, in the first step of an epoch only, because replacing them takes time."""
+        epoch = self._trainer.current_epoch
+        if self._watched_epoch == epoch or self._communicates or not self._rule.is_by_samples:
+            return nullcontext()
+        self._watched_epoch = epoch
+        return replaced_collectives(self._note_collective, self._note_group, lambda: None, lambda name: None)
+
+    def _note_collective(self, group: dist.ProcessGroup, name: str) -> None:
+        if name.startswith(_COMBINING) and group is not self.reducer.process_group:
+            callers = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in walk_stack(None)]
+            self._communicates |= not any(
+                module.startswith(_NO_LOSS) or (function == "reduce" and module.startswith("lightning_ddp_ext"))
+                for module, function in callers  # `reduce` serves logged values
+            )
+
+    def _note_group(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        self._note_collective(group, _COMBINING[0])
+        return group
+
+    def warn_of_weights(self) -> None:
+        """Warn once if a step communicates, and the batches of ranks have different numbers of samples."""
+        exchanged = self.reducer.control.exchanged
+        if not self._communicates or exchanged is None or len(set(filter(None, exchanged.weights))) < 2:
+            return
+        if self._trainer.global_rank == exchanged.source:
+            self._warn(
+                "`training_step` communicates between ranks, whose batches have different numbers of samples. A loss"
+                " that each rank computes from the features or statistics of all ranks, as in SimCLR, CLIP or Barlow"
+                ' Twins, needs `weight_by="equal"`. Ignore this if the loss is a mean over the samples of one rank.'
+            )
 
     def begin_without_data(self, active: Sequence[int]) -> None:
         """Begin a step in which the active ranks have a micro-batch and this rank has none."""

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -21,6 +20,7 @@ from lightning_ddp_ext._compat.torch import (
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext.consistency import compare_setups, describe, find_ignored, fingerprint
 from lightning_ddp_ext.distributed.exchange import gather_integers, gather_objects
+from lightning_ddp_ext.errors import WarnOnce
 from lightning_ddp_ext.reducer.buckets import overwrite
 from lightning_ddp_ext.reducer.control import ExchangedControl
 
@@ -173,7 +173,10 @@ class BufferSynchronizer:
         self._values: list[Tensor | None] = []
         self._comparisons = 0
         self._silent: set[int] = set()  # buffers that change silently on this rank
-        self._has_warned = False
+        self._warn = WarnOnce()
+        self.settles_itself = True  # else the caller calls `settle` after each batch
+        self._late: dict[int, Tensor] = {}  # integers that any rank has changed since `settle`
+        self._weights = 1.0, 1.0, 0  # of this rank, of all, and the first rank with data, in the last synchronisation
         self._structure, self._specs = 0, self._table.specs  # that all ranks have agreed on
         self._accept()
 
@@ -196,7 +199,10 @@ class BufferSynchronizer:
         buffers = self._table.entries
         self._seen = TensorVersions(buffers)
         learning = self._comparisons < _LEARNING
-        self._values = [None if buffer is None else buffer.detach().clone() for buffer in buffers] if learning else []
+        self._values = [
+            None if buffer is None or index in self._late else buffer.detach().clone()
+            for index, buffer in enumerate(buffers if learning else [])
+        ]
 
     def find_changes(self) -> bytearray:
         """Read the buffers of the module again, and mark the agreed buffers that have changed on this rank."""
@@ -221,7 +227,7 @@ class BufferSynchronizer:
         return changed
 
     def synchronize(self, exchanged: ExchangedControl, weight: float) -> None:
-        """Set buffers changed on any rank to the common value; average equally if all weights are 0.
+        """Set buffers changed on any rank to the common value, integers in `settle`; average equally without weights.
 
         Raises `ReplicaMismatchError` on every rank if ranks have different buffers now.
         """
@@ -235,23 +241,49 @@ class BufferSynchronizer:
             total, source = exchanged.total_weight, exchanged.source
         else:
             weight, total, source = 1.0, float(len(exchanged.weights)), 0
-        small: list[Tensor] = []
-        large: list[Tensor] = []
-        for index in changed:
-            buffer = self._table.entries[index]
-            if buffer is not None:
-                (large if buffer.nbytes > _LARGE_BYTES else small).append(buffer)
+        self._weights = weight, total, source
+        found = {index: buffer for index in changed if (buffer := self._table.entries[index]) is not None}
+        early = {
+            index: buffer for index, buffer in found.items() if _has_mean(buffer.dtype) or index in self._statistics
+        }
+        # Writing to `data` increases no version, so that `settle` looks like no change.
+        self._late |= {index: buffer.data for index, buffer in found.items() if index not in early}
+        self._equalize(early)
+        self.remember()
+        if self.settles_itself:
+            self.settle()
+
+    def settled(self) -> dict[str, Tensor]:
+        """Return the values that `settle` would set now, by name. Call on every rank."""
+        copies = {index: buffer.clone() for index, buffer in self._late.items()}
+        self._equalize(copies, tells=False)  # hooks may make them equal before `settle`
+        return {self._table.names[index]: value for index, value in copies.items()}
+
+    def settle(self) -> None:
+        """Copy integers from the first rank with data, once hooks have seen those of each rank. Call on every rank."""
+        late, self._late = self._late, {}
+        self._equalize(late)
+
+    def _equalize(self, buffers: Mapping[int, Tensor], tells: bool = True) -> None:
+        weight, total, source = self._weights
+        # At first, rank 0 finds means of different values, and the rank behind the source different integers.
+        tells = tells and weight > 0 and self._comparisons < _LEARNING and not self._warn.has_warned
+        own = {
+            index: buffer.clone()
+            for index, buffer in buffers.items()
+            if tells and index not in self._statistics and self._rank == (0 if _has_mean(buffer.dtype) else source + 1)
+        }
+        small = [buffer for buffer in buffers.values() if buffer.nbytes <= _LARGE_BYTES]
+        large = [buffer for buffer in buffers.values() if buffer.nbytes > _LARGE_BYTES]
         if large:
             by_rank = gather_integers([fingerprint(buffer) for buffer in large], self._group)
             large = [buffer for buffer, *prints in zip(large, *by_rank, strict=True) if len(set(prints)) > 1]
         # Pieces take less memory at once.
         rows = [max(1, _PIECE_NUMEL // max(1, math.prod(buffer.shape[1:]))) for buffer in large]
         pieces = [[piece] for split in map(torch.split, large, rows) for piece in split]
-        own = self._copy_averaged() if weight else {}
         for tensors in [small, *pieces]:
             average_buffers(tensors, weight, total, self._rank == source, self._group)
-        self._warn_of_averages(own)
-        self.remember()
+        self._warn_of_differences(own, buffers)
 
     def _leave_caches_to_ranks(self) -> None:
         """Exclude buffers of no state dict that differ in shape between ranks, such as masks of the batch.
@@ -263,42 +295,31 @@ class BufferSynchronizer:
         self._table.exclude([name for name in names if len({record.get(name) for record in records}) > 1])
         compare_setups(self._table.describe(), self._group)
 
-    def _copy_averaged(self) -> dict[int, Tensor]:
-        """Return copies of buffers that may differ between ranks before they are averaged; on rank 0, at first."""
-        if self._rank or self._has_warned or self._comparisons >= _LEARNING:
-            return {}
-        return {
-            index: buffer.clone()
-            for index, ((owner, _), buffer) in enumerate(zip(self._table.places, self._table.entries, strict=True))
-            if buffer is not None and _has_mean(buffer.dtype) and not isinstance(owner, Normalisation)
-        }
-
-    def _warn_of_averages(self, own: Mapping[int, Tensor]) -> None:
-        """Warn once if a buffer of this rank differs from rank 0's before they are averaged."""
-        pairs = [(value, buffer) for index, value in own.items() if (buffer := self._table.entries[index]) is not None]
-        differ = list(itertools.compress(own, find_different(pairs)))
-        if differ:
-            self._has_warned = True
-            warnings.warn(
-                f"buffer `{self._table.names[differ[0]]}` was changed differently by each rank, and its mean by the"
-                " weights of the batches is kept. That is exact for a running mean. A queue or a maximum needs the"
-                " values of all ranks: gather them in the step, use a metric, or exclude the buffer. Integer buffers,"
-                " such as the labels of a queue, are copied from the first rank with data.",
-                category=UserWarning,
-                stacklevel=2,
+    def _warn_of_differences(self, own: Mapping[int, Tensor], buffers: Mapping[int, Tensor]) -> None:
+        """Warn once if a buffer of this rank has got another value."""
+        pairs = [(value, buffers[index]) for index, value in own.items()]
+        if differ := list(itertools.compress(own, find_different(pairs))):
+            name, is_mean = self._table.names[differ[0]], _has_mean(own[differ[0]].dtype)
+            kept = "its mean by the weights of the batches" if is_mean else f"the value of rank {self._weights[2]}"
+            self._warn(
+                f"buffer `{name}` was changed differently by each rank, and {kept} is kept. That is exact for a running"
+                " mean. Add up integer counts, and reset them, in `on_train_batch_end`. A queue or a maximum needs the"
+                " values of all ranks: gather them in the step, or use a metric. If each rank has its own buffer, call"
+                f" `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [{name!r}])`."
             )
 
     def _accept(self) -> None:
         """Take over the present buffers, of which none is known to be equal on all ranks."""
         self._structure, self._specs = self._table.structure, self._table.specs
-        self._values = []
+        self._values, self._late = [], {}
         self._seen = TensorVersions([None] * len(self._specs))
         self._comparisons = 0
+        places = enumerate(self._table.places)
+        self._statistics = {index: name for index, (owner, name) in places if isinstance(owner, Normalisation)}
         self._silent = {
             index
-            for index, (owner, name) in enumerate(self._table.places)
-            if isinstance(owner, Normalisation) and name in ("running_mean", "running_var")
-            if self._specs[index] is not None
+            for index, name in self._statistics.items()
+            if name in ("running_mean", "running_var") and self._specs[index] is not None
         }
 
 

@@ -1,7 +1,7 @@
 """Values that ranks exchange in every synchronisation, and the message that carries them."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_ext.consistency import compare_setups
 from lightning_ddp_ext.errors import BatchSplitError, RanksOutOfStepError
 
 _NUMBERS = 14  # of each rank, listed in `ControlMessage.write`
@@ -70,7 +71,8 @@ class StepControl:
         position: Position in the training, such as the number of the batch. Different positions are an error.
         describe_position: Function that puts a position into words, for this error.
         optimizer_steps: Number of optimizer steps so far. Different numbers are an error.
-        optimizers: Number that depends on how often each optimizer has stepped. Different numbers are an error.
+        optimizers: Number that depends on the steps and settings of each optimizer. Different numbers are an error.
+        describe_settings: Returns these settings for `compare_setups`; called on every rank if numbers differ.
         stop: Above 0 to ask all ranks to stop. The largest number of any rank is exchanged, so it may encode a reason.
         has_next_batch: 0 if this rank has no batch for the next step; else 1, or a number below 2 ** 53 by which ranks
             compare a batch that they share.
@@ -91,6 +93,7 @@ class StepControl:
     describe_position: Callable[[int], str] = "`control.position={}`".format
     optimizer_steps: int = 0
     optimizers: int = 0
+    describe_settings: Callable[[], Mapping[str, object]] = dict
     stop: int = 0
     has_next_batch: int = 0
     logged_keys: int = 0
@@ -121,6 +124,7 @@ class ControlMessage:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
 
@@ -172,7 +176,7 @@ class ControlMessage:
                 f" {_others(positions, control.position, control.describe_position)}. Run equally many batches, and in"
                 " each of them equally many synchronised backward passes, on every rank."
             )
-        compare_steps(self._rank, steps, optimizers)
+        compare_steps(self._group, [*zip(steps, optimizers, strict=True)], control)
         if len(set(drawn)) > 1:
             other = next(rank for rank, number in enumerate(drawn) if number != drawn[0])
             raise RanksOutOfStepError(
@@ -197,15 +201,17 @@ class ControlMessage:
         )
 
 
-def compare_steps(rank: int, steps: Sequence[float], optimizers: Sequence[float]) -> None:
-    """Raise `RanksOutOfStepError` if ranks, in the order of the sequences, have made different optimizer steps."""
-    own = int(steps[rank])
-    if len(set(steps)) > 1:
-        made = f"{own} optimizer steps, others {_others(steps, own)}"
-    elif len(set(optimizers)) > 1:
-        made = f"{own} optimizer steps, as many as others, but not with the same optimizers"
-    else:
+def compare_steps(group: dist.ProcessGroup, of_ranks: Sequence[Sequence[float]], control: StepControl) -> None:
+    """Raise an error on all ranks if their `optimizer_steps` or `optimizers`, the pairs in `of_ranks`, differ."""
+    if len({tuple(numbers) for numbers in of_ranks}) == 1:
         return
+    rank, (steps, _) = dist.get_rank(group), zip(*of_ranks, strict=True)
+    made = f"{steps[rank]:.0f} optimizer steps"
+    if len(set(steps)) > 1:
+        made += f", others {_others(steps, int(steps[rank]))}"
+    else:
+        compare_setups(control.describe_settings(), group)  # every rank calls it, as all have the same numbers
+        made += ", as many as others, but not with the same optimizers"
     raise RanksOutOfStepError(
         f"rank {rank} has made {made}. Call `step` on all ranks or on none: decide by a value that is the same on every"
         " rank, such as the norm of synchronised gradients."

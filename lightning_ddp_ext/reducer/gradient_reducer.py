@@ -56,6 +56,7 @@ class GradientReducer:
     Attributes:
         control: Values beside the weight that this rank sends and all ranks receive in a synchronisation, such as a
             request to stop; see `StepControl`. Lightning's strategies set them, a plain loop rarely needs them.
+        buffers: The buffers, of which integers may be kept until `buffers.settle()`; see `BufferSynchronizer`.
 
     Raises:
         TypeError: If `bucket_cap_mb` is not a number.
@@ -104,7 +105,7 @@ class GradientReducer:
         self._transport = BucketTransport(self._group, comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
         self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
-        self._buffers = BufferSynchronizer(module, self._group)
+        self.buffers = BufferSynchronizer(module, self._group)
         self._message = ControlMessage(self._group)
         self._weight = self._scale = 1.0
         # A power of two near the total weight of the last synchronisation, so the same on every rank. Dividing by it
@@ -113,8 +114,8 @@ class GradientReducer:
         # usual weight returns after n lighter synchronisations, the sum is about 2**n times as large as the mean.
         self._expected_total = 1.0
         self._synchronizations = 0
-        broadcast_all([*self._parameters, *fixed_parameters(module), *self._buffers.dense()], self._group)
-        self._buffers.remember()
+        broadcast_all([*self._parameters, *fixed_parameters(module), *self.buffers.dense()], self._group)
+        self.buffers.remember()
         communicates = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         self._scheduler = BucketScheduler(self._parameters, self._layout, self._transport, self._group, communicates)
         self._hook_context = hook_context
@@ -227,7 +228,7 @@ class GradientReducer:
             self._complete(exchanged)
         else:
             self._scheduler.restore(self._group)
-        self._buffers.synchronize(exchanged, self._weight)
+        self.buffers.synchronize(exchanged, self._weight)
         self._scheduler.finish()
         if exchanged.total_weight:
             self._scheduler.run_hooks(exchanged.used, self._hook_context(self.control.position))
@@ -240,7 +241,7 @@ class GradientReducer:
         first = control_bucket.params[0]
         if first.device.type != "cpu" or not self._message.fits(first.dtype):
             return None
-        marks = len(self._layout.buckets) + len(self._parameters) + self._buffers.number  # as in `RankFindings`
+        marks = len(self._layout.buckets) + len(self._parameters) + self.buffers.number  # as in `RankFindings`
         control_bucket.payload_numel = self._message.length(marks, first.dtype)
         return control_bucket
 
@@ -251,10 +252,10 @@ class GradientReducer:
         has to know before the optimizer steps which gradients there are and their divisor. In a bucket of the device
         the values could only be read at the end of the backward pass.
         """
-        changed = self._buffers.find_changes()
+        changed = self.buffers.find_changes()
         used = self._scheduler.used() if self._weight else bytearray(len(self._parameters))
         late = self._scheduler.late_buckets()
-        found = RankFindings(self._weight, self._synchronizations, self._buffers.structure, late, used, changed)
+        found = RankFindings(self._weight, self._synchronizations, self.buffers.structure, late, used, changed)
         control_bucket = self._scheduler.control_bucket
         if control_bucket is not None:
             message = self._message.write(found, self.control, control_bucket.buffer().dtype)

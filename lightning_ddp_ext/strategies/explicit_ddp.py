@@ -431,6 +431,13 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             super().barrier(*args, **kwargs)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        if self.reducer is None or not self._watch.others_come():
+            return state
+        return state | {name: one for name, one in self.reducer.buffers.settled().items() if name in state}
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:

@@ -18,6 +18,7 @@ from lightning_ddp_ext import (
     BatchSplitError,
     OtherRankError,
     RanksOutOfStepError,
+    ReplicaMismatchError,
     UnevenInputsError,
     UnsupportedFeatureError,
     UnsynchronizedGradientsError,
@@ -697,6 +698,53 @@ RIGHT_STEPS = {
 WRONG_STEPS = [("zip", ("one", "other")), ("accumulated", ("one", "half", "half", "one"))]
 
 
+class Counting(nn.Linear):
+    """Counts the samples of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 1)
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += len(inputs)
+        return super().forward(inputs)
+
+
+def counts_of_each_rank_are_added_up_in_the_loop(folder: str) -> Any:
+    """Return the sums over ranks of each step, and the buffer after the loop, which ends without a reset."""
+    found = []
+    for make in (DDPJoinStrategy, partial(BalancedDDPStrategy, split=[1, 3])):
+        fabric = launched(make())
+        model = fabric.setup(Counting())
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(samples(9)[0].float()), batch_size=2))
+        sums = []
+        for (batch,) in loader:
+            fabric.backward(model(batch).sum())
+            # A rank without data runs the loop too.
+            own = torch.zeros_like(model.seen) if fabric.strategy.is_shadow else model.seen.clone()
+            torch.distributed.all_reduce(own)
+            sums.append(int(own))
+            model.seen.zero_() if len(sums) < len(loader) else model.seen.add_(RANK)
+        found.append((sums, int(model.seen)))
+    return found
+
+
+def settings_that_differ(folder: str) -> str:
+    """Return the error of a learning rate that one rank has changed."""
+    fabric = launched(DDPCheckpointStrategy())
+    model = nn.Linear(5, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(samples(16)[0].float()), batch_size=2))
+    for number, (batch,) in enumerate(loader):
+        try:
+            fabric.backward(model(batch).sum())
+        except ReplicaMismatchError as error:
+            return f"{number}: {error}"
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.5 / (1 + number * RANK)
+    return "nothing"
+
+
 CASES = [
     a_checkpoint_in_the_middle_of_an_epoch_continues_bit_for_bit,
     every_sample_is_used_once_and_loops_end_together,
@@ -718,6 +766,8 @@ CASES = [
     streams_that_end_earlier_on_a_rank,
     streams_with_wrong_lengths,
     weights_without_a_loader,
+    counts_of_each_rank_are_added_up_in_the_loop,
+    settings_that_differ,
     a_rank_with_fewer_batches,
 ]
 
@@ -929,3 +979,15 @@ def test_misused_sharing_is_refused(found):
         assert number.startswith("ValueError: `split=[1, 2, 3]` has 3 entries for 2 ranks")
         assert sampler.startswith("UnsupportedFeatureError: a loader has a `DistributedSampler` with `num_replicas=2`")
         assert "the loaders of a stream have workers that fetch 0, 2 batches ahead on ranks 0 to 1" in workers
+
+
+def test_a_loop_adds_up_the_counts_of_each_rank_which_become_equal_after_it(found):
+    first, second = values_of(found, counts_of_each_rank_are_added_up_in_the_loop)
+    assert first == second
+    assert [sums for sums, _ in first] == [[4, 4, 1], [2, 2, 2, 2, 1]]
+
+
+def test_settings_of_optimizers_that_differ_end_in_an_error_in_the_next_step(found):
+    for said in values_of(found, settings_that_differ):
+        assert said.startswith("2: ranks are not set up alike: setting `lr` of parameter group 0 of optimizer 0 (SGD)")
+        assert "is 0.5 on rank 0 but 0.25 on rank 1" in said

@@ -31,6 +31,7 @@ class RecordingReducer:
 
     def __init__(self):
         self.control = StepControl()
+        self.buffers = SimpleNamespace(settle=lambda: None)
         self.sent = []  # weight, scale, divisor, position
         self.discarded = 0  # backward passes
         self.defers_hooks = False  # in the next backward pass
