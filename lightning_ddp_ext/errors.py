@@ -85,3 +85,11 @@ class RendezvousError(DDPExtError):
 
 class NetworkInterfaceError(DDPExtError):
     """The network interface is missing on a node, or does not reach the other nodes."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of any exception, empty if its own `__str__` fails."""
+    try:
+        return str(error)
+    except Exception:
+        return ""

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -44,7 +43,7 @@ from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.conf.schemas import use_lightning
 from lightning_ddp_ext.consistency import compare_setups
 from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
-from lightning_ddp_ext.distributed.network import ChosenNetwork, NodeNetwork, interface_addresses
+from lightning_ddp_ext.distributed.network import ChosenNetwork, NodeNetwork, interface_addresses, node_name
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, ReplicaMismatchError
 from lightning_ddp_ext.strategies.base import describe_versions_of_run
@@ -156,7 +155,7 @@ class Diagnosis:
             settings += f", {self.ranks}, known from {self.environment}"
         versions = (f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions_of_run().items())
         this_node = NodeNetwork(
-            node=socket.gethostname(), ranks=(self.rank,), interface=None, targets=(), available=interface_addresses()
+            node=node_name(), ranks=(self.rank,), interface=None, targets=(), available=interface_addresses()
         )
         return [
             ("settings", settings),

@@ -1,11 +1,12 @@
 """Heartbeats of all ranks through the store of the process group, which show slow, stopped and lost ranks."""
 
 import json
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -14,7 +15,10 @@ _FAILURE = "failure"  # key in the store
 _LOOK = 0.05  # seconds
 _STOP_LIMIT = 2.0  # seconds for the last heartbeat to be written at the end of a run
 _FAREWELL = 3.0  # seconds that rank 0 stays for other ranks, since the store ends with its process
+_SHARED = "Look for another program that uses the port or the file of this run."
 MOST_READERS = 64  # up to this world size every rank reads all others; above, only rank 0 does at first
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,7 @@ class Failure:
 
     kind: Literal["failed", "lost", "stalled"]
     text: str  # with the rank and its location
+    reporter: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +86,17 @@ class Heartbeats:
         # The thread may be stuck in a store that does not answer; it is a daemon.
         self._thread.join(_STOP_LIMIT + (_FAREWELL if self.rank == 0 else 0))
 
-    def report(self, failure: Failure, limit: float = _STOP_LIMIT) -> None:
-        """Report a failure to all ranks, unless another was reported before; wait until it is written, or the limit."""
-        self._report = failure
+    def report(self, failure: Failure, limit: float = _STOP_LIMIT) -> bool:
+        """Report a failure to all ranks, unless another was reported before; return True if written in time."""
+        self._report = replace(failure, reporter=self.rank)
         self._wake.set()
         deadline = time.monotonic() + limit
         while self.failure is None and self.lost_store is None and time.monotonic() < deadline:
             time.sleep(_LOOK)
+        is_written = self.failure is not None
         if self.failure is None:
             self.failure = failure
+        return is_written
 
     def read_all(self) -> None:
         """Read the heartbeats of all ranks from now on."""
@@ -140,7 +147,11 @@ class Heartbeats:
         if report is not None:
             store.compare_set(_FAILURE, "", json.dumps(asdict(report)))  # unless another rank was first
         if self.failure is None and store.check([_FAILURE]):
-            self.failure = Failure(**json.loads(store.get(_FAILURE)))
+            text = store.get(_FAILURE)
+            try:
+                self.failure = Failure(**json.loads(text))
+            except (TypeError, ValueError):
+                self.failure = Failure("lost", f"something has written {text!r:.99} into the store. {_SHARED}")
         self._read_others(store)
 
     def _read_others(self, store: dist.Store) -> None:
@@ -153,9 +164,15 @@ class Heartbeats:
         now = time.monotonic()
         # After this process itself was stopped, the missed time must not be held against other ranks.
         passed, self._last = min(now - self._last, 2 * self.interval), now
-        beats = zip(ranks, map(json.loads, values), strict=True)
-        # A new dictionary, since other threads iterate over the old one.
-        self.peers = {rank: _update(self.peers.get(rank), beat, passed) for rank, beat in beats}
+        peers = {}  # a new dictionary, since other threads iterate over the old one
+        for rank, value in zip(ranks, values, strict=True):
+            known = self.peers.get(rank, Peer(0, 0.0, {}))
+            try:
+                peers[rank] = _update(self.peers.get(rank), json.loads(value), passed)
+            except (KeyError, TypeError, ValueError):  # the next heartbeat of the rank replaces it
+                _logger.warning("rank %d found %.99r as the heartbeat of rank %d. %s", self.rank, value, rank, _SHARED)
+                peers[rank] = replace(known, silence=known.silence + passed)
+        self.peers = peers
 
 
 def _update(known: Peer | None, beat: dict[str, Any], passed: float) -> Peer:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from lightning_ddp_ext.distributed.network import (
     listen,
     loopback_address,
     machine_id,
+    node_name,
 )
 from lightning_ddp_ext.distributed.stores import (
     OpenStore,
@@ -293,7 +293,7 @@ class _Rendezvous:
         """Describe this rank's node, with the interface that it chooses for the others, or with an error."""
         info, address = self.info, self.opened.local_address
         way = None if address is None or info.rank == 0 else interface_with(address)
-        response: dict[str, Any] = {"machine": machine_id(), "node": socket.gethostname(), "interface": None}
+        response: dict[str, Any] = {"machine": machine_id(), "node": node_name(), "interface": None}
         response |= {"targets": [], "available": interface_addresses(), "reached_over": way and way.name}
         try:
             if info.error is not None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext._validation import check_host
 from lightning_ddp_ext.distributed.backends import spare_port
-from lightning_ddp_ext.distributed.network import is_local, is_loopback, listen, loopback_address, resolve
+from lightning_ddp_ext.distributed.network import is_local, is_loopback, listen, loopback_address, node_name, resolve
 from lightning_ddp_ext.errors import RendezvousError
 
 _FORMS = "`env://`, `tcp://host:port` or `file:///path`"
@@ -117,7 +117,7 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
         is_taken = error.errno == errno.EADDRINUSE
         other = ", or end the process that has this one, which `ss -ltnp` lists" if is_taken else ""
         raise RendezvousError(
-            f"port {port} of node {socket.gethostname()} cannot be listened on, {address or 'any address'}, rank 0:"
+            f"port {port} of node {node_name()} cannot be listened on, {address or 'any address'}, rank 0:"
             f" {error.strerror}. Choose another port for rank 0{other}."
         ) from error
     chosen = int(listening.getsockname()[1])
@@ -134,7 +134,7 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
 
     A plain connection waits for the store, since torch's own client doubles its time limit with every attempt.
     """
-    place, own = RendezvousEndpoint(host, port), f"rank {rank} on node {socket.gethostname()}"
+    place, own = RendezvousEndpoint(host, port), f"rank {rank} on node {node_name()}"
     limit = timeout.total_seconds()
     started = reachable = time.monotonic()
     has_warned = False
@@ -240,7 +240,7 @@ def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
     """Open the store of a run in a file that only this user can write and no other run has used."""
     if not path.parent.is_dir():
         raise RendezvousError(
-            f"`init_method=file://{path}`: no folder {path.parent} on node {socket.gethostname()}, rank {rank}."
+            f"`init_method=file://{path}`: no folder {path.parent} on node {node_name()}, rank {rank}."
             " Create it on a file system that all nodes share."
         )
     _check_access(path, rank)
@@ -253,7 +253,7 @@ def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
             " has joined there, and that run has crashed or is still running. Delete the file, or use a new name for"
             " every run and every restart."
         )
-    who = f"process {os.getpid()} on node {socket.gethostname()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    who = f"process {os.getpid()} on node {node_name()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
     store.set(joined, who)
     return store
 
@@ -276,6 +276,6 @@ def _check_access(path: Path, rank: int) -> None:
             problem = f"the file belongs to user {found.st_uid}"
     if problem is not None:
         raise RendezvousError(
-            f"`init_method=file://{path}`, rank {rank} on node {socket.gethostname()}: {problem}, who could join or"
+            f"`init_method=file://{path}`, rank {rank} on node {node_name()}: {problem}, who could join or"
             " disturb the run. Use a path in a folder that only you can write."
         )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import UnsupportedFeatureError, text_of
 from lightning_ddp_ext.join.predictions import as_indices, find_different_rank, hash_of
 from lightning_ddp_ext.resume.rng_state import SeededRng, capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.costs import measure_costs
@@ -163,5 +163,5 @@ class ShareCollate:
         except Exception as error:
             raise UnsupportedFeatureError(
                 f"all {len(samples)} samples in the share of a rank are None, and the collate function raises"
-                f" {type(error).__name__}: {error}. Return a sample for every index, or use larger batches."
+                f" {type(error).__name__}: {text_of(error)}. Return a sample for every index, or use larger batches."
             ) from error
