@@ -63,7 +63,9 @@ class Connection:
         environment = strategy.cluster_environment
         check_backend(self.backend, device_type_of(strategy))
         check_mpirun(environment is not None and environment.creates_processes_externally)
-        check_tasks(environment, num_nodes=strategy.num_nodes, devices=strategy.num_processes)
+        has_address = parse_init_method(self.init_method) is not None
+        nodes, devices = strategy.num_nodes, strategy.num_processes
+        check_tasks(environment, num_nodes=nodes, devices=devices, has_address=has_address)
         check_interface(self.network_interface, strategy.num_nodes)
         _check_sweep(strategy)
 

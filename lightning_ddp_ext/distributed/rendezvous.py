@@ -37,6 +37,7 @@ from lightning_ddp_ext.distributed.network import (
     node_name,
 )
 from lightning_ddp_ext.distributed.stores import (
+    REFUSED,
     OpenStore,
     RendezvousEndpoint,
     connect_store,
@@ -199,6 +200,8 @@ class _Rendezvous:
                     raise
                 self.opened = _open_store(self.info)  # that was the store of an earlier run, which rank 0 has left
                 return None
+            if self.info.endpoint.path is not None and self.opened.store.check([REFUSED]):
+                raise RendezvousError(self.opened.store.get(REFUSED).decode())
             request = json.loads(text) if text else None
             # Under torchrun, rank 0 of an attempt that has failed may have left a request behind.
             if request and request["name"] != self.name:

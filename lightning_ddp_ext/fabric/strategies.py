@@ -21,6 +21,7 @@ from lightning_ddp_ext._compat.torch import is_lost_connection
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
+from lightning_ddp_ext.clusters.environments import check_has_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
@@ -143,6 +144,12 @@ class DDPCheckpointStrategy(DDPStrategy):
         self._has_warned = False
 
     # ------------------------------------------------------------ set-up
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        check_has_rank(self.cluster_environment)  # the first look of the Fabric at the environment
+        return super().node_rank
 
     @override
     def _configure_launcher(self) -> None:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from lightning_ddp_ext._compat.torch import cloned_store, is_lost_connection
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.distributed.watchdog import STALL_EXIT_CODE, Interruption, RunWatch
-from lightning_ddp_ext.errors import OtherRankError
 from tests.distributed import rank_server
 from tests.support.ports import free_port
 from tests.support.processes import run_processes
@@ -184,7 +183,7 @@ def run_rank(*, rank, main_port, actions, file=None, limit=LIMIT, timeout=60.0):
         return step
     except BaseException as error:
         if isinstance(error, Interruption) or is_lost_connection(error):
-            raise OtherRankError(watch.explain(error)) from error
+            raise watch.explain(error) from error
         watch.fail(error)
         raise
     finally:
@@ -248,7 +247,8 @@ def test_the_report_shows_every_rank_and_the_stack_of_its_own(outcomes, name, li
     assert "Python stack of the main thread" in output
     assert "dist.all_reduce(torch.ones(1))" in output
     assert "Restart the run from its last checkpoint" in output
-    assert all("stall report" in row["output"] for row in outcomes["each waits for the other"])
+    reports = [row["output"].count("===== stall report of") for row in outcomes["each waits for the other"]]
+    assert reports == [1, 0]  # of the first rank
     assert "stall report" not in outcomes["rank 1 is stopped, no limit"][0]["output"]
 
 
