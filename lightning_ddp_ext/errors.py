@@ -1,6 +1,7 @@
 """Errors raised after construction; wrong arguments of a constructor raise `TypeError` or `ValueError`."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 
 class DDPExtError(RuntimeError):
@@ -89,7 +90,6 @@ class NetworkInterfaceError(DDPExtError):
 
 def text_of(error: BaseException) -> str:
     """Return the text of any exception, empty if its own `__str__` fails."""
-    try:
+    with suppress(Exception):
         return str(error)
-    except Exception:
-        return ""
+    return ""

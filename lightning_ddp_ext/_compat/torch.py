@@ -504,21 +504,15 @@ def is_lost_connection(error: BaseException) -> bool:
 
     Only native code and `torch.distributed` raise these; what a `raise` in other Python code says is its own error.
     """
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return any(map(_is_of_communication, chain))
-
-
-def _is_of_communication(error: BaseException) -> bool:
+    origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if origin is not None and is_lost_connection(origin):
+        return True
     trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
     if trace is None or not isinstance(error, RuntimeError):
         return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code, module = trace.tb_frame.f_code.co_code, str(trace.tb_frame.f_globals.get("__name__"))
-    if code[trace.tb_lasti] == _RAISE and not module.startswith("torch.distributed"):
+    is_raised = trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
+    if is_raised and not str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.distributed"):
         return False
     return isinstance(error, dist.DistError) or bool(_LOST.search(text_of(error)))

@@ -42,6 +42,7 @@ from lightning_ddp_ext.clusters.launchers import is_started_alone, launched_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.conf.schemas import use_lightning
 from lightning_ddp_ext.consistency import compare_setups
+from lightning_ddp_ext.distributed.backends import limits_of_descriptors
 from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
 from lightning_ddp_ext.distributed.network import ChosenNetwork, NodeNetwork, interface_addresses, node_name
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
@@ -165,6 +166,7 @@ class Diagnosis:
             ("rendezvous", self.progress.endpoint or ""),
             ("network", "" if self.network is None else str(self.network)),
             ("versions", ", ".join(versions)),
+            ("open files", _describe_limits()),
             ("all-reduce", _list_times(self.all_reduce, self.world_size)),
             *self.trials.items(),
         ]
@@ -209,6 +211,12 @@ def _describe_node(node: NodeNetwork) -> str:
     listed = "; ".join(f"{name} {', '.join(found)}".rstrip() for name, found in useful.items())
     reached = f", via {node.reached_over}" if node.reached_over else ""
     return f"{node.node} ({list_ranks(node.ranks)}{reached}): {listed}"
+
+
+def _describe_limits() -> str:
+    soft, hard = limits_of_descriptors()
+    # Rank 0 of `ddp_join` needs the most: three process groups, and as many connections of each rank to its store.
+    return f"up to {soft}, raised to {hard} if needed: for {hard // 6} ranks on rank 0" if hard else ""
 
 
 def _list_times(times: Sequence[AllReduceTime], world_size: int) -> str:

@@ -1,7 +1,6 @@
 """Heartbeats of all ranks through the store of the process group, which show slow, stopped and lost ranks."""
 
 import json
-import logging
 import math
 import threading
 import time
@@ -15,10 +14,7 @@ _FAILURE = "failure"  # key in the store
 _LOOK = 0.05  # seconds
 _STOP_LIMIT = 2.0  # seconds for the last heartbeat to be written at the end of a run
 _FAREWELL = 3.0  # seconds that rank 0 stays for other ranks, since the store ends with its process
-_SHARED = "Look for another program that uses the port or the file of this run."
 MOST_READERS = 64  # up to this world size every rank reads all others; above, only rank 0 does at first
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +115,9 @@ class Heartbeats:
             is_last, knew = self._has_ended, self.failure is not None
             try:
                 self._exchange(store, describe(), is_last)
+            except (KeyError, TypeError, ValueError) as error:
+                text = f"another program has written into the store of this run ({error}). Use another port or file."
+                self.failure = self.failure or Failure("lost", text)
             except Exception as error:  # any error ends the heartbeats, and must not look like a stalled rank
                 self.lost_store = str(error).partition("\n")[0] or type(error).__name__
                 return
@@ -147,11 +146,7 @@ class Heartbeats:
         if report is not None:
             store.compare_set(_FAILURE, "", json.dumps(asdict(report)))  # unless another rank was first
         if self.failure is None and store.check([_FAILURE]):
-            text = store.get(_FAILURE)
-            try:
-                self.failure = Failure(**json.loads(text))
-            except (TypeError, ValueError):
-                self.failure = Failure("lost", f"something has written {text!r:.99} into the store. {_SHARED}")
+            self.failure = Failure(**json.loads(store.get(_FAILURE)))
         self._read_others(store)
 
     def _read_others(self, store: dist.Store) -> None:
@@ -164,15 +159,9 @@ class Heartbeats:
         now = time.monotonic()
         # After this process itself was stopped, the missed time must not be held against other ranks.
         passed, self._last = min(now - self._last, 2 * self.interval), now
-        peers = {}  # a new dictionary, since other threads iterate over the old one
-        for rank, value in zip(ranks, values, strict=True):
-            known = self.peers.get(rank, Peer(0, 0.0, {}))
-            try:
-                peers[rank] = _update(self.peers.get(rank), json.loads(value), passed)
-            except (KeyError, TypeError, ValueError):  # the next heartbeat of the rank replaces it
-                _logger.warning("rank %d found %.99r as the heartbeat of rank %d. %s", self.rank, value, rank, _SHARED)
-                peers[rank] = replace(known, silence=known.silence + passed)
-        self.peers = peers
+        beats = zip(ranks, map(json.loads, values), strict=True)
+        # A new dictionary, since other threads iterate over the old one.
+        self.peers = {rank: _update(self.peers.get(rank), beat, passed) for rank, beat in beats}
 
 
 def _update(known: Peer | None, beat: dict[str, Any], passed: float) -> Peer:

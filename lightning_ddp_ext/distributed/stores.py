@@ -1,11 +1,9 @@
 """Stores in which the ranks of a run meet, a TCP store of rank 0, torchrun's store, or a file; and their endpoints."""
 
-import contextlib
 import errno
 import logging
 import math
 import os
-import re
 import socket
 import stat
 import sys
@@ -15,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -29,7 +27,6 @@ from lightning_ddp_ext.errors import RendezvousError
 _FORMS = "`env://`, `tcp://host:port` or `file:///path`"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1  # seconds between attempts
 REFUSED = "refused"  # key of the reason in a file that was used before
-_FILE_KEY = re.compile(rb"/|-|refcount/|cleanup/")  # how keys begin in the file of a `FileStore`
 _NOBODY = 65534  # the owner that a file server shows for files of root
 
 # A node that is starting may be unknown or unroutable for a while, but not for as long as a rank waits in a queue.
@@ -267,44 +264,29 @@ def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
 
 
 def _check_content(path: Path, rank: int) -> None:
-    """Raise a RendezvousError unless the file is empty or holds torch's entries: torch reads anything else forever."""
-    deadline = time.monotonic() + _ANSWER_LIMIT
+    """Raise a RendezvousError unless the file has entries of torch's or none, since torch reads anything else forever.
+
+    Keys and values take turns, each behind its length in four bytes.
+    """
+    problem, number = "", 0
     try:
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, stat.S_IRUSR | stat.S_IWUSR), "rb") as file:
-            found = os.fstat(file.fileno())
-            is_free = sys.platform == "win32" or poll(lambda: _lock(file), deadline)
-            if stat.S_ISREG(found.st_mode) and is_free and _holds_entries(file):
-                return
-            problem = "another process has locked it" if not is_free else "it is no file of a rendezvous, or is damaged"
+        with open(path, "ab+", opener=lambda name, flags: os.open(name, flags, stat.S_IRUSR | stat.S_IWUSR)) as file:
+            if sys.platform != "win32":
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_SH)  # no entry is being written
+            file.seek(0)
+            while (head := file.read(4)) and not problem:
+                part, number = file.read(int.from_bytes(head, sys.byteorder)), number + 1
+                if len(part) != int.from_bytes(head, sys.byteorder) or (number % 2 and not part):
+                    problem = "it is no file of a rendezvous, or is damaged"
     except OSError as error:
         problem = error.strerror or str(error)
-    raise RendezvousError(
-        f"`init_method=file://{path}`, rank {rank} on node {node_name()}: {problem}. Delete it, or use a new name in a"
-        " folder that you can write."
-    )
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Return True if no process is writing an entry; the lock ends with the file."""
-    import fcntl  # not on Windows
-
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _holds_entries(file: BinaryIO) -> bool:
-    """Return True if a file consists of keys and values of a `FileStore`, each behind its length in four bytes."""
-    left, is_key = os.fstat(file.fileno()).st_size, True
-    while left > 0:
-        length = int.from_bytes(file.read(4), sys.byteorder)
-        left -= 4 + length
-        if left < 0 or (is_key and not _FILE_KEY.match(file.read(length))):
-            return False
-        file.seek(0 if is_key else length, os.SEEK_CUR)
-        is_key = not is_key
-    return is_key
+    if problem or number % 2:
+        raise RendezvousError(
+            f"`init_method=file://{path}`, rank {rank} on node {node_name()}: {problem or 'an entry has no value'}."
+            " Delete it, or use a new name in a folder that you can write."
+        )
 
 
 def _check_access(path: Path, rank: int) -> None:

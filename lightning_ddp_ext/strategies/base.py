@@ -21,8 +21,12 @@ from typing_extensions import override
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext._import_names import DISTRIBUTIONS
 from lightning_ddp_ext._validation import as_timeout, check_choice
-from lightning_ddp_ext.clusters.environments import check_has_rank
-from lightning_ddp_ext.clusters.process_group_options import Connection, choose_start_method, device_type_of
+from lightning_ddp_ext.clusters.process_group_options import (
+    CheckedRankMixin,
+    Connection,
+    choose_start_method,
+    device_type_of,
+)
 from lightning_ddp_ext.consistency import describe_versions
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import CheckpointRefusedError, UnsupportedFeatureError
@@ -119,7 +123,7 @@ def describe_versions_of_run() -> dict[str, object]:
     return describe_versions(DISTRIBUTIONS["lightning.pytorch"])
 
 
-class ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
+class ConnectedStrategy(CheckedRankMixin, WeightsOnlyLoadMixin, ParallelStrategy):
     """Mixin that creates the process group by a `Connection` before Lightning, which keeps the group it finds."""
 
     def __init__(
@@ -141,12 +145,6 @@ class ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
         self._connection.check_arguments()
         options |= {"process_group_backend": process_group_backend, "timeout": self._connection.timeout}
         super().__init__(**options)
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        check_has_rank(self.cluster_environment)  # the first look of the Trainer at the environment
-        return super().node_rank
 
     @override
     def _configure_launcher(self) -> None:

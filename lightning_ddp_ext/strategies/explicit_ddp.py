@@ -102,6 +102,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         NetworkInterfaceError: If this node has no such interface.
     """
 
+    channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
 
     def __init__(
