@@ -154,6 +154,7 @@ class Diagnosis:
         settings = f"strategy={self.strategy}" if self.strategy else ""
         if self.environment:
             settings += f", {self.ranks}, known from {self.environment}"
+        soft, hard = limits_of_descriptors()
         versions = (f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions_of_run().items())
         this_node = NodeNetwork(
             node=node_name(), ranks=(self.rank,), interface=None, targets=(), available=interface_addresses()
@@ -166,7 +167,8 @@ class Diagnosis:
             ("rendezvous", self.progress.endpoint or ""),
             ("network", "" if self.network is None else str(self.network)),
             ("versions", ", ".join(versions)),
-            ("open files", _describe_limits()),
+            # Rank 0 of `ddp_join` needs 6 a rank: for three process groups, and for as many connections to its store.
+            ("open files", f"{soft}, raised to {hard} if needed: up to {hard // 6} ranks" if hard else ""),
             ("all-reduce", _list_times(self.all_reduce, self.world_size)),
             *self.trials.items(),
         ]
@@ -211,12 +213,6 @@ def _describe_node(node: NodeNetwork) -> str:
     listed = "; ".join(f"{name} {', '.join(found)}".rstrip() for name, found in useful.items())
     reached = f", via {node.reached_over}" if node.reached_over else ""
     return f"{node.node} ({list_ranks(node.ranks)}{reached}): {listed}"
-
-
-def _describe_limits() -> str:
-    soft, hard = limits_of_descriptors()
-    # Rank 0 of `ddp_join` needs the most: three process groups, and as many connections of each rank to its store.
-    return f"up to {soft}, raised to {hard} if needed: for {hard // 6} ranks on rank 0" if hard else ""
 
 
 def _list_times(times: Sequence[AllReduceTime], world_size: int) -> str:

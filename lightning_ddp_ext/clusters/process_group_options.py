@@ -93,7 +93,7 @@ class Connection:
         return network
 
 
-class CheckedRankMixin:
+class RankMixin:
     """Mixin before Lightning's class, for the first look of a Trainer or Fabric at the environment."""
 
     cluster_environment: ClusterEnvironment | None

@@ -101,13 +101,13 @@ _LISTENING, _SPARE = 16, 256  # descriptors for listening sockets and event loop
 def reserve_descriptors(rank: int, world_size: int, per_rank: int) -> None:
     """Raise the soft limit of open files to the need of a run; raise a `BackendError` if the hard limit is lower."""
     soft, hard = limits_of_descriptors()
-    needed = psutil.Process().num_fds() + _LISTENING + per_rank * (world_size - 1) if soft else 0
+    needed = psutil.Process().num_fds() + _LISTENING + per_rank * (world_size - 1) if hard else 0
     if needed > hard:
         raise BackendError(
             f"rank {rank} of {world_size} needs {needed} open files for its connections, and may open {hard}. Raise the"
             f" hard limit where the process is started, `ulimit -n {needed + _SPARE}`."
         )
-    if needed + _SPARE > soft > 0:
+    if hard and needed + _SPARE > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed + _SPARE, hard), hard))
 
 

@@ -24,6 +24,9 @@ from lightning_ddp_ext.distributed.backends import spare_port
 from lightning_ddp_ext.distributed.network import is_local, is_loopback, listen, loopback_address, node_name, resolve
 from lightning_ddp_ext.errors import RendezvousError
 
+if sys.platform != "win32":
+    import fcntl
+
 _FORMS = "`env://`, `tcp://host:port` or `file:///path`"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1  # seconds between attempts
 REFUSED = "refused"  # key of the reason in a file that was used before
@@ -264,28 +267,28 @@ def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
 
 
 def _check_content(path: Path, rank: int) -> None:
-    """Raise a RendezvousError unless the file has entries of torch's or none, since torch reads anything else forever.
+    """Raise a RendezvousError unless the file holds entries of torch's or nothing: torch reads anything else forever.
 
     Keys and values take turns, each behind its length in four bytes.
     """
-    problem, number = "", 0
+    problem, number = "it is no file of a rendezvous, or is damaged", 0
     try:
         with open(path, "ab+", opener=lambda name, flags: os.open(name, flags, stat.S_IRUSR | stat.S_IWUSR)) as file:
             if sys.platform != "win32":
-                import fcntl
-
                 fcntl.flock(file, fcntl.LOCK_SH)  # no entry is being written
             file.seek(0)
-            while (head := file.read(4)) and not problem:
-                part, number = file.read(int.from_bytes(head, sys.byteorder)), number + 1
-                if len(part) != int.from_bytes(head, sys.byteorder) or (number % 2 and not part):
-                    problem = "it is no file of a rendezvous, or is damaged"
+            while head := file.read(4):
+                length, number = int.from_bytes(head, sys.byteorder), number + 1
+                if len(file.read(length)) < length or length < number % 2:  # no key is empty
+                    break
+            else:
+                problem = problem if number % 2 else ""
     except OSError as error:
         problem = error.strerror or str(error)
-    if problem or number % 2:
+    if problem:
         raise RendezvousError(
-            f"`init_method=file://{path}`, rank {rank} on node {node_name()}: {problem or 'an entry has no value'}."
-            " Delete it, or use a new name in a folder that you can write."
+            f"`init_method=file://{path}`, rank {rank} on node {node_name()}: {problem}. Use a new name"
+            " in a folder that you can write."
         )
 
 

@@ -132,10 +132,9 @@ class RunWatch:
         text = f"failed: {type(error).__name__}: {text_of(error)}".rstrip(": ")
         text += f" (at {format_position(self._describe())})"
         rank = self._beats.rank
-        if rank == 0:
-            # Lightning's launcher kills rank 0 soon after the end of another rank. If both have the same error, the
-            # other rank, which is then the first to report it, prints the traceback.
-            time.sleep(self._beats.interval / 2)
+        # Lightning's launcher kills rank 0 soon after the end of another rank, so another rank with the same error
+        # should be the first to report it, which also prints the traceback.
+        time.sleep(self._beats.interval / 2 if rank == 0 else 0)
         self._beats.report(Failure("failed", f"rank {rank} {text}"))
         break_connections()
         first = self._beats.failure
@@ -148,17 +147,15 @@ class RunWatch:
         self._look()  # this thread may wake before the other one
         self._beats.report(self._beats.failure or find_reason(self._beats, error))
         break_connections()
-        failure, rank = self._beats.failure, self._beats.rank
+        failure, own = self._beats.failure, f"the process of rank {self._beats.rank}"
         assert failure is not None
         text = failure.text
         if failure.kind == "lost" and time.monotonic() - self._woken < _FINISH:
-            text = (
-                f"the process of rank {rank} was stopped, or native code held Python's lock, for {self._stopped:.0f} s,"
-                f" and the other ranks have ended meanwhile. {REMEDY}"
-            )
+            stopped = f"{own} was stopped, or native code held Python's lock, for {self._stopped:.0f} s"
+            text = f"{stopped}, and the other ranks have ended meanwhile. {REMEDY}"
         explained = OtherRankError(text)
         shown = "see the stall report." if self._is_reported else text
-        print_in_one_line(explained, f"rank {rank} ends with OtherRankError: {shown}")
+        print_in_one_line(explained, f"rank {self._beats.rank} ends with OtherRankError: {shown}")
         return explained
 
     def _leave(self, error: BaseException) -> None:

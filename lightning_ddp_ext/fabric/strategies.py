@@ -21,12 +21,7 @@ from lightning_ddp_ext._compat.torch import is_lost_connection
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
-from lightning_ddp_ext.clusters.process_group_options import (
-    CheckedRankMixin,
-    Connection,
-    StartMethod,
-    choose_start_method,
-)
+from lightning_ddp_ext.clusters.process_group_options import Connection, RankMixin, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_known, gather_objects, own_group
@@ -51,7 +46,7 @@ T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints
 
 
-class DDPCheckpointStrategy(CheckedRankMixin, DDPStrategy):
+class DDPCheckpointStrategy(RankMixin, DDPStrategy):
     """`ddp_checkpoint` for Fabric: exact gradients after any backward pass, weighted by the samples of each batch.
 
     `fabric.setup` does not wrap modules in `DistributedDataParallel`. `fabric.backward` synchronises the gradients of
