@@ -131,9 +131,9 @@ def _leftover(folder):
 
 def _half_leftover(folder):
     """A file that rank 0 alone has used, so that rank 1 of the next run finds no trace of itself."""
-    init_method = f"file://{folder}/half"
-    _ranks(join, folder, only=[0], init_method=init_method, timeout=1)
-    return _ranks(join, folder, init_method=init_method, late=1, timeout=60)
+    store = dist.FileStore(f"{folder}/half", 2)  # it deletes the file at its end
+    store.set("joined/0", "process 1")
+    return _ranks(join, folder, init_method=f"file://{folder}/half", late=1, timeout=60)
 
 
 def _damaged(folder):
@@ -163,9 +163,8 @@ def join_with_few_files(*, more, **settings):
 
 def join_with_a_low_soft_limit(**settings):
     """Join where this process may open only some files, unless it raises its limit."""
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 4, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 4, hard))
     return join(**settings)
 
 
