@@ -74,13 +74,13 @@ def shows_full_stacks() -> bool:
 
 def print_in_one_line(error: BaseException, line: str) -> None:
     """Have Python print a line in place of the traceback of an error that nothing catches."""
-    vars(error)["_line"] = line  # on the error, since a reference to it would keep the tensors of its frames
+    vars(error)["line_of_rank"] = line  # on the error, since a reference to it would keep the tensors of its frames
     if not shows_full_stacks():
         sys.excepthook = partial(_print_line, sys.excepthook)
 
 
 def _print_line(otherwise: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    line = vars(error).get("_line")
+    line = vars(error).get("line_of_rank")
     otherwise(kind, error, trace) if line is None else print(line, file=sys.stderr, flush=True)
 
 

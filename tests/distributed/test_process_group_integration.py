@@ -149,9 +149,7 @@ def _damaged(folder):
     (folder / "link").symlink_to(folder / "nowhere" / "file")
     os.mkfifo(folder / "pipe")
     names = [*contents, "folder", "link", "pipe"]
-    found = [row for name in names for row in _ranks(join, folder, init_method=f"file://{folder}/{name}", limit=15.0)]
-    assert all((folder / name).read_bytes() == content for name, content in contents.items())
-    return found
+    return [row for name in names for row in _ranks(join, folder, init_method=f"file://{folder}/{name}", limit=15.0)]
 
 
 def join_with_few_files(*, more, **settings):
