@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 
 class DDPExtError(RuntimeError):
@@ -98,3 +99,10 @@ class WarnOnce:
         if not self.has_warned:
             self.has_warned = True
             warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of any exception, empty if its own `__str__` fails."""
+    with suppress(Exception):
+        return str(error)
+    return ""

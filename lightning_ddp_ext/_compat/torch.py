@@ -4,6 +4,7 @@ Checked on torch 2.6 to 2.14, and torchdata 0.11.0.
 """
 
 import copy
+import dis
 import functools
 import importlib
 import operator
@@ -25,6 +26,8 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from typing_extensions import override
+
+from lightning_ddp_ext.errors import text_of
 
 # Instance attributes of `nn.Module` that hold the module tree. They differ between replicas.
 STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
@@ -494,13 +497,26 @@ def abort_groups() -> None:
                 backend.abort()
 
 
-# Messages about a lost connection or a missing rank that torch raises as plain `RuntimeError`. Messages of gloo begin
-# with the path of a source file.
-_LOST = re.compile(
-    r"gloo/|Connection (closed|reset) by peer|Broken pipe|Timed out waiting|NCCL|ProcessGroup\w* .*(abort|timed? ?out)"
-)
+# Messages about a lost connection or a missing rank that torch raises as plain `RuntimeError`. Messages of gloo contain
+# the path of a source file.
+_LOST = re.compile(r"gloo/|monitoredBarrier|NCCL|ProcessGroup\w* .*(abort|timed? ?out)")
+_RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return True if an error comes from communication, so that the cause is on another rank."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
+    """Return True if an error, or one that led to it, comes from communication, so that the cause is on another rank.
+
+    Only native code and `torch.distributed` raise these; what a `raise` in other Python code says is its own error.
+    """
+    origin = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if origin is not None and is_lost_connection(origin):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not isinstance(error, RuntimeError):
+        return False
+    is_raised = trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
+    if is_raised and not str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.distributed"):
+        return False
+    return isinstance(error, dist.DistError) or bool(_LOST.search(text_of(error)))

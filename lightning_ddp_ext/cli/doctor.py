@@ -5,7 +5,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -42,8 +41,9 @@ from lightning_ddp_ext.clusters.launchers import is_started_alone, launched_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection
 from lightning_ddp_ext.conf.schemas import use_lightning
 from lightning_ddp_ext.consistency import compare_setups
+from lightning_ddp_ext.distributed.backends import limits_of_descriptors
 from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
-from lightning_ddp_ext.distributed.network import ChosenNetwork, NodeNetwork, interface_addresses
+from lightning_ddp_ext.distributed.network import ChosenNetwork, NodeNetwork, interface_addresses, node_name
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
 from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, ReplicaMismatchError
 from lightning_ddp_ext.strategies.base import describe_versions_of_run
@@ -153,9 +153,10 @@ class Diagnosis:
         settings = f"strategy={self.strategy}" if self.strategy else ""
         if self.environment:
             settings += f", {self.ranks}, known from {self.environment}"
+        soft, hard = limits_of_descriptors()
         versions = (f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions_of_run().items())
         this_node = NodeNetwork(
-            node=socket.gethostname(), ranks=(self.rank,), interface=None, targets=(), available=interface_addresses()
+            node=node_name(), ranks=(self.rank,), interface=None, targets=(), available=interface_addresses()
         )
         return [
             ("settings", settings),
@@ -165,6 +166,8 @@ class Diagnosis:
             ("rendezvous", self.progress.endpoint or ""),
             ("network", "" if self.network is None else str(self.network)),
             ("versions", ", ".join(versions)),
+            # Rank 0 of `ddp_join` needs 6 a rank: for three process groups, and for as many connections to its store.
+            ("open files", f"{soft}, raised to {hard} if needed: up to {hard // 6} ranks" if hard else ""),
             ("all-reduce", _list_times(self.all_reduce, self.world_size)),
             *self.trials.items(),
         ]

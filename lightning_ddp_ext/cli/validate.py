@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import torch
 from hydra.types import RunMode
 from hydra.utils import get_object
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
@@ -105,11 +104,6 @@ def check_run(config: DictConfig, hydra: Any, trainer: Trainer) -> None:
     """Refuse a launch, shares of the data or a run folder that do not suit the Trainer; `hydra` is Hydra's settings."""
     strategy = str(hydra.runtime.choices.strategy)
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    if trainer.num_nodes > 1 and type(environment) is LightningEnvironment and "MASTER_ADDR" not in os.environ:
-        raise LaunchError(
-            f"`cluster.num_nodes={trainer.num_nodes}` (`trainer.num_nodes`), but neither a launcher nor `cluster` gives"
-            " the rank of this node and the address of the first. Use `cluster=manual` without a launcher."
-        )
     _check_fractions(config, strategy, trainer)
     variable = None if trainer.world_size > 1 else find_launcher()
     if variable is not None:

@@ -166,11 +166,7 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
             raise ClusterError(
                 "torchrun has started this process, and its ranks differ from SLURM's. Leave out `cluster=slurm`."
             )
-        if SRUN.rank not in os.environ:
-            raise ClusterError(
-                f"this process is in the allocation `{_JOB}={os.environ[_JOB]}`, but `srun` has not started it"
-                f" (`{SRUN.rank}` is not set). Put `srun` before the command."
-            )
+        check_has_rank(self)
 
     @property
     @override
@@ -202,8 +198,19 @@ class CheckedSLURMEnvironment(SLURMEnvironment):
             )
 
 
-def check_tasks(environment: ClusterEnvironment | None, *, num_nodes: int, devices: int) -> None:
-    """Raise a ClusterError if the tasks of a SLURM job, if this is one, are not the processes of the run.
+def check_has_rank(environment: ClusterEnvironment | None) -> None:
+    """Raise a ClusterError in a shell of `salloc`, where Lightning would look for a rank; a batch script has one."""
+    if isinstance(environment, SLURMEnvironment) and _JOB in os.environ and SRUN.rank not in os.environ:
+        raise ClusterError(
+            f"this process is in the allocation `{_JOB}={os.environ[_JOB]}`, but `srun` has not started it"
+            f" (`{SRUN.rank}` is not set). Put `srun` before the command."
+        )
+
+
+def check_tasks(
+    environment: ClusterEnvironment | None, *, num_nodes: int, devices: int, has_address: bool = False
+) -> None:
+    """Raise a ClusterError if several nodes have no address, or the tasks of a SLURM job are not the processes.
 
     If Lightning has not recognised the job, only two silent mistakes are errors: several nodes on which each process
     is the first, and several tasks that would each start the whole run.
@@ -214,6 +221,13 @@ def check_tasks(environment: ClusterEnvironment | None, *, num_nodes: int, devic
         type(environment) is LightningEnvironment and _is_silent_mistake(num_nodes, devices)
     ):
         _raise_problems(num_nodes, devices)
+    is_plain = type(environment) is LightningEnvironment
+    if num_nodes > 1 and is_plain and not has_address and not os.environ.get("MASTER_ADDR"):
+        raise ClusterError(
+            f"`num_nodes={num_nodes}`, but neither a launcher nor a plugin gives the rank of this node and the address"
+            " of the first. Pass `plugins=[ManualEnvironment(...)]` (`cluster=manual` in the command), or start the"
+            " processes with a launcher such as `torchrun`."
+        )
 
 
 def rendezvous_port(environment: ClusterEnvironment) -> int:

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning_ddp_ext._compat.lightning import start_method_of
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_choice, check_integer, check_text
-from lightning_ddp_ext.clusters.environments import check_tasks, rendezvous_port
+from lightning_ddp_ext.clusters.environments import check_has_rank, check_tasks, rendezvous_port
 from lightning_ddp_ext.clusters.launchers import check_mpirun, in_sweep
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, check_backend
 from lightning_ddp_ext.distributed.network import ChosenNetwork, check_interface
@@ -63,7 +63,9 @@ class Connection:
         environment = strategy.cluster_environment
         check_backend(self.backend, device_type_of(strategy))
         check_mpirun(environment is not None and environment.creates_processes_externally)
-        check_tasks(environment, num_nodes=strategy.num_nodes, devices=strategy.num_processes)
+        has_address = parse_init_method(self.init_method) is not None
+        nodes, devices = strategy.num_nodes, strategy.num_processes
+        check_tasks(environment, num_nodes=nodes, devices=devices, has_address=has_address)
         check_interface(self.network_interface, strategy.num_nodes)
         _check_sweep(strategy)
 
@@ -82,12 +84,25 @@ class Connection:
             init_method=self.init_method,
             network_interface=self.network_interface,
             num_nodes=strategy.num_nodes,
+            channels=getattr(strategy, "channels", 1),
             device_id=strategy.root_device,
             progress=progress,
         )
         if network is not None:
             rank_zero_info(f"{network}")
         return network
+
+
+class RankMixin:
+    """Mixin before Lightning's class, for the first look of a Trainer or Fabric at the environment."""
+
+    cluster_environment: ClusterEnvironment | None
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this node."""
+        check_has_rank(self.cluster_environment)
+        return super().node_rank  # type: ignore[no-any-return, misc]
 
 
 def device_type_of(strategy: ProcessStrategy) -> str:

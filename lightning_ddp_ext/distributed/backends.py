@@ -8,12 +8,17 @@ import os
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import BackendError
+
+if sys.platform != "win32":
+    import resource
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # of the start and of one collective; torch's and Lightning's
 BUILT = {
@@ -88,6 +93,30 @@ def runs_on_streams(backend: str, device_type: str) -> bool:
 def _by_device(backend: str) -> dict[str, str]:
     """Return the names of backends by kind of device, `""` for every kind."""
     return {device: name for device, _, name in (part.rpartition(":") for part in backend.lower().split(","))}
+
+
+_LISTENING, _SPARE = 16, 256  # descriptors for listening sockets and event loops; for files and workers
+
+
+def reserve_descriptors(rank: int, world_size: int, per_rank: int) -> None:
+    """Raise the soft limit of open files to the need of a run; raise a `BackendError` if the hard limit is lower."""
+    soft, hard = limits_of_descriptors()
+    needed = psutil.Process().num_fds() + _LISTENING + per_rank * (world_size - 1) if hard else 0
+    if needed > hard:
+        raise BackendError(
+            f"rank {rank} of {world_size} needs {needed} open files for its connections, and may open {hard}. Raise the"
+            f" hard limit where the process is started, `ulimit -n {needed + _SPARE}`."
+        )
+    if hard and needed + _SPARE > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed + _SPARE, hard), hard))
+
+
+def limits_of_descriptors() -> tuple[int, int]:
+    """Return the soft and the hard limit of open files of this process; zeros on Windows, which has none."""
+    if sys.platform == "win32":
+        return 0, 0
+    soft, hard = (sys.maxsize if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    return soft, hard
 
 
 _FOLDERS = ("/proc/self/fd", "/dev/fd")  # Linux, and other systems

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -216,6 +217,11 @@ def list_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def _connect_messages(group: dist.ProcessGroup) -> dist.Store:
+    with tracked_connections():
+        return dist.PrefixStore("messages", cloned_store(group))
+
+
 class StoreMailbox:
     """Text messages through the store of a process group, at most one per step, numbered alike on every rank.
 
@@ -228,10 +234,8 @@ class StoreMailbox:
         timeout: timedelta | None = None,
         failure: Callable[[], str | None] = lambda: None,
     ) -> None:
-        with tracked_connections():
-            # Two further connections: a waiting thread blocks the first, and other threads use the group's.
-            self._store = dist.PrefixStore("messages", cloned_store(group))
-            self._other_store = dist.PrefixStore("messages", cloned_store(group))
+        self._connect = partial(_connect_messages, group)
+        self._store = self._connect()
         self._rank = dist.get_rank(group)
         self._timeout = DEFAULT_TIMEOUT if timeout is None else timeout
         self._failure = failure
@@ -266,7 +270,8 @@ class StoreMailbox:
         if failure is not None:
             # A later `wait` asks for the failure itself, after it has advanced the number.
             with contextlib.suppress(dist.DistError):  # the rank with the store may be gone
-                self._other_store.set(f"{self._number}", f"-{failure}")
+                # The waiting thread blocks the other connection. Each costs rank 0 a descriptor, so open this one now.
+                self._connect().set(f"{self._number}", f"-{failure}")
 
     def close(self) -> None:
         """Raise an error on the ranks that wait for this one, which ends its run without an error."""

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ class Failure:
 
     kind: Literal["failed", "lost", "stalled"]
     text: str  # with the rank and its location
+    reporter: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,17 @@ class Heartbeats:
         # The thread may be stuck in a store that does not answer; it is a daemon.
         self._thread.join(_STOP_LIMIT + (_FAREWELL if self.rank == 0 else 0))
 
-    def report(self, failure: Failure, limit: float = _STOP_LIMIT) -> None:
-        """Report a failure to all ranks, unless another was reported before; wait until it is written, or the limit."""
-        self._report = failure
+    def report(self, failure: Failure, limit: float = _STOP_LIMIT) -> bool:
+        """Report a failure to all ranks, unless another was reported before; return True if written in time."""
+        self._report = replace(failure, reporter=self.rank)
         self._wake.set()
         deadline = time.monotonic() + limit
         while self.failure is None and self.lost_store is None and time.monotonic() < deadline:
             time.sleep(_LOOK)
+        is_written = self.failure is not None
         if self.failure is None:
             self.failure = failure
+        return is_written
 
     def read_all(self) -> None:
         """Read the heartbeats of all ranks from now on."""
@@ -112,6 +115,9 @@ class Heartbeats:
             is_last, knew = self._has_ended, self.failure is not None
             try:
                 self._exchange(store, describe(), is_last)
+            except (KeyError, TypeError, ValueError) as error:
+                text = f"another program has written into the store of this run ({error}). Use another port or file."
+                self.failure = self.failure or Failure("lost", text)
             except Exception as error:  # any error ends the heartbeats, and must not look like a stalled rank
                 self.lost_store = str(error).partition("\n")[0] or type(error).__name__
                 return

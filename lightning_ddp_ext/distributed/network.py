@@ -50,6 +50,11 @@ def unpin_interface() -> None:
     _pinned.clear()
 
 
+def node_name() -> str:
+    """Return the host name of this node for messages, with escapes in the place of control characters."""
+    return repr(socket.gethostname())[1:-1]
+
+
 @dataclass(frozen=True, slots=True)
 class Interface:
     """An interface, or several with commas, or None for the backend's choice, with the addresses it will listen on."""
@@ -89,13 +94,13 @@ def find_interface(name: str, num_nodes: int = 1) -> Interface:
         missing = f"interface `{name}` not found" if name else "no interface named"
         problem = f"interface `{name}` has no address" if chosen in available else missing
         raise NetworkInterfaceError(
-            f"{problem} on node {socket.gethostname()}; available: {_list_interfaces(available)}."
+            f"{problem} on node {node_name()}; available: {_list_interfaces(available)}."
             " Set `network.interface` to one of these, or to `auto`."
         )
     interface = Interface(chosen, (available[chosen][0],))
     if num_nodes > 1 and interface.is_loopback:
         raise NetworkInterfaceError(
-            f"`network.interface={name}` is the loopback interface of node {socket.gethostname()}, which other nodes"
+            f"`network.interface={name}` is the loopback interface of node {node_name()}, which other nodes"
             f" cannot reach, and the run has {num_nodes} of them. Set `network.interface` to `auto`."
         )
     return interface
@@ -153,7 +158,7 @@ def default_gloo_interface() -> Interface:
         if not available.get(name):
             raise NetworkInterfaceError(
                 f"interface `{name}` in the environment variable `{GLOO_INTERFACE}` not found on node"
-                f" {socket.gethostname()}; available: {_list_interfaces(available)}."
+                f" {node_name()}; available: {_list_interfaces(available)}."
                 " Unset the variable, or name one of these."
             )
     return Interface(names, tuple(available[name][0] for name in names.split(",")))
@@ -329,7 +334,7 @@ def interface_towards(addresses: Iterable[str], rank: int) -> Interface:
         if interface is not None and not interface.is_loopback and own != address:
             return interface
     raise NetworkInterfaceError(
-        f"node {socket.gethostname()}, rank {rank}, has no route to the other nodes"
+        f"node {node_name()}, rank {rank}, has no route to the other nodes"
         f" ({'; '.join(reasons) or 'none given'}). Set `network.interface` to the interface that connects the nodes."
     )
 

@@ -10,6 +10,7 @@ from lightning_ddp_ext.distributed.backends import (
     break_rest,
     check_backend,
     connects_without_store,
+    reserve_descriptors,
     runs_on_streams,
     tracked_connections,
 )
@@ -23,7 +24,7 @@ from lightning_ddp_ext.distributed.network import (
     unpin_interface,
 )
 from lightning_ddp_ext.distributed.rendezvous import RendezvousInfo, RendezvousProgress, rendezvous
-from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, parse_init_method
+from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, is_agent_store, parse_init_method
 from lightning_ddp_ext.errors import BackendError, DDPExtError, NetworkInterfaceError, RendezvousError
 
 _REPORT_LIMIT = timedelta(seconds=30)  # for the other ranks to hear that this rank cannot take part
@@ -40,6 +41,7 @@ def init_process_group(
     init_method: str | None = None,
     network_interface: str | None = None,
     num_nodes: int = 1,
+    channels: int = 1,
     device_id: torch.device | None = None,
     progress: RendezvousProgress | None = None,
 ) -> ChosenNetwork | None:
@@ -61,6 +63,8 @@ def init_process_group(
         network_interface: Name of an interface that every node has; `"loopback"`, for one node; `"auto"` for the
             interface that leads to the other nodes; None to leave the choice to the backend.
         num_nodes: Number of nodes.
+        channels: Number of process groups of the run; each rank also connects to the store as often. The limit of open
+            files is raised to what they need.
         device_id: The device that this rank is bound to, unless gloo serves it; None or the CPU for none.
         progress: Filled in with the state of the rendezvous, to explain a failure.
 
@@ -68,7 +72,7 @@ def init_process_group(
         The interface of each node. None if there was a process group already, or if MPI connects the processes.
 
     Raises:
-        BackendError: If this torch has no such backend.
+        BackendError: If this torch has no such backend, or this process may not open enough files.
         NetworkInterfaceError: If a node lacks its interface, or nodes do not reach each other.
         RendezvousError: If ranks do not find each other, or there is a process group of another size.
         ValueError: If `init_method` is of no known form.
@@ -104,6 +108,8 @@ def init_process_group(
         check_backend(backend, device_type)
         check_interface(network_interface, num_nodes)
         check_gloo_variable(backend, network_interface)
+        serves = rank == 0 and endpoint.path is None and not is_agent_store(endpoint)  # the store, for all ranks
+        reserve_descriptors(rank, world_size, channels * (1 + serves))
     except (BackendError, NetworkInterfaceError) as own_error:
         error = own_error  # raised after the other ranks have heard of it, which would wait for this rank
     info = RendezvousInfo(

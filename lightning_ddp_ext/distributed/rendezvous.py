@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +34,10 @@ from lightning_ddp_ext.distributed.network import (
     listen,
     loopback_address,
     machine_id,
+    node_name,
 )
 from lightning_ddp_ext.distributed.stores import (
+    REFUSED,
     OpenStore,
     RendezvousEndpoint,
     connect_store,
@@ -199,6 +200,8 @@ class _Rendezvous:
                     raise
                 self.opened = _open_store(self.info)  # that was the store of an earlier run, which rank 0 has left
                 return None
+            if self.info.endpoint.path is not None and self.opened.store.check([REFUSED]):
+                raise RendezvousError(self.opened.store.get(REFUSED).decode())
             request = json.loads(text) if text else None
             # Under torchrun, rank 0 of an attempt that has failed may have left a request behind.
             if request and request["name"] != self.name:
@@ -293,7 +296,7 @@ class _Rendezvous:
         """Describe this rank's node, with the interface that it chooses for the others, or with an error."""
         info, address = self.info, self.opened.local_address
         way = None if address is None or info.rank == 0 else interface_with(address)
-        response: dict[str, Any] = {"machine": machine_id(), "node": socket.gethostname(), "interface": None}
+        response: dict[str, Any] = {"machine": machine_id(), "node": node_name(), "interface": None}
         response |= {"targets": [], "available": interface_addresses(), "reached_over": way and way.name}
         try:
             if info.error is not None:

@@ -1,13 +1,13 @@
 """Faults that heartbeats show, in words with a remedy, and the stall report with the location of every rank."""
 
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +16,8 @@ from lightning_ddp_ext._compat import TRAINER_CALL
 from lightning_ddp_ext._import_names import LIBRARIES, PACKAGES
 from lightning_ddp_ext.distributed.exchange import list_ranks
 from lightning_ddp_ext.distributed.heartbeats import MOST_READERS, Failure, Heartbeats, Peer
+from lightning_ddp_ext.distributed.network import node_name
+from lightning_ddp_ext.errors import text_of
 
 _OURS = "lightning_ddp_ext"
 # Modules that do nothing but exchange tensors and messages with other ranks.
@@ -58,9 +60,28 @@ def find_main_call() -> object:
 
 
 def describe_main_stack() -> str:
-    """Return the Python stack of the main thread below the Trainer's entry, the innermost call last."""
+    """Return the user's frames of the main thread below the Trainer's entry, and the innermost one, which is last."""
     lines = list(_walk(_main_frame()))
+    if not shows_full_stacks():
+        lines = [line for line in lines if line is lines[0] or _is_users(line)]
     return "".join(traceback.StackSummary.extract(iter(lines[::-1])).format())
+
+
+def shows_full_stacks() -> bool:
+    """Return True if the user asks for whole stacks, and for the traceback of an error on every rank."""
+    return bool(os.environ.get("LIGHTNING_DDP_EXT_FULL_STACKS"))
+
+
+def print_in_one_line(error: BaseException, line: str) -> None:
+    """Have Python print a line in place of the traceback of an error that nothing catches."""
+    vars(error)["line_of_rank"] = line  # on the error, since a reference to it would keep the tensors of its frames
+    if not shows_full_stacks():
+        sys.excepthook = partial(_print_line, sys.excepthook)
+
+
+def _print_line(otherwise: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    line = vars(error).get("line_of_rank")
+    otherwise(kind, error, trace) if line is None else print(line, file=sys.stderr, flush=True)
 
 
 def find_stack_location(frame: FrameType | None) -> StackLocation:
@@ -125,7 +146,7 @@ def describe_own_state(position: Callable[[], Mapping[str, Any]], received: int 
     """Return the state of this rank for a heartbeat, with the number of bytes received from other ranks if known."""
     location = find_stack_location(_main_frame())
     state = {
-        "host": socket.gethostname(),
+        "host": node_name(),
         "process": os.getpid(),
         "where": str(location),
         "collective": location.collective,
@@ -150,7 +171,7 @@ def _describe_silent(beats: Heartbeats, ranks: Sequence[int]) -> str:
     """Describe the silence and the last location of ranks."""
     seconds = min(beats.peers[rank].silence for rank in ranks)
     last = "; ".join(
-        f"rank {rank} was last seen on host {beats.peers[rank].state['host']} at {_position_of(beats, rank)}"
+        f"rank {rank} was last seen on host {beats.peers[rank].state.get('host')} at {_position_of(beats, rank)}"
         for rank in ranks
     )
     return f"no sign of life of {list_ranks(list(ranks))} for {seconds:.0f} s. {last}."
@@ -179,7 +200,7 @@ def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
         time.sleep(_LOOK)
         if beats.failure is not None:
             return beats.failure
-    seen = str(error).partition("\n")[0]
+    seen = text_of(error).partition("\n")[0]
     waited = f"rank {beats.rank} waited in vain for another one ({seen})"
     if silent := beats.silent(missed):
         return Failure("lost", f"the process of {list_ranks(silent)} is gone: {_describe_silent(beats, silent)}")
@@ -195,10 +216,12 @@ def find_reason(beats: Heartbeats, error: BaseException) -> Failure:
             f"{waited}, and there has been no sign of life of {list_ranks(unheard)}. Look for the last lines of output"
             " there, and whether the process has been started.",
         )
+    outside = [rank for rank, peer in sorted(beats.peers.items()) if not peer.state.get("collective")]
+    is_one_sided = 0 < len(outside) < beats.world_size
+    place = f"{list_ranks(outside)}, in no collective" if is_one_sided else "the rank that is elsewhere than the others"
     return Failure(
         "lost",
-        f"{waited}. All ranks live: {_describe_all(beats)}. Look at the rank that is elsewhere than the others; if it"
-        " is only slow, raise `timeout`.",
+        f"{waited}. All ranks live: {_describe_all(beats)}. Look at {place}; if it is only slow, raise `timeout`.",
     )
 
 
@@ -285,7 +308,8 @@ def _owner() -> str:
 
 
 _COLUMNS = ("rank", "host", "process", "step", "phase", "where", "last sign of life")
-_REMEDY = "Restart the run from its last checkpoint."
+REMEDY = "Restart the run from its last checkpoint."
+_SHORTENED = ", without frames of libraries (all with LIGHTNING_DDP_EXT_FULL_STACKS=1)"
 
 
 def make_report(beats: Heartbeats, failure: Failure, own_state: Mapping[str, Any]) -> str:
@@ -304,10 +328,10 @@ def make_report(beats: Heartbeats, failure: Failure, own_state: Mapping[str, Any
             *table,
             *([f"nothing is known here about {missing} more"] if missing else []),
             "",
-            f"Python stack of the main thread of rank {beats.rank}:",
+            f"Python stack of the main thread of rank {beats.rank}{_SHORTENED * (not shows_full_stacks())}:",
             describe_main_stack().rstrip(),
             "",
-            f"{who} ends now. {_REMEDY}",
+            f"{who} ends now. {REMEDY}",
             "=====",
             "",
         ]

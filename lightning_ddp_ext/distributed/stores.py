@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,11 +21,15 @@ import torch.distributed as dist
 
 from lightning_ddp_ext._validation import check_host
 from lightning_ddp_ext.distributed.backends import spare_port
-from lightning_ddp_ext.distributed.network import is_local, is_loopback, listen, loopback_address, resolve
+from lightning_ddp_ext.distributed.network import is_local, is_loopback, listen, loopback_address, node_name, resolve
 from lightning_ddp_ext.errors import RendezvousError
+
+if sys.platform != "win32":
+    import fcntl
 
 _FORMS = "`env://`, `tcp://host:port` or `file:///path`"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1  # seconds between attempts
+REFUSED = "refused"  # key of the reason in a file that was used before
 _NOBODY = 65534  # the owner that a file server shows for files of root
 
 # A node that is starting may be unknown or unroutable for a while, but not for as long as a rank waits in a queue.
@@ -117,7 +122,7 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
         is_taken = error.errno == errno.EADDRINUSE
         other = ", or end the process that has this one, which `ss -ltnp` lists" if is_taken else ""
         raise RendezvousError(
-            f"port {port} of node {socket.gethostname()} cannot be listened on, {address or 'any address'}, rank 0:"
+            f"port {port} of node {node_name()} cannot be listened on, {address or 'any address'}, rank 0:"
             f" {error.strerror}. Choose another port for rank 0{other}."
         ) from error
     chosen = int(listening.getsockname()[1])
@@ -134,7 +139,7 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
 
     A plain connection waits for the store, since torch's own client doubles its time limit with every attempt.
     """
-    place, own = RendezvousEndpoint(host, port), f"rank {rank} on node {socket.gethostname()}"
+    place, own = RendezvousEndpoint(host, port), f"rank {rank} on node {node_name()}"
     limit = timeout.total_seconds()
     started = reachable = time.monotonic()
     has_warned = False
@@ -240,22 +245,51 @@ def _open_file(path: Path, rank: int, world_size: int) -> dist.Store:
     """Open the store of a run in a file that only this user can write and no other run has used."""
     if not path.parent.is_dir():
         raise RendezvousError(
-            f"`init_method=file://{path}`: no folder {path.parent} on node {socket.gethostname()}, rank {rank}."
+            f"`init_method=file://{path}`: no folder {path.parent} on node {node_name()}, rank {rank}."
             " Create it on a file system that all nodes share."
         )
     _check_access(path, rank)
+    _check_content(path, rank)
     store = dist.FileStore(str(path), world_size)
     _check_access(path, rank)  # once more, as somebody else may have created the file in the meantime
     joined = f"joined/{rank}"
     if store.check([joined]):
-        raise RendezvousError(
+        problem = (
             f"`init_method=file://{path}` was used before: rank {rank}, {store.get(joined).decode(errors='replace')},"
             " has joined there, and that run has crashed or is still running. Delete the file, or use a new name for"
             " every run and every restart."
         )
-    who = f"process {os.getpid()} on node {socket.gethostname()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        store.set(REFUSED, problem)  # for ranks that had not joined before, and would wait for this one
+        raise RendezvousError(problem)
+    who = f"process {os.getpid()} on node {node_name()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
     store.set(joined, who)
     return store
+
+
+def _check_content(path: Path, rank: int) -> None:
+    """Raise a RendezvousError unless the file holds entries of torch's or nothing: torch reads anything else forever.
+
+    Keys and values take turns, each behind its length in four bytes.
+    """
+    problem, number = "it is no file of a rendezvous, or is damaged", 0
+    try:
+        with open(path, "ab+", opener=lambda name, flags: os.open(name, flags, stat.S_IRUSR | stat.S_IWUSR)) as file:
+            if sys.platform != "win32":
+                fcntl.flock(file, fcntl.LOCK_SH)  # no entry is being written
+            file.seek(0)
+            while head := file.read(4):
+                length, number = int.from_bytes(head, sys.byteorder), number + 1
+                if len(file.read(length)) < length or length < number % 2:  # no key is empty
+                    break
+            else:
+                problem = problem if number % 2 else ""
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise RendezvousError(
+            f"`init_method=file://{path}`, rank {rank} on node {node_name()}: {problem}. Use a new name"
+            " in a folder that you can write."
+        )
 
 
 def _check_access(path: Path, rank: int) -> None:
@@ -276,6 +310,6 @@ def _check_access(path: Path, rank: int) -> None:
             problem = f"the file belongs to user {found.st_uid}"
     if problem is not None:
         raise RendezvousError(
-            f"`init_method=file://{path}`, rank {rank} on node {socket.gethostname()}: {problem}, who could join or"
+            f"`init_method=file://{path}`, rank {rank} on node {node_name()}: {problem}, who could join or"
             " disturb the run. Use a path in a folder that only you can write."
         )

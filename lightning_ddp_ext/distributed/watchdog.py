@@ -1,6 +1,7 @@
 """End a run on all ranks when one of them fails, is gone, or gives no sign of life."""
 
 import ctypes
+import math
 import multiprocessing
 import os
 import sys
@@ -15,6 +16,7 @@ from lightning_ddp_ext._compat.torch import abort_groups, keeps_store_in_file, p
 from lightning_ddp_ext.distributed.backends import break_connections, count_received, uses_sockets_only
 from lightning_ddp_ext.distributed.heartbeats import Failure, Heartbeats
 from lightning_ddp_ext.distributed.stall_report import (
+    REMEDY,
     StallDetector,
     describe_own_state,
     find_error,
@@ -22,7 +24,10 @@ from lightning_ddp_ext.distributed.stall_report import (
     find_reason,
     format_position,
     make_report,
+    print_in_one_line,
+    shows_full_stacks,
 )
+from lightning_ddp_ext.errors import OtherRankError, text_of
 
 STALL_EXIT_CODE = 74
 """Exit code of a process whose main thread could not be made to end the run in an orderly way."""
@@ -98,7 +103,8 @@ class RunWatch:
         self.wakers: list[Callable[[], object]] = []  # called in a thread after a failure, each for at most a second
         self._is_leaving = threading.Event()  # the main thread has an error, and ends the run
         self._is_over = threading.Event()
-        self._has_reported = False
+        self._has_reported = self._is_reported = False  # by this rank, or by any
+        self._looked, self._stopped, self._woken = time.monotonic(), 0.0, -math.inf
         self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
 
     def start(self) -> None:
@@ -123,18 +129,34 @@ class RunWatch:
     def fail(self, error: BaseException) -> None:
         """Report an error of this rank, and shut down its connections so that no rank waits for it."""
         self._leave(error)
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
-        at = format_position(self._describe())
-        self._beats.report(Failure("failed", f"rank {self._beats.rank} failed: {text} (at {at})"))
+        text = f"failed: {type(error).__name__}: {text_of(error)}".rstrip(": ")
+        text += f" (at {format_position(self._describe())})"
+        rank = self._beats.rank
+        # Lightning's launcher kills rank 0 soon after the end of another rank, so another rank with the same error
+        # should be the first to report it, which also prints the traceback.
+        time.sleep(self._beats.interval / 2 if rank == 0 else 0)
+        self._beats.report(Failure("failed", f"rank {rank} {text}"))
         break_connections()
+        first = self._beats.failure
+        if first is not None and first.reporter not in (None, rank) and first.text.endswith(text):
+            print_in_one_line(error, f"rank {rank} {text}, as rank {first.reporter}, which prints the traceback.")
 
-    def explain(self, error: BaseException) -> str:
+    def explain(self, error: BaseException) -> OtherRankError:
         """Return the reason for a lost connection, and report it; takes a few heartbeats if no rank has reported."""
         self._leave(error)
+        self._look()  # this thread may wake before the other one
         self._beats.report(self._beats.failure or find_reason(self._beats, error))
         break_connections()
-        assert self._beats.failure is not None
-        return self._beats.failure.text
+        failure, own = self._beats.failure, f"the process of rank {self._beats.rank}"
+        assert failure is not None
+        text = failure.text
+        if failure.kind == "lost" and time.monotonic() - self._woken < _FINISH:
+            stopped = f"{own} was stopped, or native code held Python's lock, for {self._stopped:.0f} s"
+            text = f"{stopped}, and the other ranks have ended meanwhile. {REMEDY}"
+        explained = OtherRankError(text)
+        shown = "see the stall report." if self._is_reported else text
+        print_in_one_line(explained, f"rank {self._beats.rank} ends with OtherRankError: {shown}")
+        return explained
 
     def _leave(self, error: BaseException) -> None:
         location = find_error(error)
@@ -153,11 +175,9 @@ class RunWatch:
 
     def _watch(self) -> None:
         pause = self._beats.interval / 2
-        last = time.monotonic()
         while not self._is_over.wait(pause):
-            now = time.monotonic()
             # After this process itself was stopped, the missed time must not be held against other ranks.
-            passed, last = min(now - last, 2 * pause), now
+            passed = min(self._look(), 2 * pause)
             if self._probe is not None:
                 self._probe.look(describe_own_state(self._position))
             failure = self._beats.failure
@@ -167,12 +187,24 @@ class RunWatch:
                 self._end(failure)
                 return
 
+    def _look(self) -> float:
+        """Return the seconds since the last call, which are many after this process was stopped."""
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        if passed >= (self._limit or _FINISH):
+            self._stopped, self._woken = passed, now
+        return passed
+
     def _end(self, failure: Failure) -> None:
         """Make the main thread end the run, or end the process."""
         is_stall = failure.kind == "stalled"
         if is_stall:
-            self._print_report(failure)
-            self._beats.report(failure, limit=0)
+            is_known = self._beats.report(failure, limit=2 * self._beats.interval)
+            living = (rank for rank, peer in self._beats.peers.items() if peer.silence < 2 * self._beats.interval)
+            # One report is enough, of the first living rank, if the store has told it of the stall.
+            if shows_full_stacks() or not is_known or self._beats.rank <= min(living, default=0):
+                self._print_report(failure)
+            self._is_reported = True
             self._let_others_report()
         for wake in self.wakers:
             _run_briefly(wake)

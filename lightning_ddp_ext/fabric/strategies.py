@@ -22,7 +22,7 @@ from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
-from lightning_ddp_ext.clusters.process_group_options import Connection, StartMethod, choose_start_method
+from lightning_ddp_ext.clusters.process_group_options import Connection, RankMixin, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.exchange import gather_known, gather_objects, own_group
@@ -50,7 +50,7 @@ T = TypeVar("T")
 _STATE = "lightning_ddp_ext"  # key in checkpoints
 
 
-class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
+class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
     """`ddp_checkpoint` for Fabric: exact gradients after any backward pass, weighted by the samples of each batch.
 
     `fabric.setup` does not wrap modules in `DistributedDataParallel`. `fabric.backward` synchronises the gradients of
@@ -90,6 +90,7 @@ class DDPCheckpointStrategy(GatherMixin, DDPStrategy):
 
     strategy_name = "ddp_checkpoint"
     remedy = 'use `strategy="ddp_join"`, whose loops end together on ranks with different numbers of batches'
+    channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # True if ranks share each batch, so that any number of ranks can resume
 
     def __init__(
@@ -509,6 +510,7 @@ class DDPJoinStrategy(DDPCheckpointStrategy):
     """
 
     strategy_name = "ddp_join"
+    channels = 3  # the third for the steps
     remedy = "make this call on every rank"
 
     def __init__(self, *args: Any, uneven_inputs: UnevenInputs = "join", **options: Any) -> None:

@@ -17,7 +17,7 @@ from lightning_ddp_ext._compat.torch import cloned_store, is_lost_connection
 from lightning_ddp_ext._validation import as_timeout
 from lightning_ddp_ext.distributed.backends import connects_without_store
 from lightning_ddp_ext.distributed.watchdog import Interruption, RunWatch
-from lightning_ddp_ext.errors import DDPExtError, OtherRankError
+from lightning_ddp_ext.errors import DDPExtError
 
 _PHASES = {
     RunningStage.TRAINING: "training",
@@ -91,7 +91,7 @@ class StallWatch:
             if self.has_exited:
                 raise
             if isinstance(error, Interruption) or (is_lost_connection(error) and not isinstance(error, DDPExtError)):
-                raise OtherRankError(watch.explain(error)) from error
+                raise watch.explain(error) from error
             watch.fail(error)
             raise
 

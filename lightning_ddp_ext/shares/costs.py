@@ -11,7 +11,7 @@ from lightning_ddp_ext._validation import as_number
 from lightning_ddp_ext.batches.chunk_sizes import deal_by_cost, deal_by_padded_length
 from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.distributed.exchange import gather_different, gather_integer
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.errors import UnsupportedFeatureError, text_of
 from lightning_ddp_ext.resume.rng_state import capture_states, find_loader_rngs, restore_states
 
 Cost = Literal["length", "padded_length"] | Callable[[Any], float]
@@ -36,7 +36,7 @@ class SampleCost:
             value = self._function(sample)
         except Exception as error:
             raises = "" if self._function is _length else f"`cost` raises {type(error).__name__}: "
-            raise ValueError(f"{place}: {raises}{error}") from error
+            raise ValueError(f"{place}: {raises}{text_of(error)}") from error
         cost = as_number(value)
         if not 0 <= cost < math.inf:
             raise ValueError(
@@ -95,7 +95,8 @@ def measure_costs(dataset: Any, cost: SampleCost, group: dist.ProcessGroup) -> l
             costs[index] = cost(dataset[index], place)
     except Exception as error:  # raised below, on the ranks that would wait for this one too
         failure = error
-        problem = f"{error}" if f"{error}".startswith(place) else f"{place}: {type(error).__name__}: {error}"
+        text = text_of(error)
+        problem = text if text.startswith(place) else f"{place}: {type(error).__name__}: {text}"
     restore_states(generators, states)
     problems = [*filter(None, gather_different(problem, group))]
     if problems:

@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext._compat.lightning_loaders import has_exact_length
 from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_integers, list_ranks
-from lightning_ddp_ext.errors import DDPExtError, RanksOutOfStepError, UnevenInputsError, UnsupportedFeatureError
+from lightning_ddp_ext.errors import (
+    DDPExtError,
+    RanksOutOfStepError,
+    UnevenInputsError,
+    UnsupportedFeatureError,
+    text_of,
+)
 from lightning_ddp_ext.join.predictions import as_indices, hash_of
 from lightning_ddp_ext.resume.rng_state import SeededRng, capture_states, find_loader_rngs, restore_states
 from lightning_ddp_ext.shares.costs import measure_costs
@@ -195,5 +201,5 @@ class ShareCollate:
         except Exception as error:
             raise UnsupportedFeatureError(
                 f"all {len(samples)} samples in the share of a rank are None, and the collate function raises"
-                f" {type(error).__name__}: {error}. Return a sample for every index, or use larger batches."
+                f" {type(error).__name__}: {text_of(error)}. Return a sample for every index, or use larger batches."
             ) from error

@@ -27,6 +27,7 @@ from lightning_ddp_ext._validation import check_integer, refuse_unknown
 from lightning_ddp_ext.batches.balance_controller import BalanceController, PeakMemory
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
+from lightning_ddp_ext.clusters.environments import check_has_rank
 from lightning_ddp_ext.clusters.process_group_options import check_objects
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, combine_counted
@@ -282,6 +283,7 @@ class BalancedDataParallelStrategy(OneTrainerStrategy, WeightsOnlyLoadMixin, Par
                 f"`balanced_dp` runs in one process, but {type(self.cluster_environment).__name__} reports"
                 f' {processes}. Start it as a plain `python` command or with one task, or use "balanced_ddp".'
             )
+        check_has_rank(self.cluster_environment)
         self._division.check(self.devices)
 
     @property

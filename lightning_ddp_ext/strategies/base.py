@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext._import_names import DISTRIBUTIONS
 from lightning_ddp_ext._validation import as_timeout, check_choice
-from lightning_ddp_ext.clusters.process_group_options import Connection, choose_start_method, device_type_of
+from lightning_ddp_ext.clusters.process_group_options import Connection, RankMixin, choose_start_method, device_type_of
 from lightning_ddp_ext.consistency import describe_versions
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import CheckpointRefusedError, UnsupportedFeatureError
@@ -118,7 +118,7 @@ def describe_versions_of_run() -> dict[str, object]:
     return describe_versions(DISTRIBUTIONS["lightning.pytorch"])
 
 
-class ConnectedStrategy(WeightsOnlyLoadMixin, ParallelStrategy):
+class ConnectedStrategy(RankMixin, WeightsOnlyLoadMixin, ParallelStrategy):
     """Mixin that creates the process group by a `Connection` before Lightning, which keeps the group it finds."""
 
     def __init__(

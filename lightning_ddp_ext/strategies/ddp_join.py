@@ -57,6 +57,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     division = "each rank has batches of its own, and uses all of them"
     rank_steps: LockstepSteps | None
 
+    channels = 3  # the third for the active ranks, and for messages
+
     def __init__(
         self,
         *args: Any,

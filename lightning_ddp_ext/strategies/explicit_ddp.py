@@ -110,6 +110,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     """
 
     division = "each rank has batches of its own, as many as the others"  # for a message
+    channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
 
     def __init__(

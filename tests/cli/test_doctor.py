@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -221,8 +222,12 @@ def ended(outcome, code):
 
 def test_a_healthy_node_has_a_row_for_each_step(outcomes):
     found = Printed.parse(ended(outcomes["healthy"], 0))
-    assert list(found.rows) == ["settings", "nodes", "backend", "rendezvous", "network", "versions", "all-reduce"]
+    steps = ["settings", "nodes", "backend", "rendezvous", "network", "versions", "open files", "all-reduce"]
+    assert list(found.rows) == steps
     text = {step: text for step, (text, _) in found.rows.items()}
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    assert f"raised to {limit} if needed: up to {limit // 6} ranks" in text["open files"]
     assert "strategy=ddp_checkpoint, 2 ranks on 1 node" in text["settings"]
     assert text["backend"] == "gloo"
     assert text["rendezvous"].startswith("127.0.0.1:")

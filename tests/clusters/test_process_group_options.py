@@ -2,10 +2,20 @@
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_ddp_ext import BackendError, ClusterError, ManualEnvironment, NetworkInterfaceError
+from lightning_ddp_ext import (
+    BackendError,
+    BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
+    ClusterError,
+    DDPCheckpointStrategy,
+    DDPJoinStrategy,
+    ManualEnvironment,
+    NetworkInterfaceError,
+)
 from lightning_ddp_ext.distributed import backends
 from lightning_ddp_ext.strategies.base import ConnectedDDPStrategy
 
@@ -15,6 +25,7 @@ def trainer(strategy, **options):
 
 
 def test_the_trainer_refuses_what_does_not_suit_nodes_devices_and_launcher(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "node1")
     with pytest.raises(NetworkInterfaceError, match="which other nodes cannot reach, and the run has 2 of them"):
         trainer(ConnectedDDPStrategy(network_interface="loopback"), num_nodes=2)
     monkeypatch.setitem(backends.BUILT, "nccl", lambda: True)
@@ -24,6 +35,50 @@ def test_the_trainer_refuses_what_does_not_suit_nodes_devices_and_launcher(monke
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(BackendError, match="Install `mpi4py`"):
         trainer(ConnectedDDPStrategy(), plugins=[LightningEnvironment()])
+
+
+# As in a shell of `salloc`.
+ALLOCATION = {
+    "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "train",
+    "SLURM_JOB_NODELIST": "node1",
+}  # fmt: skip
+OURS = {
+    "balanced_dp": BalancedDataParallelStrategy, "balanced_ddp": BalancedDDPStrategy, "ddp": ConnectedDDPStrategy,
+    "ddp_join": DDPJoinStrategy, "ddp_checkpoint": DDPCheckpointStrategy,
+}  # fmt: skip
+FABRIC = ["balanced_ddp", "ddp_join", "ddp_checkpoint"]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_shell_of_salloc_is_refused_instead_of_a_missing_variable(monkeypatch, name):
+    for variable, value in ALLOCATION.items():
+        monkeypatch.setenv(variable, value)
+    makers = [lambda: Trainer(strategy=OURS[name](), accelerator="cpu", devices=1, logger=False)]
+    makers += [lambda: Fabric(strategy=name, accelerator="cpu", devices=1)] * (name in FABRIC)
+    for make in makers:
+        with pytest.raises(ClusterError, match="`SLURM_PROCID` is not set"):
+            make()
+        monkeypatch.setenv("SLURM_PROCID", "0")  # as in a batch script, which is one process
+        for variable in ("SLURM_NODEID", "SLURM_LOCALID"):
+            monkeypatch.setenv(variable, "0")
+        make()
+        monkeypatch.delenv("SLURM_PROCID")
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name != "balanced_dp"])
+def test_several_nodes_without_an_address_are_refused_before_the_wait(monkeypatch, name):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    makers = [lambda **options: trainer(OURS[name](**options), num_nodes=2)]
+    if name in FABRIC:
+        kind = type(Fabric(strategy=name, accelerator="cpu", devices=2).strategy)
+        makers.append(lambda **options: Fabric(strategy=kind(**options), accelerator="cpu", devices=2, num_nodes=2))
+    for make in makers:
+        with pytest.raises(ClusterError, match="`num_nodes=2`, but neither a launcher nor a plugin gives the rank"):
+            make()
+        make(init_method="tcp://node1:29500")
+        with monkeypatch.context() as given:
+            given.setenv("MASTER_ADDR", "node1")
+            make()
 
 
 def test_a_backend_has_to_suit_any_kind_of_device(monkeypatch):

@@ -127,12 +127,12 @@ def test_silent_mistakes_are_refused_without_the_plugin_too(become, start, num_n
     ("start", "num_nodes", "devices", "variables"),
     [
         ("fits", 2, 1, {}),
-        ("no job", 2, 1, {}),
+        ("no job", 2, 1, {"MASTER_ADDR": "node1"}),
         ("script on one node", 1, 2, {}),  # Lightning starts the processes of this node
         ("bash on one node", 1, 2, {"SLURM_PTY_PORT": "40000"}),  # `srun --pty bash`, and then the command
         ("bash on one node", 1, 4, {}),  # each task is a run of its own
-        ("bash", 2, 1, {"NODE_RANK": "1"}),  # somebody else numbers the nodes
-        ("shell", 2, 1, {"MASTER_PORT": "29500"}),
+        ("bash", 2, 1, {"NODE_RANK": "1", "MASTER_ADDR": "node1"}),  # somebody else numbers the nodes
+        ("shell", 2, 1, {"MASTER_PORT": "29500", "MASTER_ADDR": "node1"}),
     ],
 )
 def test_what_may_be_meant_is_not_refused(become, monkeypatch, start, num_nodes, devices, variables):

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import itertools
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -241,15 +242,67 @@ def test_the_store_of_a_group_is_cloned_and_gloo_ignores_an_abort(group):
     assert value.item() == 1
 
 
-def test_errors_of_communication_are_recognised():
-    lost = [
-        "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711",
-        "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation",
-        "NCCL communicator was aborted on rank 0.",
-    ]
-    errors = [*map(RuntimeError, lost), dist.DistStoreError("wait timeout"), dist.DistNetworkError("broken")]
-    assert [error for error in errors if not compat_torch.is_lost_connection(error)] == []
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**50)
-    others = [*map(ValueError, lost), RuntimeError("boom"), caught.value]
-    assert [error for error in others if compat_torch.is_lost_connection(error)] == []
+LOST = [
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711",
+    "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation",
+    "NCCL communicator was aborted on rank 0.",
+]
+
+
+def caught(function, *args):
+    with pytest.raises(Exception) as raised:  # noqa: PT011  any
+        function(*args)
+    return raised.value
+
+
+def fail_in_native_code(text):
+    torch._assert_async(torch.tensor(False), text)
+
+
+def fail_in_python(kind, text):
+    raise kind(text)
+
+
+def fail_in_a_worker(text):
+    """As in a worker of a loader, whose error torch raises again in the main process."""
+    try:
+        raise RuntimeError(text)
+    except RuntimeError:
+        wrapper = torch._utils.ExceptionWrapper(where="in DataLoader worker process 0")
+    wrapper.reraise()
+
+
+def fail_after(text, keeps_cause):
+    try:
+        fail_in_native_code(text)
+    except RuntimeError as error:
+        raise ValueError("evaluation failed") from (error if keeps_cause else None)
+
+
+def fail_with_context(text):
+    try:
+        fail_in_native_code(text)
+    except RuntimeError:
+        fail_in_python(ValueError, "evaluation failed")
+
+
+class Mute(RuntimeError):
+    def __str__(self):
+        return self.no_such_attribute
+
+
+def test_errors_of_communication_are_recognised_by_the_place_where_they_were_raised():
+    inside = {"__name__": "torch.distributed.distributed_c10d"}
+    exec("def fail(text):\n    raise RuntimeError(text)", inside)
+    lost = [caught(fail_in_native_code, text) for text in LOST] + [caught(inside["fail"], text) for text in LOST]
+    lost += [caught(fail_after, LOST[0], True), caught(fail_with_context, LOST[0])]
+    lost.append(caught(dist.HashStore().wait, ["missing"], timedelta(milliseconds=1)))
+    assert isinstance(lost[-1], dist.DistError)
+    assert [error for error in lost if not compat_torch.is_lost_connection(error)] == []
+    texts = [*LOST, "Connection reset by peer", "Timed out waiting for the database", "boom"]
+    own = [caught(fail_in_python, kind, text) for kind in (RuntimeError, ValueError, dist.DistError) for text in texts]
+    own += [caught(fail_in_a_worker, text) for text in texts]
+    own += [caught(fail_in_native_code, "Broken pipe"), caught(torch.empty, 2**50), caught(fail_after, LOST[0], False)]
+    own += [caught(fail_in_python, ConnectionResetError, "Connection reset by peer"), caught(fail_in_python, Mute, "")]
+    assert len(own) == 29
+    assert [error for error in own if compat_torch.is_lost_connection(error)] == []

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from lightning_ddp_ext._compat.torch import cloned_store, is_lost_connection
 from lightning_ddp_ext.distributed.process_group import init_process_group
 from lightning_ddp_ext.distributed.watchdog import STALL_EXIT_CODE, Interruption, RunWatch
-from lightning_ddp_ext.errors import OtherRankError
 from tests.distributed import rank_server
 from tests.support.ports import free_port
 from tests.support.processes import run_processes
@@ -39,6 +39,26 @@ def kill(watch):
 
 def fail(watch):
     raise ArithmeticError("boom")
+
+
+class Mute(ArithmeticError):
+    def __str__(self):
+        return self.no_such_attribute
+
+
+def fail_without_a_text(watch):
+    raise Mute
+
+
+def fail_as_if_a_connection_was_lost(watch):
+    raise RuntimeError("Connection closed by peer")
+
+
+def fall_asleep(watch):
+    """Be stopped for longer than the other rank waits."""
+    time.sleep(2)
+    subprocess.Popen(["sh", "-c", f"sleep {3 * LIMIT:g}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def fail_with_a_collective_under_way(watch):
@@ -145,6 +165,19 @@ SCENARIOS = {
     "rank 1 fails with a collective under way": Scenario(
         {1: fail_with_a_collective_under_way}, {0: [FAILED], 1: ["ArithmeticError: boom"]}, AFTER_WORD_OF_IT
     ),
+    "rank 1 fails without a text": Scenario(
+        {1: fail_without_a_text}, {0: ["OtherRankError: rank 1 failed: Mute (at step 3"]}, AFTER_WORD_OF_IT
+    ),
+    "rank 1 fails with another connection": Scenario(
+        {1: fail_as_if_a_connection_was_lost},
+        {0: ["rank 1 failed: RuntimeError: Connection closed by peer (at step 3"], 1: ["RuntimeError: Connection cl"]},
+        AFTER_WORD_OF_IT,
+    ),
+    **{
+        f"rank {rank} wakes": Scenario({rank: fall_asleep}, {rank: [f"OtherRankError: the process of rank {rank} was"]})
+        for rank in range(2)
+    },
+    "both fail alike": Scenario(dict.fromkeys(range(2), fail), {rank: ["ArithmeticError: boom"] for rank in range(2)}),
     "rank 1 fails while rank 0 is busy": Scenario({0: wait_for_a_fault, 1: fail}, {0: [FAILED]}, AFTER_WORD_OF_IT),
     "rank 1 fails while rank 0 is deaf": Scenario({0: be_deaf, 1: fail}),
     "rank 1 leaves": Scenario({1: leave}, {0: ["OtherRankError: rank 1 ended the run while rank 0 still waited"]}),
@@ -184,7 +217,7 @@ def run_rank(*, rank, main_port, actions, file=None, limit=LIMIT, timeout=60.0):
         return step
     except BaseException as error:
         if isinstance(error, Interruption) or is_lost_connection(error):
-            raise OtherRankError(watch.explain(error)) from error
+            raise watch.explain(error) from error
         watch.fail(error)
         raise
     finally:
@@ -248,7 +281,8 @@ def test_the_report_shows_every_rank_and_the_stack_of_its_own(outcomes, name, li
     assert "Python stack of the main thread" in output
     assert "dist.all_reduce(torch.ones(1))" in output
     assert "Restart the run from its last checkpoint" in output
-    assert all("stall report" in row["output"] for row in outcomes["each waits for the other"])
+    reports = [row["output"].count("===== stall report of") for row in outcomes["each waits for the other"]]
+    assert reports == [1, 0]  # of the first rank
     assert "stall report" not in outcomes["rank 1 is stopped, no limit"][0]["output"]
 
 

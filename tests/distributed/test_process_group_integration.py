@@ -1,6 +1,8 @@
 """Process groups of one node: ranks that find each other, and ranks that cannot."""
 
 import os
+import re
+import resource
 import signal
 import socket
 import time
@@ -8,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,6 +129,43 @@ def _leftover(folder):
     return _ranks(join, folder, init_method=init_method, late=1)
 
 
+def _half_leftover(folder):
+    """A file that rank 0 alone has used, so that rank 1 of the next run finds no trace of itself."""
+    store = dist.FileStore(f"{folder}/half", 2)  # it deletes the file at its end
+    store.set("joined/0", "process 1")
+    return _ranks(join, folder, init_method=f"file://{folder}/half", late=1, timeout=60)
+
+
+def _damaged(folder):
+    """Files that are no rendezvous, or were one, and what else may stand at a path."""
+    init_method = f"file://{folder}/damaged"
+    _ranks(join_and_die, folder, init_method=init_method)
+    whole = (folder / "damaged").read_bytes()
+    assert len(whole) > 100
+    contents = {"cut": whole[:-3], "half": whole[: len(whole) // 2], "text": b"my notes\n" * 20, "zeros": bytes(64)}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    (folder / "folder").mkdir()
+    (folder / "link").symlink_to(folder / "nowhere" / "file")
+    os.mkfifo(folder / "pipe")
+    names = [*contents, "folder", "link", "pipe"]
+    return [row for name in names for row in _ranks(join, folder, init_method=f"file://{folder}/{name}", limit=15.0)]
+
+
+def join_with_few_files(*, more, **settings):
+    """Join where this process may open only some files more."""
+    limit = psutil.Process().num_fds() + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    return join(**settings)
+
+
+def join_with_a_low_soft_limit(**settings):
+    """Join where this process may open only some files, unless it raises its limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 4, hard))
+    return join(**settings)
+
+
 def _taken_port(folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         return _ranks(join, folder, main_port=other.getsockname()[1], timeout=2)
@@ -148,6 +188,7 @@ FOUND = {
     "loopback": (partial(_ranks, join, network_interface="loopback"), 3),
     "nothing chosen": (partial(_ranks, join), 3),
     "one rank": (partial(_ranks, join, world_size=1, network_interface="auto"), 1),
+    "low soft limit": (partial(_ranks, join_with_a_low_soft_limit), 3),
     "tcp": (lambda folder: _ranks(join, folder, init_method=f"tcp://localhost:{free_port()}"), 3),
     "file": (lambda folder: _ranks(join, folder, init_method=f"file://{folder}/meeting", network_interface="auto"), 3),
     "folder such as /tmp": (partial(_shared_file, folder_mode=0o1777), 3),
@@ -164,6 +205,8 @@ FAILED = {
     ),
     "folder of all": (partial(_shared_file, folder_mode=0o777), ["can be written by all users"]),
     "leftover": (_leftover, ["leftover` was used before", "Delete the file"]),
+    "leftover of rank 0": (_half_leftover, ["half` was used before: rank 0", "Delete the file"]),
+    "damaged file": (_damaged, ["`init_method=file://", "on node", "Use a new name in a folder that you can write"]),
     "missing folder": (
         lambda folder: _ranks(join, folder, init_method=f"file://{folder}/missing/meeting"), ["no folder", "Create it"]
     ),
@@ -179,6 +222,7 @@ FAILED = {
     ),
 }  # fmt: skip
 OTHERS = {
+    "few files": partial(_ranks, join_with_few_files, world_size=4, more=18),
     "twice": partial(_ranks, join_twice),
     "one after another": partial(_ranks, join_again),
     "training": partial(_ranks, train, strategy="ddp", limit=60.0, network_interface="auto"),
@@ -240,6 +284,16 @@ def test_no_socket_has_another_address_than_the_chosen_one(outcomes):
         assert value["steps"] == 2
         assert value["listening"] == ["127.0.0.1"]  # gloo, and on rank 0 the store
         assert value["connected"] == ["127.0.0.1"]
+
+
+def test_all_ranks_hear_that_rank_0_may_not_open_as_many_files_as_it_needs(outcomes):
+    errors = [row["error"] for row in outcomes["few files"]]
+    assert len(errors) == 4
+    for error in errors:
+        assert re.match(
+            r"BackendError: rank 0 of 4 needs \d+ open files for its connections, and may open \d+\.", error
+        )
+        assert "`ulimit -n " in error
 
 
 def test_a_process_group_is_kept_unless_its_size_is_another(outcomes):

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -22,7 +23,7 @@ STATE = {"host": "node1", "process": 1, "where": "all_reduce", "collective": "al
 
 
 @contextmanager
-def others(store, ranks, dead=()):
+def others(store, ranks, dead=(), state=STATE):
     """Write the heartbeats of some ranks; of the dead ones, there is only the first."""
     is_over = threading.Event()
 
@@ -32,7 +33,7 @@ def others(store, ranks, dead=()):
             number += 1
             for rank in ranks:
                 if number == 1 or rank not in dead:
-                    written = {"number": number, "has_ended": False, "knows": False, "state": STATE}
+                    written = {"number": number, "has_ended": False, "knows": False, "state": state}
                     store.set(f"beat/{rank}", json.dumps(written))
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -81,6 +82,59 @@ def test_the_main_thread_is_found_from_another_one():
     assert state["collective"] == ""
     assert "test_the_main_thread_is_found_from_another_one (test_stall_report.py:" in state["where"]
     assert "in test_the_main_thread_is_found_from_another_one\n    thread." in stack
+
+
+def stack_of_main_thread():
+    """Return the stack of the main thread in a call of a library in a call of a library."""
+    namespace = {"__name__": "torch.nn.modules.module", "look": describe_main_stack}
+    exec(compile("def inner():\n    return look()\ndef outer():\n    return inner()", "module.py", "exec"), namespace)
+    return namespace["outer"]()
+
+
+def test_a_stack_has_the_frames_of_the_user_and_the_innermost_one_or_all_of_them(monkeypatch):
+    monkeypatch.delenv("LIGHTNING_DDP_EXT_FULL_STACKS", raising=False)
+    short = stack_of_main_thread()
+    assert "in stack_of_main_thread" in short
+    assert short.rstrip().splitlines()[-2].endswith("in _main_frame")
+    assert "module.py" not in short
+    monkeypatch.setenv("LIGHTNING_DDP_EXT_FULL_STACKS", "1")
+    full = stack_of_main_thread()
+    assert full.count("module.py") == 2
+    assert len(full) > len(short)
+
+
+def test_a_host_name_cannot_control_a_terminal(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "node\x1b[2J\n1")
+    state = describe_own_state(dict)
+    assert state["host"] == "node\\x1b[2J\\n1"
+
+
+def test_the_rank_that_is_in_no_collective_is_named():
+    stuck = {**STATE, "where": "load (data.py:3)", "collective": "", "waits": False}
+    store = dist.HashStore()
+    beats = Heartbeats(store, 1, 3, INTERVAL, lambda: STATE)
+    with others(store, [0]), others(store, [2], state=stuck):
+        beats.start()
+        try:
+            reason = find_reason(beats, RuntimeError("timed out")).text
+        finally:
+            beats.stop()
+    assert "All ranks live: rank 0: in all_reduce; rank 1: in all_reduce; rank 2: in load (data.py:3)" in reason
+    assert "Look at rank 2, in no collective" in reason
+
+
+def test_something_else_in_the_store_is_a_failure_with_that_reason():
+    for key in ("beat/0", "failure"):
+        store = dist.HashStore()
+        store.set(key, "GET / HTTP/1.1")
+        beats = Heartbeats(store, 1, 2, INTERVAL, lambda: STATE)
+        beats.start()
+        deadline = time.monotonic() + 30
+        while beats.failure is None and time.monotonic() < deadline:
+            time.sleep(INTERVAL / 4)
+        beats.stop()
+        assert beats.failure is not None
+        assert "another program has written into the store of this run" in beats.failure.text
 
 
 def test_a_function_of_torch_distributed_is_named_with_its_caller():

@@ -48,7 +48,7 @@ def wait_for_a_rank_that_fails():
         while True:
             time.sleep(0.1)
     except Interruption as error:
-        return watch.explain(error)
+        return str(watch.explain(error))
     finally:
         watch.stop()
 
