@@ -2,9 +2,9 @@
 
 Speed: whole Trainer steps of three models on two processes with one thread each, with nothing recomputed in the
 backward pass and with reentrant and non-reentrant activation checkpointing, against `ddp` as it is, with
-`static_graph`, with `find_unused_parameters` and with `gradient_as_bucket_view`. Memory: what gradients and buckets
-take at the peak and between steps. Peers: twelve kinds of backward pass in three modes with two optimizers, each
-compared with one process.
+`static_graph`, with `find_unused_parameters`, with `gradient_as_bucket_view` and with `batched_grad_copy`. Memory: what
+gradients and buckets take at the peak and between steps, from torch 2.15 on also with `lazy_bucket_allocation`. Peers:
+twelve kinds of backward pass in three modes with two optimizers, each compared with one process.
 
 All contenders are hosted in turn by the same pair of processes, and a new pair comes after every few rounds. The
 same program started again may be slower or faster by a quarter for as long as it lives: with a pair of processes for

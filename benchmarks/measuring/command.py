@@ -22,7 +22,7 @@ from measuring.rounds import Burst, Measurement, collect_rounds
 
 STAY = 5  # rounds that the same processes host; each start takes several seconds
 _FEWEST_STEPS = 10
-_LEAST_WIDTH = 100  # columns of text, below which numbers of the tables are cut
+_LEAST_WIDTH = 110  # columns of text, below which numbers of the tables are cut
 
 Order = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import profile, record_function
 
-from measuring.peers import OURS, PEERS, RANKS, connect
+from measuring.peers import MEMORY_PEERS, OURS, RANKS, connect
 from measuring.scenarios import OneProcess
 from tests.support.processes import run_processes
 
@@ -63,7 +63,8 @@ def measure_memory() -> MemoryUses:
 def _measure_all() -> MemoryUses:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return {name: {ONE: _measure(name, batches=1), TWO: _measure(name, batches=2)} for name in (OURS, *PEERS, ALONE)}
+    names = (OURS, *MEMORY_PEERS, ALONE)
+    return {name: {ONE: _measure(name, batches=1), TWO: _measure(name, batches=2)} for name in names}
 
 
 def _measure(name: str, batches: int) -> MemoryUse:

@@ -1,6 +1,7 @@
 """Who is compared with `ddp_checkpoint`, and whether their gradients are right in each of the scenarios."""
 
 import faulthandler
+import inspect
 import json
 import multiprocessing
 import os
@@ -21,13 +22,24 @@ from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from measuring.scenarios import SCENARIOS, Driver, Mode, Model, play
 
 OURS = "ddp_checkpoint"
-PEERS: dict[str, dict[str, Any]] = {
+
+
+def _of_this_torch(ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {name: flags for name, flags in ways.items() if flags.keys() <= known.keys()}
+
+
+PEERS = _of_this_torch({
     "ddp": {},
     "static_graph": {"static_graph": True},
     "find_unused": {"find_unused_parameters": True},
     "bucket_view": {"gradient_as_bucket_view": True},
-}
+    "batched_copy": {"batched_grad_copy": True},  # torch 2.13
+})  # fmt: skip
 """Arguments of `DistributedDataParallel`, and of Lightning's `DDPStrategy`, by a short name."""
+
+MEMORY_PEERS = {**PEERS, **_of_this_torch({"lazy_buckets": {"lazy_bucket_allocation": True}})}  # torch 2.15
+"""Those, and ways that only save memory."""
 
 RANKS = 2
 HARD_LIMIT = 30.0  # seconds of a play, which takes less than one
@@ -78,7 +90,7 @@ class Reduced:
 
 def connect(name: str, model: nn.Module) -> Wrapped | Reduced:
     """Prepare a model for several ranks, in the way of ours or of a peer."""
-    return Reduced(model) if name == OURS else Wrapped(model, **PEERS[name])
+    return Reduced(model) if name == OURS else Wrapped(model, **MEMORY_PEERS[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Private names of torch's tensors, modules, data loaders and collectives, and comparisons of values with them.
 
-Checked on torch 2.6 to 2.14, and torchdata 0.11.0.
+Checked on torch 2.6 to 2.15, and torchdata 0.11.0.
 """
 
 import copy

@@ -28,7 +28,7 @@ from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_obje
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import BatchSplitError
 from lightning_ddp_ext.replicas.replicated_step import transfer
-from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
+from lightning_ddp_ext.resume.rng_state import capture_rng_state, preserved_rng_state
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -213,7 +213,7 @@ class _StepCopy:
         self._trainer = trainer
         self._batch_idx = batch_idx
         self._problem: Exception | None = None
-        with _preserved_rng_state(module.device):
+        with preserved_rng_state(module.device):
             try:
                 self._batch = copy.deepcopy(batch)
                 self._copy = self._copied(module)
@@ -240,7 +240,7 @@ class _StepCopy:
         for parameter in trained:
             parameter.requires_grad_(False)
         try:
-            with _preserved_rng_state(self.module.device):
+            with preserved_rng_state(self.module.device):
                 yield
         finally:
             for parameter in trained:
@@ -255,7 +255,7 @@ class _StepCopy:
             lambda group, name: _refuse_collective, lambda group: group, lambda: None, lambda name: None
         )
         try:
-            with _preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, _NoDropout():
+            with preserved_rng_state(device) as states, torch.enable_grad(), precision, alone, _NoDropout():
                 module = self._copied(self._copy)
                 batch = copy.deepcopy(batch)
                 if not transferred:
@@ -317,16 +317,6 @@ class _NoDropout(TorchFunctionMode):
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _preserved_rng_state(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Restore the RNG state after the block, which gets that state."""
-    states = capture_rng_state(device)
-    try:
-        yield states
-    finally:
-        restore_rng_state(states, device)
 
 
 def _refuse_collective(*_: Any, **__: Any) -> Any:

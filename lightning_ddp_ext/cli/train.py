@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from lightning_ddp_ext.cli.validate import check_run, find_slurm_problems, make,
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_objects, own_group
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack
 from lightning_ddp_ext.errors import BatchSplitError, CheckpointRefusedError, DDPExtError, UnsupportedFeatureError
-from lightning_ddp_ext.strategies.base import TAKES_WEIGHTS_ONLY, is_refusal, refusal
+from lightning_ddp_ext.strategies.base import TAKES_WEIGHTS_ONLY, WeightsOnlyLoadMixin, check_checkpoint
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 # Errors whose message is the whole explanation, at any time of a run.
@@ -139,6 +138,8 @@ def _fit(config: DictConfig, run: _Run) -> None:
     if not options and not config.weights_only:
         raise LaunchError("`weights_only=false` needs Lightning 2.6. Install it, or leave this out.")
     with _explained(config, run):
+        if path is not None and not isinstance(run.trainer.strategy, WeightsOnlyLoadMixin):
+            check_checkpoint(path, run.trainer.strategy.checkpoint_io, allows_code=not config.weights_only)
         run.trainer.fit(run.model, datamodule=run.data, ckpt_path=path, **options)
 
 
@@ -167,8 +168,6 @@ def _explained(config: DictConfig, run: _Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if config.weights_only and isinstance(error, UnpicklingError) and is_refusal(error):
-            error = refusal(str(run.trainer.ckpt_path), error)
         if isinstance(error, CheckpointRefusedError) and error.names:
             raise LaunchError(f"{error.problem} Set `weights_only=false` if you trust its author.") from None
         if not _is_mistake(error, run):

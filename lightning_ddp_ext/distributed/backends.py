@@ -45,10 +45,12 @@ def check_backend(backend: str | None, device_type: str | None = None) -> None:
     if backend is None:
         return
     by_device = _by_device(backend)
+    for name in by_device.values():
+        dist.is_backend_available(name)  # torch 2.15 lists some, such as `nccl-legacy`, once they have been named
     available = [  # in this build of torch, or registered since
         name
         for name in dist.Backend.backend_list
-        if name not in _NOT_FOR_TRAINING and (name not in BUILT or BUILT[name]())
+        if name not in _NOT_FOR_TRAINING and BUILT.get("nccl" if name.startswith("nccl") else name, lambda: True)()
     ]
     for name in by_device.values():
         if name not in available:

@@ -104,15 +104,24 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None, target
 
     With a `target`, a position in the group, only that rank gets the objects, and the others an empty list.
     """
-    own = _to_bytes(value).to(exchange_device(group))
-    lengths = gather_integer(own.numel(), group)
-    padded = functional.pad(own, (0, max(lengths) - own.numel()))
-    gathered = [torch.empty_like(padded) for _ in lengths] if target in (None, dist.get_rank(group)) else []
+    rows = gather_bytes(to_bytes(value), group, target)
+    return [unpack(row)[0] if len(row) else None for row in rows]
+
+
+def gather_bytes(data: Tensor, group: dist.ProcessGroup | None = None, target: int | None = None) -> list[Tensor]:
+    """Return the bytes of each rank on the CPU, as `gather_objects` returns objects; two collectives."""
+    # Each row begins with its length, so that with a target other ranks do the same work however many there are.
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    longest = length.to(exchange_device(group), copy=True)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group)
+    row = torch.cat([length.view(torch.uint8), functional.pad(data, (0, int(longest) - len(data)))]).to(longest.device)
+    is_target = target in (None, dist.get_rank(group))
+    gathered = [torch.empty_like(row) for _ in range(dist.get_world_size(group))] if is_target else []
     if target is None:
-        dist.all_gather(gathered, padded, group=group)
+        dist.all_gather(gathered, row, group=group)
     else:
-        dist.gather(padded, gathered or None, group=group, group_dst=target)
-    return [unpack(row[:length])[0] if length else None for row, length in zip(gathered, lengths, strict=False)]
+        dist.gather(row, gathered or None, group=group, group_dst=target)
+    return [row[8:][: int(row[:8].view(torch.int64))] for row in (row.cpu() for row in gathered)]
 
 
 def gather_different(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -128,7 +137,7 @@ def digest(value: object) -> str:
 
 def broadcast_object(value: object, group: dist.ProcessGroup | None, source: int) -> Any:
     """Return the object of the rank at position `source` of the group; two collectives."""
-    return unpack(broadcast_bytes(_to_bytes(value) if dist.get_rank(group) == source else None, group, source))[0]
+    return unpack(broadcast_bytes(to_bytes(value) if dist.get_rank(group) == source else None, group, source))[0]
 
 
 def broadcast_bytes(data: Tensor | None, group: dist.ProcessGroup | None, source: int) -> Tensor:
@@ -176,7 +185,7 @@ def scatter_objects(
     packed: list[Tensor] = []
     if rank == source:
         try:
-            packed = [_to_bytes(value) for value in _one_per_rank(objects, world_size)]
+            packed = [to_bytes(value) for value in _one_per_rank(objects, world_size)]
         except (ValueError, TypeError) as failure:
             error = failure
     if is_single:
@@ -205,7 +214,8 @@ def _one_per_rank(objects: Sequence[Any] | None, world_size: int) -> Sequence[An
     return objects
 
 
-def _to_bytes(value: object) -> Tensor:
+def to_bytes(value: object) -> Tensor:
+    """Serialise an object, or raise `TypeError` if it cannot be sent."""
     packed = pack(value)
     if packed.skipped:
         raise TypeError(f"{name_skipped(packed.skipped)} cannot be sent to another rank. Send plain values or tensors.")

@@ -25,7 +25,7 @@ from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import Connection, RankMixin, StartMethod, choose_start_method
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
-from lightning_ddp_ext.distributed.exchange import gather_known, gather_objects, own_group
+from lightning_ddp_ext.distributed.exchange import gather_known, own_group
 from lightning_ddp_ext.errors import DDPExtError, OtherRankError, UnsupportedFeatureError, WarnOnce
 from lightning_ddp_ext.fabric.accumulation import LoopWindow
 from lightning_ddp_ext.fabric.loaders import RNG, Batches, FabricLoader, LoopBatch, Steps, without_first
@@ -42,8 +42,8 @@ from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
 from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.resume.rng_state import capture_rng_state, restore_rng_state
-from lightning_ddp_ext.strategies.base import describe_versions_of_run, widened
+from lightning_ddp_ext.resume.rng_state import capture_rng_state, gather_states, load_state, restore_rng_state
+from lightning_ddp_ext.strategies.base import check_checkpoint, describe_versions_of_run, unreadable, widened
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 
 T = TypeVar("T")
@@ -440,7 +440,7 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
             **self.own_state(),
         }
         with self._naming_call("save"):
-            state = {**state, _STATE: {"reducer": reducer, "of_ranks": gather_objects(of_rank)}}
+            state = {**state, _STATE: {"reducer": reducer, "of_ranks": gather_states(of_rank)}}
             super().save_checkpoint(path, state, *args, **kwargs)
 
     def own_state(self) -> dict[str, Any]:
@@ -452,7 +452,11 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        check_checkpoint(path, self.checkpoint_io, allows_code=True, argument="path")
+        try:
+            remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        except KeyError as error:
+            raise unreadable(path, error, "path") from error
         saved = remainder.pop(_STATE, None)
         if saved is not None:
             self._resume(saved)
@@ -461,7 +465,8 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
     def _resume(self, saved: Mapping[str, Any]) -> None:
         of_ranks = saved["of_ranks"]
         if len(of_ranks) != self.world_size:
-            if any(state["used"] for state in of_ranks[0]["loaders"]) and not self.shares_batches:
+            loaders = load_state(of_ranks[0])["loaders"]
+            if any(state["used"] for state in loaders) and not self.shares_batches:
                 raise UnsupportedFeatureError(
                     f"the checkpoint was saved by {len(of_ranks)} ranks in the middle of an epoch, and"
                     f" {self.world_size} load it. Load it on as many, or one that was saved between epochs."
@@ -470,11 +475,10 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
                 f"The checkpoint was saved by {len(of_ranks)} ranks, and {self.world_size} load it. Random numbers will"
                 " be others than without interruption."
             )
-            loaders = of_ranks[0]["loaders"]
             self._resumed = {"loaders": [{name: state[name] for name in state if name != RNG} for state in loaders]}
             self._resume_loaders()
             return
-        self._resumed = own = of_ranks[self.global_rank]
+        self._resumed = own = load_state(of_ranks[self.global_rank])
         self.load_own_state(own)
         self._resume_loaders()
         restore_rng_state(own["rng"], self.root_device)

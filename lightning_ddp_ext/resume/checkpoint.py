@@ -28,10 +28,11 @@ from lightning_ddp_ext._compat.lightning_loops import (
     restore_callback_metrics,
     resume_training_data,
 )
-from lightning_ddp_ext.distributed.exchange import broadcast_object, gather_objects
+from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.preemption import PreemptionHandler
 from lightning_ddp_ext.resume.resumable_loader import FetchRecord, ResumableRng
+from lightning_ddp_ext.resume.rng_state import gather_states, load_state
 
 RANKS = "lightning_ddp_ext.ranks"  # in a checkpoint
 
@@ -59,7 +60,7 @@ class ResumableRun:
         self._progress = Progress(None, is_last_batch=False)  # at the interruption
         if resumed is not None:
             of_ranks = resumed["of_ranks"]
-            own = of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0]
+            own = load_state(of_ranks[trainer.global_rank if len(of_ranks) == trainer.world_size else 0])
             self._progress = Progress(**resumed["progress"])
             self._load(FetchRecord(**own["rng"]), len(of_ranks))
             reducer.load_state_dict({**resumed["reducer"], "of_rank": own["reducer"]})
@@ -67,7 +68,7 @@ class ResumableRun:
         before_each_batch(cleanup, trainer, self._between_batches)
 
     def save(self, checkpoint: dict[str, Any], steps: dict[str, Any]) -> None:
-        """Add the state of all ranks to a checkpoint. Two collectives."""
+        """Add the state of all ranks to the checkpoint of rank 0, which writes it. Two collectives."""
         if "optimizer_states" not in checkpoint:
             return  # weights only
         progress = find_progress(self._trainer)
@@ -76,12 +77,15 @@ class ResumableRun:
         record = self.rng.record(used, keeps_loaders=not reloads)
         reducer = self._reducer.state_dict()
         of_rank = {"reducer": reducer.pop("of_rank"), "rng": asdict(record)}
+        of_ranks = gather_states(of_rank, self._group)
+        if not of_ranks:
+            return
         metrics = self._trainer.callback_metrics
         checkpoint[RANKS] = {
             "seed": self.seed,
             "metrics": {name: metrics[name].cpu() for name in metrics},
             "reducer": reducer,
-            "of_ranks": gather_objects(of_rank, self._group),
+            "of_ranks": of_ranks,
             "progress": asdict(progress),
             "steps": steps,
         }

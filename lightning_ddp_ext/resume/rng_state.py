@@ -1,16 +1,20 @@
-"""RNG state of a process and of its data loaders."""
+"""RNG state of a process and of its data loaders, and the states of all ranks in a checkpoint."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_ddp_ext._devices import get_rng_state, seed_rng, set_rng_state
+from lightning_ddp_ext.distributed.exchange import gather_bytes, to_bytes
+from lightning_ddp_ext.distributed.serialization import unpack
 
 _CPU = torch.device("cpu")
 _SPREADING = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
@@ -20,16 +24,28 @@ def capture_rng_state(device: torch.device | None = None) -> dict[str, Any]:
     """Return the RNG state of Python, NumPy, torch and a device, as plain values that `==` compares."""
     of_numpy: Any = numpy.random.get_state(legacy=True)
     kind, keys, *more = of_numpy
-    of_torch = {one.type: _to_bytes(get_rng_state(one)) for one in _devices(device)}
-    return {"python": random.getstate(), "numpy": (kind, tuple(keys.tolist()), *more), **of_torch}
+    of_torch = {one.type: _bytes_of(get_rng_state(one)) for one in _devices(device)}
+    return {"python": random.getstate(), "numpy": (kind, keys.tobytes(), *more), **of_torch}
 
 
 def restore_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
     """Restore the result of `capture_rng_state` for the same kind of device."""
+    kind, keys, *more = state["numpy"]
     random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
+    # Earlier checkpoints have numbers instead of bytes.
+    numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32) if isinstance(keys, bytes) else keys, *more))
     for one in _devices(device):
         set_rng_state(_from_bytes(state[one.type]), one)
+
+
+@contextmanager
+def preserved_rng_state(device: torch.device | None = None) -> Iterator[dict[str, Any]]:
+    """Restore the RNG state after the block, which gets that state."""
+    states = capture_rng_state(device)
+    try:
+        yield states
+    finally:
+        restore_rng_state(states, device)
 
 
 def _devices(device: torch.device | None) -> list[torch.device]:
@@ -37,7 +53,7 @@ def _devices(device: torch.device | None) -> list[torch.device]:
     return [_CPU] if device is None or device.type == "cpu" else [_CPU, device]
 
 
-def _to_bytes(state: Tensor) -> bytes:
+def _bytes_of(state: Tensor) -> bytes:
     return state.numpy().tobytes()
 
 
@@ -156,7 +172,7 @@ def _state(generator: LoaderRng) -> Any:
     if isinstance(generator, DistributedSampler):
         return generator.seed
     if isinstance(generator, torch.Generator):
-        return _to_bytes(generator.get_state())
+        return _bytes_of(generator.get_state())
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, numpy.random.Generator):
@@ -193,28 +209,17 @@ class SeededRng:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Draw these numbers from the generators of Python, NumPy and torch in a block."""
-        states = self._capture()
-        if self._states is None:
-            random.seed(self._seed)
-            numpy.random.seed(self._seed % 2**32)
-            torch.default_generator.manual_seed(self._seed)
-        else:
-            self._restore(self._states)
-        try:
-            yield
-        finally:
-            self._states = self._capture()
-            self._restore(states)
-
-    @staticmethod
-    def _capture() -> Any:
-        return random.getstate(), numpy.random.get_state(), torch.default_generator.get_state()
-
-    @staticmethod
-    def _restore(states: Any) -> None:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+        with preserved_rng_state():
+            if self._states is None:
+                random.seed(self._seed)
+                numpy.random.seed(self._seed % 2**32)
+                torch.default_generator.manual_seed(self._seed)
+            else:
+                restore_rng_state(self._states)
+            try:
+                yield
+            finally:
+                self._states = capture_rng_state()
 
 
 @contextmanager
@@ -228,3 +233,21 @@ def drawing_alike(seed: int, sampler: object) -> Iterator[None]:
             yield
     finally:
         restore_states(generators, states)
+
+
+def gather_states(state: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return the compressed state of each rank on rank 0, which writes it, and an empty list on the other ranks.
+
+    Two collectives. Ranks other than rank 0 handle their own state only.
+    """
+    own = zlib.compress(_bytes_of(to_bytes(state)), level=1)
+    rows = gather_bytes(_from_bytes(own), group, target=0)
+    kept: dict[bytes, Tensor] = {}  # so that torch writes equal states once
+    return [kept.setdefault(_bytes_of(row), row.clone()) for row in rows]
+
+
+def load_state(saved: Any) -> Any:
+    """Return the state of one rank from a checkpoint; earlier ones have it as it is."""
+    if not isinstance(saved, Tensor):
+        return saved
+    return unpack(_from_bytes(zlib.decompress(_bytes_of(saved))))[0]

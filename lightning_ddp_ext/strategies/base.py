@@ -3,8 +3,7 @@
 import contextlib
 import inspect
 import os
-import pickle
-import re
+import zipfile
 from collections.abc import Iterator
 from datetime import timedelta
 from enum import Enum
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor
@@ -27,11 +27,10 @@ from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import CheckpointRefusedError, UnsupportedFeatureError
 
 _NAMED = 3  # in a message
-_GLOBAL = re.compile(r"GLOBAL (\S+)")  # how torch names what it refuses
-_UNREADABLE = re.compile("PytorchStreamReader|TorchScript|magic number")
 
 # Before Lightning 2.6, neither `trainer.fit` nor a strategy takes `weights_only`.
 TAKES_WEIGHTS_ONLY = "weights_only" in inspect.signature(Strategy.load_checkpoint).parameters
+_VERSION = "pytorch-lightning_version"  # key in each checkpoint of a Trainer
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _REMEDY = (
     "Pass `weights_only=False` to `trainer.fit` if you trust its author."
@@ -41,69 +40,75 @@ _REMEDY = (
 
 
 class WeightsOnlyLoadMixin(Strategy):
-    """Mixin before Lightning's class that loads checkpoints with `weights_only=True` unless it is False.
+    """Mixin before Lightning's class that loads whole checkpoints only, with `weights_only=True` unless it is False.
 
     Lightning leaves the choice to torch, which runs code from files that come from a URL.
     """
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if weights_only is False:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        try:
-            if TAKES_WEIGHTS_ONLY:
-                return super().load_checkpoint(checkpoint_path, weights_only=True)
+        if not (isinstance(self, FSDPStrategy) and os.path.isdir(checkpoint_path)):  # of shards
+            check_checkpoint(checkpoint_path, self.checkpoint_io, allows_code=weights_only is False)
+        if weights_only is False or TAKES_WEIGHTS_ONLY:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only is not False)
+        else:
             with _weights_only_forced():
-                return super().load_checkpoint(checkpoint_path)
-        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            if not is_refusal(error):
-                raise
-            raise refusal(checkpoint_path, error) from error
+                checkpoint = super().load_checkpoint(checkpoint_path)
+        if not isinstance(checkpoint, dict) or _VERSION not in checkpoint:
+            raise unreadable(checkpoint_path, f"no `{_VERSION}`, which a Trainer writes")
+        return checkpoint
 
 
 @contextlib.contextmanager
 def _weights_only_forced() -> Iterator[None]:
     """Have `torch.load` read tensors and plain values only, whatever its caller asks for."""
-    given = os.environ.get(_FORCE)
+    given = os.environ.get(_FORCE, "0")
     os.environ[_FORCE] = "1"
     try:
         yield
     finally:
-        del os.environ[_FORCE]
-        if given is not None:
-            os.environ[_FORCE] = given
+        os.environ[_FORCE] = given
 
 
-def is_refusal(error: Exception) -> bool:
-    """Return True if torch has raised an error because of the content of a file."""
-    return isinstance(error, EOFError | pickle.UnpicklingError) or bool(_UNREADABLE.search(str(error)))
+def check_checkpoint(
+    path: str | Path, checkpoint_io: CheckpointIO, allows_code: bool, argument: str = "ckpt_path"
+) -> None:
+    """Raise `CheckpointRefusedError` unless a file is as `torch.save` wrote it, and loading it runs no code.
 
-
-def refusal(path: str | Path, error: Exception) -> CheckpointRefusedError:
-    """Return an error that names the objects in a checkpoint that `weights_only=True` refuses."""
-    names = _unsafe_names(path) or list(dict.fromkeys(_GLOBAL.findall(str(error))))
-    if not names:
-        reason = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
-        return CheckpointRefusedError(
-            f"`ckpt_path={path}` cannot be read as a checkpoint of tensors and plain values ({reason}).",
-            "Give a file that `trainer.save_checkpoint` wrote.",
+    Files that another plugin reads or that torch downloads are not checked.
+    """
+    reader = getattr(checkpoint_io, "checkpoint_io", checkpoint_io)  # of a plugin that wraps another one
+    if str(path).startswith("http") or type(reader).load_checkpoint is not TorchCheckpointIO.load_checkpoint:
+        return
+    try:
+        with get_filesystem(path).open(str(path), "rb") as file, zipfile.ZipFile(file) as archive:
+            # torch ignores the checksums, so that a run would continue from a flipped bit.
+            if any(part.CRC for part in archive.infolist()) and (damaged := archive.testzip()):
+                raise zipfile.BadZipFile(f"the checksum of its part `{damaged}` is wrong")
+            file.seek(0)
+            names = [] if allows_code else sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except FileNotFoundError:
+        return  # Lightning names it
+    except Exception as error:  # zipfile and torch raise errors of many kinds
+        raise unreadable(path, error, argument) from error
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        listed = ", ".join(f"`{name}`" for name in names[:_NAMED])
+        raise CheckpointRefusedError(
+            f"`ckpt_path={path}` holds {listed}{more}: loading that would run code from the file, and"
+            " `weights_only=True` allows tensors and plain values only.",
+            _REMEDY,
+            names,
         )
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    listed = ", ".join(f"`{name}`" for name in names[:_NAMED])
+
+
+def unreadable(path: str | Path, reason: object, argument: str = "ckpt_path") -> CheckpointRefusedError:
+    """Return an error about a file that is damaged or that another program wrote."""
     return CheckpointRefusedError(
-        f"`ckpt_path={path}` holds {listed}{more}: loading that would run code from the file, and `weights_only=True`"
-        " allows tensors and plain values only.",
-        _REMEDY,
-        names,
+        f"`{argument}={path}` cannot be read as a checkpoint: it is cut, overwritten or of another program"
+        f" ({' '.join(str(reason).split())}).",
+        "Give another file that `trainer.save_checkpoint` or `fabric.save` wrote.",
     )
-
-
-def _unsafe_names(path: str | Path) -> list[str]:
-    """List the names that a checkpoint would import or call, without running it."""
-    # Files in torch's old format, and files that are no checkpoints, cannot be listed.
-    with contextlib.suppress(Exception), get_filesystem(path).open(str(path), "rb") as file:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    return []
 
 
 def widened(tensor: Any, reduce_op: dist.ReduceOp | str | None) -> Any:

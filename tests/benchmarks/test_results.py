@@ -8,14 +8,15 @@ from contextlib import nullcontext
 
 import pytest
 from measuring import joins
-from measuring.checkpointing import SpeedResult
+from measuring.checkpointing import SpeedResult, make_speed_table
 from measuring.estimates import Estimate, estimate_median, floor_of_ratio
 from measuring.faults import make_fault_table
 from measuring.joining import ACCELERATE, JOIN
-from measuring.models import TINY
-from measuring.peers import OURS, Outcome, combine, judge
+from measuring.models import MANY, TINY
+from measuring.peers import OURS, PEERS, Outcome, combine, judge
 from measuring.results import BALANCED, DDP, LockResult, OverheadResult, StepResult, name_device
 from measuring.rounds import MOST_BY_OTHERS, Burst, collect_rounds
+from measuring.scenarios import MODES
 from measuring.tables import (
     NOT_SOUND,
     describe_stolen,
@@ -138,13 +139,16 @@ def test_tables_of_balanced_dp_have_no_ratios_without_quiet_rounds():
 
 def test_the_fastest_peer_of_ddp_checkpoint_that_survives_is_the_reference():
     def speed(**options):
-        times = {OURS: 0.012, "ddp": 0.02, "static_graph": 0.01, "find_unused": 0.03}
+        times = {OURS: 0.012, **dict.fromkeys(PEERS, 0.02), "static_graph": 0.01}
+        del times["bucket_view"]
         return SpeedResult(collect(times, **options), {"bucket_view": "RuntimeError: boom"})
 
     result = speed()
     assert (result.fastest_peer, result.ratio.median) == ("static_graph", pytest.approx(1.2))
     assert "bucket_view" not in json.loads(json.dumps(result.to_json()))["seconds"]
     assert speed(by_others=lambda round_: BUSY).ratio is None
+    table = printed(make_speed_table({MANY: dict.fromkeys(MODES, result)}, any_load=True), width=110)
+    assert "batched_" in table  # of torch 2.13
 
 
 @pytest.mark.slow

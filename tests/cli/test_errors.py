@@ -94,6 +94,14 @@ def test_a_mistake_that_shows_when_a_run_starts_ends_without_a_traceback(call_ma
         assert names_setting(overrides.split()[-1].partition("=")[0], line), (overrides, line)
 
 
+def test_a_damaged_checkpoint_ends_with_one_line_under_a_strategy_of_lightning_too(call_main, tmp_path):
+    path = tmp_path / "damaged.ckpt"
+    path.write_bytes(b"PK damaged")
+    code, printed = call_main("strategy=single", f"ckpt_path={path}", "trainer.enable_progress_bar=false")
+    assert (code, "Traceback" in printed.err) == (1, False)
+    assert f": `ckpt_path={path}` cannot be read as a checkpoint" in printed.err.splitlines()[-1]
+
+
 def test_the_process_of_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
     done = command(tmp_path, "strategy.gpu0_batchsize=2")
     assert done.returncode == 1

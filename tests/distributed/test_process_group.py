@@ -76,6 +76,18 @@ def test_a_backend_for_other_devices_is_rejected_and_a_registered_one_is_accepte
     check_backend("theirs", "cpu")
 
 
+def test_a_backend_that_is_listed_once_it_has_been_named_is_accepted(monkeypatch):
+    """As `nccl-legacy` of torch 2.15, the earlier class behind `nccl`, where torch has been built with NCCL."""
+    listed = [*dist.Backend.backend_list]
+    monkeypatch.setattr(dist.Backend, "backend_list", listed)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: listed.append(name) or True)
+    monkeypatch.setitem(backends.BUILT, "nccl", lambda: False)
+    with pytest.raises(BackendError, match="no backend `nccl-legacy`"):
+        check_backend("cpu:gloo,cuda:nccl-legacy", "cuda")
+    monkeypatch.setitem(backends.BUILT, "nccl", lambda: True)
+    check_backend("cpu:gloo,cuda:nccl-legacy", "cuda")
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", None])
 def test_a_port_of_another_program_is_an_error(address):
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -10,15 +10,19 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, RandomSampler, Subset
 
+from lightning_ddp_ext.distributed import exchange
 from lightning_ddp_ext.resume.rng_state import (
     SharedRandomNumbers,
     capture_rng_state,
     capture_states,
     find_loader_rngs,
+    gather_states,
+    load_state,
     restore_rng_state,
     restore_states,
     seed_all,
 )
+from tests.support.fake_group import run_ranks
 
 KINDS = {
     "torch": lambda: torch.Generator().manual_seed(1),
@@ -186,3 +190,38 @@ def test_a_failure_leaves_a_rank_its_own_numbers():
     with pytest.raises(ArithmeticError), shared.shared(0), shared.own():
         raise ArithmeticError
     assert float(torch.rand(())) == expected
+
+
+def test_rank_0_alone_gets_the_states_of_all_ranks_for_a_checkpoint(monkeypatch):
+    """No rank decodes a state before the run resumes, and equal states are written once."""
+
+    def gather(group):
+        own = {"now": states[group.rank], "loaders": [torch.ones(group.rank % 3)]}
+        return states[group.rank], gather_states(own, group)
+
+    states = []
+    for seed in (1, 2, 3, 1):
+        random.seed(seed), numpy.random.seed(seed), torch.manual_seed(seed)
+        draw_from_process()
+        states.append(capture_rng_state())
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "unpack", None)
+        found = run_ranks(4, gather)
+    assert [len(rows) for _, rows in found] == [4, 0, 0, 0]
+    file = io.BytesIO()
+    torch.save({"of_ranks": found[0][1]}, file)
+    assert file.tell() < 3 * 14_000  # plain values take 13,500 for a state, and a rank has at least two
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)["of_ranks"]
+    assert [load_state(row)["now"] for row in saved] == [state for state, _ in found]
+    assert saved[0] is saved[3]
+    assert len({id(row) for row in saved}) == 3
+
+
+def test_states_in_the_form_of_earlier_checkpoints_are_restored():
+    """They held numbers instead of NumPy's bytes, and the states of ranks were not compressed."""
+    states = capture_rng_state()
+    drawn = draw_from_process()
+    kind, keys, *more = states["numpy"]
+    earlier = {**states, "numpy": (kind, tuple(numpy.frombuffer(keys, numpy.uint32).tolist()), *more)}
+    restore_rng_state(load_state(in_a_checkpoint(earlier)))
+    assert draw_from_process() == drawn

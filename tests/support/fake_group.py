@@ -35,6 +35,13 @@ def _all_gather(outputs: list[Tensor], tensor: Tensor, group: FakeGroup) -> None
         output.copy_(received)
 
 
+def _gather(tensor: Tensor, outputs: list[Tensor] | None, group: FakeGroup, group_dst: int) -> None:
+    received = group.exchange(tensor)
+    if group.rank == group_dst:
+        for output, part in zip(outputs, received, strict=True):
+            output.copy_(part)
+
+
 def _all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     parts = torch.stack(group.exchange(tensor))
     tensor.copy_(parts.amax(0) if op == dist.ReduceOp.MAX else parts.sum(0))
@@ -63,6 +70,7 @@ def run_ranks(world_size: int, function: Callable[[Any], T]) -> list[T]:
         "get_backend_config": lambda group: "cpu:gloo",
         "all_gather": _all_gather,
         "all_reduce": _all_reduce,
+        "gather": _gather,
         "broadcast": _broadcast,
     }
     with mock.patch.multiple(dist, **fakes), ThreadPoolExecutor(world_size) as pool:

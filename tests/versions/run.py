@@ -53,9 +53,10 @@ ROWS = {
     "2.12": Row("3.12", "2.12.1", "2.6.5", "1.9.0"),
     "2.13": Row("3.11", "2.13.0", "2.6.6", "1.9.0"),
     "2.14": Row("3.13", "2.14.1", "2.6.6", "1.9.0"),
+    "2.15": Row("3.13", "2.15.0", "2.6.6", "1.9.0"),
 }
 _FIRST_ROW = next(iter(ROWS.values()))
-CI_ROWS = ["2.6", "2.10", "2.14"]
+CI_ROWS = ["2.6", "2.10", "2.15"]
 
 _TOOLS = ["pytest", "pytest-timeout", "hypothesis", "attrs"]
 _OF_TOOLS = re.compile(rf"({'|'.join(_TOOLS)}|numpy)==")
@@ -132,16 +133,19 @@ def prepare(row: Row, interpreter: str) -> Path:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([interpreter, "-m", "venv", folder], check=True)
+    limits = folder / "constraints.txt"
+    limits.write_text("\n".join(tool_constraints()))
+    # The variable takes the place of constraints in pip's configuration, which could exclude the versions of a row; an
+    # index or a certificate set there remains.
+    environment = {**os.environ, "PIP_CONSTRAINT": str(limits)}
     # The tests compile what they import, a small part of torch.
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
-    subprocess.run([*pip, "--no-deps", f"torch=={row.torch}"], check=True)
+    subprocess.run([*pip, "--no-deps", f"torch=={row.torch}"], check=True, env=environment)
     site_packages = next(folder.glob("lib/python*/site-packages"))
     metadata = next(site_packages.glob("torch-*.dist-info/METADATA"))
     metadata.write_text(_CUDA.sub("", metadata.read_text()))  # pip would install them with the next package
     cuda_stand_ins.add_stand_ins(site_packages / "torch" / "lib")
-    limits = folder / "constraints.txt"
-    limits.write_text("\n".join(tool_constraints()))
-    subprocess.run([*pip, "--constraint", limits, "torch", *requirements(row)], check=True)
+    subprocess.run([*pip, "torch", *requirements(row)], check=True, env=environment)
     complete.touch()
     return python
 
