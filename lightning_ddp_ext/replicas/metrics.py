@@ -31,7 +31,7 @@ from lightning_ddp_ext._compat.torchmetrics import (
     take_dtype,
     write_state,
 )
-from lightning_ddp_ext.batches.containers import have_same_items, map_items, merge_items, to_device, walk
+from lightning_ddp_ext.batches.containers import columns_of, have_same_items, to_device, values_of, walk, with_values
 from lightning_ddp_ext.replicas.replica import Replicas
 
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
@@ -88,7 +88,7 @@ def _join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int],
     if isinstance(first, Tensor):
         return torch.cat([value.detach().to(device) for value in values])
     if isinstance(first, dict | tuple) and have_same_items(values):
-        return merge_items(values, lambda _, column: _join(column, weights, sizes, device))
+        return with_values(first, [_join(column, weights, sizes, device) for column in columns_of(values).values()])
     # A list of tensors may hold columns or samples.
     if isinstance(first, list) and not any(isinstance(item, Tensor) for value in values for item in value):
         return [to_device(item, device) for value in values for item in value]
@@ -271,7 +271,7 @@ def _warn_of_unregistered(master: nn.Module) -> None:
 def _with_own_memory(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone(memory_format=torch.contiguous_format)
-    return map_items(value, _with_own_memory)
+    return with_values(value, [*map(_with_own_memory, values_of(value))])
 
 
 def _tensors(value: Any) -> list[Tensor]:
