@@ -78,12 +78,12 @@ def with_values(value: Any, values: Sequence[Any]) -> Any:
         return _rebuild_mapping(value, values)
     if isinstance(value, list | tuple):
         return rebuild(value, values)
-    if is_object(value):
-        copied = copy.copy(value)  # without running the constructor
-        for name, item in zip(fields(value), values, strict=True):
-            object.__setattr__(copied, name, item)  # works for frozen classes, too
-        return copied
-    return value
+    if not values:
+        return value
+    copied = copy.copy(value)  # an object, without running the constructor
+    for name, item in zip(fields(value), values, strict=True):
+        object.__setattr__(copied, name, item)  # works for frozen classes, too
+    return copied
 
 
 def columns_of(values: Sequence[Any]) -> dict[str, list[Any]]:

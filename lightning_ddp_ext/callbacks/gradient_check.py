@@ -492,8 +492,8 @@ class GradientComparison:
         self, batch: int, weights: list[float], sizes: Sequence[float | None], weight_by: WeightBy, step: _StepCopy
     ) -> GradientRecord:
         """Return the record of parts with these weights and numbers of samples."""
-        differences = zip(self._residual(weights).split(self._sizes), self._whole.split(self._sizes), strict=True)
-        by_name = dict(zip(self._names, differences, strict=True))
+        differences = (torch.split(vector, self._sizes) for vector in (self._residual(weights), self._whole))
+        by_name = dict(zip(self._names, zip(*differences, strict=True), strict=True))
         name = max(by_name, key=lambda name: float(by_name[name][0].norm()))
         difference, most = self.difference(weights), _relative(*by_name[name])
         remedy = None if difference <= step.tolerance else _find_remedy(self, sizes, weight_by, step)

@@ -33,11 +33,13 @@ class AttributeMirror:
         self._prefixes = replicas.prefixes
         self._warned: set[Place] = set()
         self._kept: set[Place] = set()  # where each replica keeps its own value
+        self._seen: list[dict[str, Any]] = [{} for _ in self._modules]
+        self._rewritten: set[Place] = set()
         self._look()
 
     def _look(self) -> None:
         """Remember the master's attributes, after some have changed."""
-        self._seen = [dict(module.__dict__) for module in self._modules]
+        seen, self._seen = self._seen, [dict(module.__dict__) for module in self._modules]
         places = {
             (position, name): value
             for position, module in enumerate(self._modules)
@@ -45,16 +47,23 @@ class AttributeMirror:
             if name not in _NOT_MIRRORED
         }
         first = self._replicas[0]
+        owned = [own.__dict__ for _, own in first.modules]
         self._lists = [place for place, value in places.items() if type(value) is list and _is_users(place)]
-        # Copies that do not follow changes of the master's list, because they lead to the replica's parts.
-        self._rewritten = {place for place in self._lists if first.references.leads_to_part(places[place])}
+        # Copies do not follow changes of a list that leads to parts of the module. Looking through lists takes time.
+        self._rewritten = {
+            (position, name)
+            for position, name in self._lists
+            if ((position, name) in self._rewritten)
+            or (
+                seen[position].get(name) is not (value := places[position, name])
+                and first.references.leads_to_part(value)
+            )
+        }
+        copied = [place for place, value in places.items() if owned[place[0]].get(place[1]) is not value]
         self._containers = [
             place
-            for place, value in places.items()
-            if type(value) in COPIED
-            and (value or place[1] not in HOOKS)
-            and place not in self._lists
-            and first.modules[place[0]][1].__dict__.get(place[1]) is not value
+            for place in copied
+            if type(places[place]) in COPIED and place not in self._lists and (places[place] or place[1] not in HOOKS)
         ]
         self._hooks = [module.__dict__[name] for module in self._modules for name in HOOKS]
         self._hook_ids = [*chain.from_iterable(self._hooks)]

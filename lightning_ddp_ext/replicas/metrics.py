@@ -351,8 +351,8 @@ class LogReplay:
         # A chunk of zero weight may have logged a mean over nothing.
         logged = [entry for entry in logged if entry.weight] or logged
         values, sizes = [entry.value for entry in logged], [entry.size for entry in logged]
-        given = [entry.options.get("batch_size") for entry in logged]
-        batch_sizes = sizes if None in given else [int(size) for size in given]
+        given = [entry.options["batch_size"] for entry in logged if entry.options.get("batch_size") is not None]
+        batch_sizes = [*map(int, given)] if len(given) == len(sizes) else sizes
         value = self._metrics.of_whole_batch(values[0])
         if value is None and len(values) > 1 and all(map(_is_number, values)):
             reduction = _reduction(logged[0].options)
