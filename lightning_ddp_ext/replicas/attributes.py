@@ -1,6 +1,7 @@
 """Plain attributes of the module: from the module to its replicas before a step, and back after it."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
 from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions, are_identical
 from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.replicas.references import COPIED, entries_of
-from lightning_ddp_ext.replicas.replica import Place, Replica, Replicas
+from lightning_ddp_ext.replicas.replica import Place, Replicas
 
 _MISSING = object()
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
@@ -33,38 +34,28 @@ class AttributeMirror:
         self._prefixes = replicas.prefixes
         self._warned: set[Place] = set()
         self._kept: set[Place] = set()  # where each replica keeps its own value
-        self._seen: list[dict[str, Any]] = [{} for _ in self._modules]
-        self._rewritten: set[Place] = set()
         self._look()
 
     def _look(self) -> None:
         """Remember the master's attributes, after some have changed."""
-        seen, self._seen = self._seen, [dict(module.__dict__) for module in self._modules]
+        self._seen = [dict(module.__dict__) for module in self._modules]
         places = {
             (position, name): value
             for position, module in enumerate(self._modules)
             for name, value in module.__dict__.items()
             if name not in _NOT_MIRRORED
         }
-        first = self._replicas[0]
-        owned = [own.__dict__ for _, own in first.modules]
-        self._lists = [place for place, value in places.items() if type(value) is list and _is_users(place)]
-        # Copies do not follow changes of a list that leads to parts of the module. Looking through lists takes time.
-        self._rewritten = {
-            (position, name)
-            for position, name in self._lists
-            if ((position, name) in self._rewritten)
-            or (
-                seen[position].get(name) is not (value := places[position, name])
-                and first.references.leads_to_part(value)
-            )
-        }
-        copied = [place for place, value in places.items() if owned[place[0]].get(place[1]) is not value]
-        self._containers = [
-            place
-            for place in copied
-            if type(places[place]) in COPIED and place not in self._lists and (places[place] or place[1] not in HOOKS)
+        owned = [own.__dict__ for _, own in self._replicas[0].modules]
+        copied = {place for place, value in places.items() if owned[place[0]].get(place[1]) is not value}
+        # Steps append to lists, except to lists that lead to parts of the module, and private lists of libraries.
+        self._lists = [
+            place for place, value in places.items() if type(value) is list and place not in copied and _is_users(place)
         ]
+        found = [
+            place for place in copied if type(places[place]) in COPIED and (places[place] or place[1] not in HOOKS)
+        ]
+        # Arguments of partial functions, as in hooks, may be other containers, which are copied first.
+        self._containers = sorted(found, key=lambda place: type(places[place]) is partial or place[1] in HOOKS)
         self._hooks = [module.__dict__[name] for module in self._modules for name in HOOKS]
         self._hook_ids = [*chain.from_iterable(self._hooks)]
         # Replicas on other devices have copies of plain tensors, which do not follow changes in place.
@@ -92,20 +83,20 @@ class AttributeMirror:
                     own.__dict__.pop(name, None)
         if changed:
             self._look()
-        # The list that each replica's list was copied from, whose entries are the replica's counterparts.
-        self._origins: list[dict[Place, list[Any]]] = []
+        self._before = {
+            (position, name): [*self._modules[position].__dict__[name]]
+            for position, name in self._lists
+            if (position, name) not in self._kept
+        }
         self._pushed: list[list[dict[str, Any]]] = []
         for replica in self._replicas:
             for position, name in self._containers:
                 if (position, name) not in self._kept:
                     module, own = replica.modules[position]
                     replica.set_attribute(own, name, module.__dict__[name])
-            self._origins.append(
-                {place: [*self._share_list(replica, place)] for place in self._lists if place not in self._kept}
-            )
-            for (position, name), origin in self._origins[-1].items():
-                if len(origin) <= _LONGEST_LIST:
-                    replica.modules[position][1].__dict__[name] = [*origin]
+            for (position, name), values in self._before.items():
+                if len(values) <= _LONGEST_LIST:
+                    replica.modules[position][1].__dict__[name] = [*values]
             self._pushed.append([own.__dict__.copy() for _, own in replica.modules])
         self._entries = self._read_containers()
 
@@ -115,13 +106,6 @@ class AttributeMirror:
             [[*entries_of(pushed[position].get(name))] for position, name in self._containers]
             for pushed in self._pushed
         ]
-
-    def _share_list(self, replica: Replica, place: Place) -> list[Any]:
-        position, name = place
-        value: list[Any] = self._modules[position].__dict__[name]
-        value = replica.references.rewrite(value) if place in self._rewritten else value
-        replica.modules[position][1].__dict__[name] = value
-        return value
 
     def _changed_places(self) -> set[Place]:
         changed = {self._tensors[n] for n in self._tensor_versions.changed(self._values_at(self._tensors))}
@@ -139,11 +123,11 @@ class AttributeMirror:
                 self._warn(place)
         for place, values in set_values.items():
             self._pull_value(place, values, sizes)
-        for place in self._origins[0]:
+        for place, before in self._before.items():
             if place not in self._kept:
-                self._pull_list(active, place)
+                self._pull_list(active, place, before)
         self._tensor_versions = TensorVersions(self._values_at(self._tensors))  # a step's changes stay there
-        self._pushed, self._origins, self._entries = [], [], []
+        self._pushed, self._before, self._entries = [], {}, []
 
     def _find_set_values(self, active: Sequence[int]) -> dict[Place, list[Any]]:
         """Find the attributes that steps have set, each with the values of the replicas that did."""
@@ -159,17 +143,17 @@ class AttributeMirror:
                         found.setdefault((position, name), []).append(after.get(name, _MISSING))
         return found
 
-    def _pull_list(self, active: Sequence[int], place: Place) -> None:
+    def _pull_list(self, active: Sequence[int], place: Place, before: list[Any]) -> None:
         position, name = place
         master: list[Any] = self._modules[position].__dict__[name]
         for index in active:
-            own, origin = self._pushed[index][position][name], self._origins[index][place]
-            if not are_identical(own[: len(origin)], origin):
+            own = self._pushed[index][position][name]
+            if not are_identical(own[: len(before)], before):
                 self._warn(place)
-            elif own is not master and (new := own[len(origin) :]):
+            elif own is not master and (new := own[len(before) :]):
                 master.extend(to_device(new, self._replicas[0].device))
         for replica in self._replicas:  # hooks that run in the backward pass append to the master's list
-            self._share_list(replica, place)
+            replica.modules[position][1].__dict__[name] = master
 
     def _pull_value(self, place: Place, values: list[Any], sizes: Sequence[int]) -> None:
         position, name = place

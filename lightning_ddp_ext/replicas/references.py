@@ -89,8 +89,8 @@ class References:
             owner = self.rewrite(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if kind is partial:
-            function, args, keywords = map(self.rewrite, (value.func, value.args, value.keywords))
-            return partial(function, *args, **keywords)
+            keywords = {name: self._rewrite_argument(item) for name, item in value.keywords.items()}
+            return partial(self.rewrite(value.func), *map(self._rewrite_argument, value.args), **keywords)
         if kind is types.FunctionType:
             return self._rewrite_function(value)
         if kind not in _CONTAINERS or len(value) > _MAX_LENGTH:
@@ -107,6 +107,10 @@ class References:
             own.clear()
             own.update(items) if kind is set else own.extend(items)
         return own
+
+    def _rewrite_argument(self, value: Any) -> Any:
+        """Share a container that is neither copied for an attribute nor leads to a part of the master."""
+        return self.rewrite(value) if id(value) in self._copies or self.leads_to_part(value) else value
 
     def leads_to_part(self, value: Any, path: tuple[int, ...] = ()) -> bool:
         """Return True for a part of the master, and for a container, function or method that leads to one."""

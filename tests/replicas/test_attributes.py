@@ -310,6 +310,28 @@ def test_a_replica_reads_its_own_entries_until_the_step_ends_and_a_warning_names
     assert mirrored.copies[0].direct["state"] is not module.direct["state"]
 
 
+def test_containers_that_are_no_attributes_are_shared_by_partial_functions():
+    module, held = Module(), {"list": [], "dictionary": {}}
+    module.layer.register_forward_hook(partial(store_all, held["list"], features=held["dictionary"]))
+    mirrored = Mirrored(module)
+    mirrored.step(lambda own: own.layer(torch.ones(1, 2)))
+    assert (len(held["list"]), len(held["dictionary"])) == (2, 1)
+
+
+def store_all(outputs, layer, inputs, output, features):
+    outputs.append(output)
+    features.update(out=output)
+
+
+def test_a_list_in_a_hook_and_in_an_attribute_gets_the_items_of_all_replicas(recwarn):
+    module = Module()
+    module.layer.register_forward_hook(partial(store_all, module.outputs, features={}))
+    Mirrored(module).step(lambda own: (own.layer(torch.ones(1, 2)), own.outputs.append("end")))
+    assert sorted(map(str, module.outputs[2:])) == ["end", "end"]
+    assert len(module.outputs) == 4
+    assert not recwarn.list
+
+
 def test_a_container_in_two_places_or_in_itself_has_one_copy():
     module = Module()
     module.first = module.layer.second = {"layer": module.layer}
