@@ -52,7 +52,11 @@ class AttributeMirror:
             place for place, value in places.items() if type(value) is list and place not in copied and _is_users(place)
         ]
         found = [
-            place for place in copied if type(places[place]) in COPIED and (places[place] or place[1] not in HOOKS)
+            place
+            for place, value in places.items()
+            if place in copied
+            and type(value) in COPIED
+            and (place[1] not in HOOKS or any(type(hook) is partial for hook in value.values()))
         ]
         # Arguments of partial functions, as in hooks, may be other containers, which are copied first.
         self._containers = sorted(found, key=lambda place: type(places[place]) is partial or place[1] in HOOKS)
