@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -112,6 +113,11 @@ class References:
         """Share a container that is neither copied for an attribute nor leads to a part of the master."""
         return self.rewrite(value) if id(value) in self._copies or self.leads_to_part(value) else value
 
+    def is_data(self, value: Any) -> bool:
+        """Return True for a list, and for containers of more than 1,000 entries, without a part of the master."""
+        is_long = type(value) is list or len([*islice(entries_of(value), _MAX_LENGTH + 1)]) > _MAX_LENGTH
+        return is_long and not self.leads_to_part(value)
+
     def leads_to_part(self, value: Any, path: tuple[int, ...] = ()) -> bool:
         """Return True for a part of the master, and for a container, function or method that leads to one."""
         if self.find(value) is not None:
@@ -139,9 +145,13 @@ class References:
                 " instead, or pass it with `functools.partial`."
             )
         # `torch.compile` makes functions that call a method of the module; the options are in the closure, too.
-        closure = tuple(types.CellType(self.rewrite(cell.cell_contents)) for cell in function.__closure__ or ())
+        closure = tuple(types.CellType() for _ in function.__closure__ or ())
         own = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
         own.__dict__.update(function.__dict__)
+        self._copies[id(function)] = (function, own)
+        for cell, original in zip(closure, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # an empty cell
+                cell.cell_contents = self.rewrite(original.cell_contents)
         return own
 
     def _is_attribute(self, value: Any) -> bool:

@@ -70,8 +70,8 @@ class Replica:
 
     def set_attribute(self, own: nn.Module, name: str, value: Any) -> None:
         """Give one of the replica's modules an attribute of the master's."""
-        is_data = type(value) is list and not self.references.leads_to_part(value)
-        own.__dict__[name] = value if is_data or name in _SHARED else self.references.rewrite(value)
+        is_shared = name in _SHARED or self.references.is_data(value)
+        own.__dict__[name] = value if is_shared else self.references.rewrite(value)
 
     def _add_module(self, original: nn.Module) -> None:
         if isinstance(original, Metric | MetricCollection):

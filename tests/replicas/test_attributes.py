@@ -368,6 +368,11 @@ def test_no_change_of_a_dictionary_is_lost_without_a_warning():
 def test_long_dictionaries_are_shared():
     module = nn.Module()
     module.table = dict.fromkeys(range(2_000))
+    module.nested = {number: [*range(100)] for number in range(11)}
+    module.layers = {**module.nested, "layer": module}
     mirrored = Mirrored(module)
     mirrored.push()
-    assert mirrored.copies[1].table is module.table
+    own = mirrored.copies[1]
+    assert own.table is module.table
+    assert own.nested is module.nested
+    assert own.layers["layer"] is own
