@@ -84,8 +84,7 @@ class References:
             return entry[1]
         kind = type(value)
         if isinstance(value, Tensor):
-            moves = value.device == self._home and self._device != self._home
-            return value.detach().to(self._device) if moves else value
+            return value.detach().to(self._device) if self._moves(value) else value
         if kind is types.MethodType:
             owner = self.rewrite(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
@@ -110,13 +109,19 @@ class References:
         return own
 
     def _rewrite_argument(self, value: Any) -> Any:
-        """Share a container that is neither copied for an attribute nor leads to a part of the master."""
-        return self.rewrite(value) if id(value) in self._copies or self.leads_to_part(value) else value
+        is_shared = type(value) in _CONTAINERS and id(value) not in self._copies and not self._holds_own(value)
+        return value if is_shared else self.rewrite(value)
+
+    def _moves(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device == self._home and self._device != self._home
+
+    def _holds_own(self, value: Any) -> bool:
+        return self.leads_to_part(value) or any(map(self._moves, entries_of(value)))
 
     def is_data(self, value: Any) -> bool:
-        """Return True for a list, and for containers of more than 1,000 entries, without a part of the master."""
+        """Return True for a list, and for containers of more than 1,000 entries, of which no entry is replaced."""
         is_long = type(value) is list or len([*islice(entries_of(value), _MAX_LENGTH + 1)]) > _MAX_LENGTH
-        return is_long and not self.leads_to_part(value)
+        return is_long and not self._holds_own(value)
 
     def leads_to_part(self, value: Any, path: tuple[int, ...] = ()) -> bool:
         """Return True for a part of the master, and for a container, function or method that leads to one."""

@@ -245,6 +245,16 @@ def test_tensors_that_were_changed_in_place_reach_other_devices():
     assert second.table is before
 
 
+def test_tensors_in_containers_and_arguments_reach_other_devices():
+    module, tensor = Module(), torch.ones(2)
+    module.layer._masks, module.layer.table = [tensor], {"mask": (tensor,)}
+    module.scaled = partial(torch.mul, tensor, out=[tensor])
+    first, second = Mirrored(module, device(), torch.device("meta")).copies
+    for own, expected in ((first, device()), (second, torch.device("meta"))):
+        found = [*own.layer._masks, *own.layer.table["mask"], *own.scaled.args, *own.scaled.keywords["out"]]
+        assert [one.device for one in found] == [expected] * 4
+
+
 def test_tensors_that_hooks_or_replicas_compute_alike_cause_no_warning(recwarn):
     module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)), nn.Linear(2, 2))
     nn.utils.prune.l1_unstructured(module[1], "weight", 0.5)
