@@ -97,7 +97,7 @@ class AttributeMirror:
             for position, name in self._containers:
                 if (position, name) not in self._kept:
                     module, own = replica.modules[position]
-                    replica.set_attribute(own, name, module.__dict__[name])
+                    own.__dict__[name] = replica.references.rewrite(module.__dict__[name])
             for (position, name), values in self._before.items():
                 if len(values) <= _LONGEST_LIST:
                     replica.modules[position][1].__dict__[name] = [*values]
