@@ -21,8 +21,8 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 # Attributes of a `LightningModule` that differ between replicas: the device, the cache of metric names, which is keyed
-# by object id, and the `log` and `log_dict` that record.
-REPLICA_ATTRIBUTES = frozenset({"_device", "_metric_attributes", "log", "log_dict"})
+# by object id, and the `log` that records.
+REPLICA_ATTRIBUTES = frozenset({"_device", "_metric_attributes", "log"})
 
 
 def replace_attributes(cleanup: ExitStack, owner: object, **replacements: Any) -> None:

@@ -7,7 +7,7 @@ import itertools
 import sys
 import types
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -52,40 +52,44 @@ def items(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(value, name)) for name in fields(value))
 
 
+def values_of(value: Any) -> list[Any]:
+    """Return the items of a container without their paths, in the order of `items`."""
+    if isinstance(value, Tensor):
+        return []
+    if isinstance(value, Mapping):
+        return [*value.values(), *(getattr(value, name) for name in extra_names(value))]
+    if isinstance(value, list | tuple):
+        return [*value]
+    return [getattr(value, name) for name in fields(value)] if is_object(value) else []
+
+
 def walk(value: Any) -> Iterator[Any]:
     """Yield a value and, in any depth, the items of its containers."""
     yield value
-    for _, item in items(value):
+    for item in values_of(value):
         yield from walk(item)
 
 
-def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to the items of a container; return any other value unchanged."""
+def with_values(value: Any, values: Sequence[Any]) -> Any:
+    """Make a container like `value` with other items, in the order of `values_of`; return any other value unchanged."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):
-        mapped = {key: function(item) for key, item in value.items()}
-        return _rebuild_mapping(value, mapped, {name: function(getattr(value, name)) for name in extra_names(value)})
+        return _rebuild_mapping(value, values)
     if isinstance(value, list | tuple):
-        return rebuild(value, [function(item) for item in value])
-    if is_object(value):
-        copied = copy.copy(value)  # without running the constructor
-        for name in fields(value):
-            object.__setattr__(copied, name, function(getattr(value, name)))  # works for frozen classes, too
-        return copied
-    return value
+        return rebuild(value, values)
+    if not values:
+        return value
+    copied = copy.copy(value)  # an object, without running the constructor
+    for name, item in zip(fields(value), values, strict=True):
+        object.__setattr__(copied, name, item)  # works for frozen classes, too
+    return copied
 
 
-def merge_items(values: Sequence[Any], function: Callable[[str, list[Any]], Any]) -> Any:
-    """Apply a function to the path and the values of each item of containers for which `have_same_items` is True."""
-    columns = [dict(items(value)) for value in values]
-    paths = iter(columns[0])  # in the order of `map_items`
-
-    def merge(_: Any) -> Any:
-        path = next(paths)
-        return function(path, [column[path] for column in columns])
-
-    return map_items(values[0], merge)
+def columns_of(values: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return the items of containers for which `have_same_items` is True, by their paths in the first one."""
+    by_path = [dict(items(value)) for value in values]
+    return {path: [columns[path] for columns in by_path] for path in by_path[0]}
 
 
 def have_same_items(values: Sequence[Any]) -> bool:
@@ -95,8 +99,8 @@ def have_same_items(values: Sequence[Any]) -> bool:
     return is_container and len({(type(value), frozenset(path for path, _ in items(value))) for value in values}) == 1
 
 
-def rebuild(value: Any, items: list[Any]) -> Any:
-    """Make a sequence of the type of `value` from other items."""
+def rebuild(value: Any, items: Sequence[Any]) -> Any:
+    """Make a sequence of the type of `value` from any number of other items."""
     if isinstance(value, list) and type(value) is not list:
         copied = copy.copy(value)  # a subclass may have attributes, and a constructor with other arguments
         copied[:] = items
@@ -104,16 +108,16 @@ def rebuild(value: Any, items: list[Any]) -> Any:
     return type(value)(*items) if is_record(value) else type(value)(items)
 
 
-def _rebuild_mapping(value: Any, items: dict[Any, Any], extras: Mapping[str, Any]) -> Any:
-    """Make a mapping of the type of `value` from other items and other attributes."""
+def _rebuild_mapping(value: Any, values: Sequence[Any]) -> Any:
+    entries = dict(zip(value, values, strict=False))  # attributes follow the entries
     if type(value) is dict:
-        return items
+        return entries
     if not isinstance(value, dict | UserDict):
-        return type(value)(items)
+        return type(value)(entries)
     copied = copy.copy(value)  # keeps additions of a subclass, such as a default factory
-    for name, extra in extras.items():
+    for name, extra in zip(extra_names(value), values[len(value) :], strict=True):
         setattr(copied, name, extra)
-    for key, item in items.items():
+    for key, item in entries.items():
         copied[key] = item
     return copied
 
@@ -132,7 +136,7 @@ def to_device(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, PackedSequence):
         return value.to(device)  # type: ignore[arg-type]  # its batch sizes stay on the CPU
-    return map_items(value, lambda item: to_device(item, device))
+    return with_values(value, [to_device(item, device) for item in values_of(value)])
 
 
 def is_array(value: Any) -> bool:
@@ -213,7 +217,7 @@ def hides_array(value: Any, depth: int = _DEPTH) -> bool:
     slots = [kind.__dict__.get("__slots__", ()) for kind in type(value).__mro__]
     names = itertools.chain.from_iterable((slot,) if isinstance(slot, str) else slot for slot in slots)
     parts = itertools.chain(
-        (item for _, item in items(value)),
+        values_of(value),
         value if isinstance(value, Set | deque | UserList) else (),
         (getattr(value, name, None) for name in names),
         getattr(value, "__dict__", {}).values(),

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ddp_ext._compat.torch import equal_or_nan
 from lightning_ddp_ext.batches.containers import (
+    columns_of,
     count_rows,
     have_same_items,
     hides_array,
@@ -22,12 +23,12 @@ from lightning_ddp_ext.batches.containers import (
     is_object,
     is_record,
     items,
-    map_items,
-    merge_items,
     rebuild,
     take_rows,
     to_device,
+    values_of,
     walk,
+    with_values,
 )
 from lightning_ddp_ext.errors import BatchSplitError
 
@@ -80,7 +81,7 @@ def may_be_one_sample(batch: Any) -> bool:
             return
         if isinstance(value, list | tuple):
             lengths.append(len(value))
-        for _, item in items(value):
+        for item in values_of(value):
             look(item)
 
     look(batch)
@@ -127,7 +128,7 @@ class _Cut:
             return rebuild(batch, list(batch[start:stop]))
         if is_array(batch):
             return self._take(batch, start, stop)
-        return map_items(batch, lambda item: self._take(item, start, stop))  # its items are columns
+        return with_values(batch, [self._take(item, start, stop) for item in values_of(batch)])  # its items are columns
 
     def _take(self, value: Any, start: int, stop: int) -> Any:
         if is_array(value):
@@ -141,7 +142,7 @@ class _Cut:
             return take_rows(value, self.batch_dim, start, stop) if rows == self.total else value
         if self.is_per_sample(value):
             return rebuild(value, list(value[start:stop]))
-        return map_items(value, lambda item: self._take(item, start, stop))
+        return with_values(value, [self._take(item, start, stop) for item in values_of(value)])
 
     def is_per_sample(self, value: Any) -> bool:
         """Return True for a list with one entry per sample."""
@@ -318,7 +319,7 @@ def _join(values: Sequence[Any], cuts: Sequence[_Cut], path: str, top: bool = Fa
     elif all((top and cut.is_list) or cut.is_per_sample(value) for value, cut in pairs):
         return rebuild(first, [item for value in values for item in value])
     elif have_same_items(values):
-        return merge_items(values, lambda name, column: _join(column, cuts, path + name))
+        return with_values(first, [_join(column, cuts, path + name) for name, column in columns_of(values).items()])
     if all(_are_equal(first, value) for value in values):
         return first
     shown = dict.fromkeys(f"shape {tuple(value.shape)}" if _is_dense(value) else repr(value)[:40] for value in values)
@@ -366,7 +367,8 @@ def gather(
         if lengths == list(sizes) and not (len(set(lengths)) == 1 and _is_columnar(outputs, sizes)):
             return rebuild(first, [to_device(item, device) for output in outputs for item in output])
     if have_same_items(outputs):
-        return merge_items(outputs, lambda _, column: gather(column, sizes, device, batch_dim, other_rows))
+        columns = columns_of(outputs).values()
+        return with_values(first, [gather(column, sizes, device, batch_dim, other_rows) for column in columns])
     if all(output is None for output in outputs):
         return None
     return [to_device(output, device) for output in outputs]

@@ -33,7 +33,6 @@ from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrateg
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _SHOWN = 8  # weights in a message
-_ROWS = 2**20  # elements that are compared at a time, in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,11 +331,8 @@ def _compare_chunks(strategy: BalancedDataParallelStrategy, step: _StepCopy, bat
     if record.skipped:
         whole = _join([chunks[index] for index in record.active], strategy.batch_dim, step.module.device)
     columns = [step.gradients(part, transferred=False) for part in (*(chunks[index] for index in weighted), whole)]
-    comparison = GradientComparison(len(weighted))
-    for name, parameter in step.module.named_parameters():
-        if any(name in column for column in columns):
-            comparison.add(name, [column.get(name, _zeros(parameter)) for column in columns])
     sizes = [record.sizes[index] for index in weighted]
+    comparison = GradientComparison(columns, step.module)
     return comparison.record(batch, [*weighted.values()], sizes, strategy.weight_by, step)
 
 
@@ -362,21 +358,18 @@ def _compare_ranks(strategy: ExplicitDDPStrategy, step: _StepCopy, batch: int) -
             whole = step.gradients(_join(parts, strategy.batch_dim, step.module.device))
         if weight:
             own = step.gradients(given)
-    draws, names = zip(*gather_objects([step.draws, [*{**own, **whole}]], group), strict=True)
-    step.draws = any(draws)
-
-    comparison = GradientComparison(len(active))
-    for name, parameter in step.module.named_parameters():
-        if any(name in found for found in names):
-            zeros = _zeros(parameter)
-            found = gather_objects(own.get(name), group)  # one parameter at a time, to save memory
-            if rank == active[0]:
-                parts = [zeros if found[index] is None else found[index] for index in active]
-                comparison.add(name, [*parts, whole.get(name, zeros)])
+    step.draws = any(gather_objects(step.draws, group))
+    columns: list[dict[str, Tensor]] = [{} for _ in weights]
+    for name, _ in step.module.named_parameters():
+        found = gather_objects(own.get(name), group)  # one parameter at a time, to save memory
+        if rank == active[0]:
+            for column, gradient in zip(columns, found, strict=True):
+                column.update({} if gradient is None else {name: gradient})
     record = None
     if rank == active[0]:
         total = 1.0 if strategy.weight_by == "sum" else sum(weights)
         factors, counted = [weights[index] / total for index in active], [sizes[index] for index in active]
+        comparison = GradientComparison([*(columns[index] for index in active), whole], step.module)
         record = asdict(comparison.record(batch, factors, counted, strategy.weight_by, step))
     return GradientRecord(**broadcast_object(record, group, active[0]))
 
@@ -409,15 +402,11 @@ def _flat(gradient: Tensor) -> Tensor:
     return (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1).cpu()
 
 
-def _zeros(parameter: Tensor) -> Tensor:
-    return _flat(torch.zeros_like(parameter))
-
-
 def _find_remedy(
     comparison: "GradientComparison", sizes: Sequence[float | None], weight_by: WeightBy, step: _StepCopy
 ) -> str:
     """Return the remedy for the cause that the best weights of the parts point at."""
-    tolerance, fitted = step.tolerance, comparison.fit()
+    tolerance, fitted = step.tolerance, comparison.fitted
     choices = {"sum": [1.0] * len(sizes)}
     known = [size for size in sizes if size is not None]
     if len(known) == len(sizes):
@@ -467,60 +456,48 @@ def _describe(error: Exception) -> str:
 
 
 class GradientComparison:
-    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch.
+    """Compares weighted sums of the gradients of the parts with the gradient of the whole batch, in float64.
 
-    For each parameter it keeps the triangular factor of a QR decomposition whose columns are the parts and the whole.
-    The factor has the norm of every linear combination of the columns, without the cancellation of scalar products.
+    `columns` are the flat, real gradients of the parts, then of the whole, by parameter; a missing one is zero.
+
+    `fitted` are the weights with the least difference; None if they are not unique, or fit any gradient.
     """
 
-    def __init__(self, parts: int) -> None:
-        self._factors: dict[str, Tensor] = {}
-        self._parts = parts
-        self._elements = 0
-
-    def add(self, name: str, columns: Sequence[Tensor]) -> None:
-        """Add the flat, real gradients of one parameter: of the parts, then of the whole."""
-        factor = torch.empty(0, self._parts + 1, dtype=torch.float64)
-        for rows in zip(*(torch.split(column, _ROWS) for column in columns), strict=True):
-            factor = _triangle([factor, torch.stack(rows, dim=1).double()])
-        self._factors[name] = factor
-        self._elements += columns[0].numel()
+    def __init__(self, columns: Sequence[Mapping[str, Tensor]], module: nn.Module) -> None:
+        used = {
+            name: _flat(torch.zeros_like(p))
+            for name, p in module.named_parameters()
+            if any(name in column for column in columns)
+        }
+        self._names, self._sizes = [*used], [zeros.numel() for zeros in used.values()]
+        *parts, self._whole = (
+            torch.cat([column.get(name, zeros).double() for name, zeros in used.items()]) for column in columns
+        )
+        self._parts = torch.stack(parts, dim=1)
+        self.fitted: list[float] | None = None
+        if len(self._whole) > len(parts) and self._parts.isfinite().all() and self._whole.isfinite().all():
+            fit = torch.linalg.lstsq(self._parts, self._whole.unsqueeze(1), driver="gelsd")
+            self.fitted = fit.solution.squeeze(1).tolist() if fit.rank == len(parts) else None
 
     def record(
         self, batch: int, weights: list[float], sizes: Sequence[float | None], weight_by: WeightBy, step: _StepCopy
     ) -> GradientRecord:
         """Return the record of parts with these weights and numbers of samples."""
-        difference, tolerance = self.difference(weights), step.tolerance
-        name = max(self._factors, key=lambda name: _norm(self._factors[name], weights))
-        most = _relative(self._factors[name], weights)
-        remedy = None if difference <= tolerance else _find_remedy(self, sizes, weight_by, step)
-        return GradientRecord(batch, difference, name, most, tolerance, weights, self.fit(), remedy)
+        differences = (torch.split(vector, self._sizes) for vector in (self._residual(weights), self._whole))
+        by_name = dict(zip(self._names, zip(*differences, strict=True), strict=True))
+        name = max(by_name, key=lambda name: float(by_name[name][0].norm()))
+        difference, most = self.difference(weights), _relative(*by_name[name])
+        remedy = None if difference <= step.tolerance else _find_remedy(self, sizes, weight_by, step)
+        return GradientRecord(batch, difference, name, most, step.tolerance, weights, self.fitted, remedy)
 
     def difference(self, weights: Sequence[float]) -> float:
         """Return the norm of the difference between weighted parts and whole, relative to the norm of the whole."""
-        return _relative(_triangle([*self._factors.values()]), weights)
+        return _relative(self._residual(weights), self._whole)
 
-    def fit(self) -> list[float] | None:
-        """Return the weights with the least difference; None if they are not unique, or fit any gradient."""
-        factor = _triangle([*self._factors.values()])
-        parts, whole = factor[:, :-1], factor[:, -1]
-        if self._elements <= self._parts or not factor.isfinite().all():
-            return None
-        if torch.linalg.matrix_rank(parts) < self._parts:
-            return None
-        weights: list[float] = torch.linalg.lstsq(parts, whole.unsqueeze(1)).solution.squeeze(1).tolist()
-        return weights
+    def _residual(self, weights: Sequence[float]) -> Tensor:
+        return self._parts @ torch.tensor(weights, dtype=torch.float64) - self._whole
 
 
-def _triangle(blocks: Sequence[Tensor]) -> Tensor:
-    factor: Tensor = torch.linalg.qr(torch.cat([*blocks]), mode="r").R
-    return factor
-
-
-def _norm(factor: Tensor, weights: Sequence[float]) -> float:
-    return float((factor @ torch.tensor([*weights, -1.0], dtype=factor.dtype)).norm())
-
-
-def _relative(factor: Tensor, weights: Sequence[float]) -> float:
-    difference, whole = _norm(factor, weights), float(factor[:, -1].norm())
-    return difference / whole if whole else difference and float("inf")
+def _relative(difference: Tensor, whole: Tensor) -> float:
+    size, norm = float(difference.norm()), float(whole.norm())
+    return size / norm if norm else size and math.inf

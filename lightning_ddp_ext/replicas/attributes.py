@@ -1,40 +1,39 @@
 """Plain attributes of the module: from the module to its replicas before a step, and back after it."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import WarningCache
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
 from lightning_ddp_ext._compat.torch import HOOKS, STRUCTURE, TensorVersions, are_identical
 from lightning_ddp_ext.batches.containers import to_device
-from lightning_ddp_ext.batches.weights import SampleCounters
 from lightning_ddp_ext.replicas.references import COPIED, entries_of
-from lightning_ddp_ext.replicas.replica import Place, Replica, Replicas
+from lightning_ddp_ext.replicas.replica import Place, Replicas
 
 _MISSING = object()
 _SCALARS = (int, float, str, bool, bytes, type(None), torch.dtype)
 _LONGEST_LIST = 10_000
-_FIRST = "; only the first replica's is seen on the module itself"
 _NOT_MIRRORED = STRUCTURE | REPLICA_ATTRIBUTES | {"forward"}
 
 
 class AttributeMirror:
     """Pushes the master's attributes to the replicas before a step, and merges the step's changes into the master.
 
-    New items of lists, counters of samples and equal scalars are merged. Any other value stays with its replica until
-    the master's value changes, with one warning. Changes end with the step in dictionaries, and in sets and deques that
-    lead to parts of the module.
+    Numbers and texts that all replicas set alike come back, and items that they append to lists. Any other value stays
+    with its replica until the master's value changes, and changes of dictionaries, sets and deques end with the step;
+    one warning names the attribute.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._modules = [module for module, _ in replicas[0].modules]
         self._prefixes = replicas.prefixes
-        self._sample_counters = SampleCounters()
-        self._warnings = WarningCache()
+        self._warned: set[Place] = set()
+        self._kept: set[Place] = set()  # where each replica keeps its own value
         self._look()
 
     def _look(self) -> None:
@@ -46,16 +45,21 @@ class AttributeMirror:
             for name, value in module.__dict__.items()
             if name not in _NOT_MIRRORED
         }
-        first = [own.__dict__ for _, own in self._replicas[0].modules]
-        not_shared = {place for place, value in places.items() if first[place[0]].get(place[1]) is not value}
-        # Lists that lead to parts of the module are rewritten before every step, because copies do not follow them.
-        self._rewritten = {place for place in not_shared if type(places[place]) is list}
+        owned = [own.__dict__ for _, own in self._replicas[0].modules]
+        copied = {place for place, value in places.items() if owned[place[0]].get(place[1]) is not value}
+        # Steps append to lists, except to lists that lead to parts of the module, and private lists of libraries.
         self._lists = [
+            place for place, value in places.items() if type(value) is list and place not in copied and _is_users(place)
+        ]
+        found = [
             place
             for place, value in places.items()
-            if type(value) is list and (_is_users(place) or place in self._rewritten)
+            if place in copied
+            and type(value) in COPIED
+            and (place[1] not in HOOKS or any(type(hook) is partial for hook in value.values()))
         ]
-        self._containers = [place for place in not_shared if type(places[place]) in COPIED and place[1] not in HOOKS]
+        # Arguments of partial functions, as in hooks, may be other containers, which are copied first.
+        self._containers = sorted(found, key=lambda place: type(places[place]) is partial or place[1] in HOOKS)
         self._hooks = [module.__dict__[name] for module in self._modules for name in HOOKS]
         self._hook_ids = [*chain.from_iterable(self._hooks)]
         # Replicas on other devices have copies of plain tensors, which do not follow changes in place.
@@ -68,47 +72,44 @@ class AttributeMirror:
         return [self._modules[position].__dict__.get(name) for position, name in places]
 
     def push(self) -> None:
-        """Bring the master's attributes to every replica, and give each a copy of the master's lists."""
+        """Bring the master's attributes to every replica, and give each a copy of the master's containers."""
         changed = self._changed_places()
-        hooks_have_changed = self._hook_ids != [*chain.from_iterable(self._hooks)]
+        if self._hook_ids != [*chain.from_iterable(self._hooks)]:
+            changed.update((position, name) for position in range(len(self._modules)) for name in HOOKS)
+        self._kept -= changed
         for replica in self._replicas:
+            replica.references.forget_copies()
             for position, name in changed:
                 module, own = replica.modules[position]
-                replica.references.forget_copy(self._seen[position].get(name))
                 if name in module.__dict__:
                     replica.set_attribute(own, name, module.__dict__[name])
                 else:
                     own.__dict__.pop(name, None)
-            for module, own in replica.modules if hooks_have_changed else ():
-                for name in HOOKS:
-                    replica.set_attribute(own, name, module.__dict__[name])
-        if changed or hooks_have_changed:
+        if changed:
             self._look()
-        # The list that each replica's list was copied from, whose entries are the replica's counterparts.
-        self._origins: list[dict[Place, list[Any]]] = []
+        self._before = {
+            (position, name): [*self._modules[position].__dict__[name]]
+            for position, name in self._lists
+            if (position, name) not in self._kept
+        }
         self._pushed: list[list[dict[str, Any]]] = []
         for replica in self._replicas:
-            for source in self._values_at(self._containers):
-                replica.references.fill_copy(source)
-            origins = {place: self._share_list(replica, place) for place in self._lists}
-            for (position, name), origin in origins.items():
-                if len(origin) <= _LONGEST_LIST:
-                    replica.modules[position][1].__dict__[name] = list(origin)
-            self._origins.append(origins)
+            for position, name in self._containers:
+                if (position, name) not in self._kept:
+                    module, own = replica.modules[position]
+                    own.__dict__[name] = replica.references.rewrite(module.__dict__[name])
+            for (position, name), values in self._before.items():
+                if len(values) <= _LONGEST_LIST:
+                    replica.modules[position][1].__dict__[name] = [*values]
             self._pushed.append([own.__dict__.copy() for _, own in replica.modules])
         self._entries = self._read_containers()
 
     def _read_containers(self) -> list[list[list[Any]]]:
-        """Return the entries of each container on each replica."""
-        sources = self._values_at(self._containers)
-        return [[[*entries_of(replica.references.find(one))] for one in sources] for replica in self._replicas]
-
-    def _share_list(self, replica: Replica, place: Place) -> list[Any]:
-        position, name = place
-        value: list[Any] = self._modules[position].__dict__[name]
-        value = replica.references.rewrite(value) if place in self._rewritten else value
-        replica.modules[position][1].__dict__[name] = value
-        return value
+        """Return the entries of each container that each replica has been given."""
+        return [
+            [[*entries_of(pushed[position].get(name))] for position, name in self._containers]
+            for pushed in self._pushed
+        ]
 
     def _changed_places(self) -> set[Place]:
         changed = {self._tensors[n] for n in self._tensor_versions.changed(self._values_at(self._tensors))}
@@ -120,19 +121,20 @@ class AttributeMirror:
     def pull(self, active: Sequence[int], sizes: Sequence[int]) -> None:
         """Merge the attributes that the active replicas' steps changed into the master; `sizes` are chunk sizes."""
         set_values = self._find_set_values(active)
-        for place in self._lists:
-            self._pull_list(active, place)
         now = self._read_containers()
         for n, place in enumerate(self._containers):
-            if _is_users(place) and not all(are_identical(self._entries[index][n], now[index][n]) for index in active):
-                self._warn(place, "was changed inside a step, where each replica has a copy; the copies are not merged")
+            if not all(are_identical(self._entries[index][n], now[index][n]) for index in active):
+                self._warn(place)
         for place, values in set_values.items():
             self._pull_value(place, values, sizes)
+        for place, before in self._before.items():
+            if place not in self._kept:
+                self._pull_list(active, place, before)
         self._tensor_versions = TensorVersions(self._values_at(self._tensors))  # a step's changes stay there
-        self._pushed, self._origins, self._entries = [], [], []
+        self._pushed, self._before, self._entries = [], {}, []
 
     def _find_set_values(self, active: Sequence[int]) -> dict[Place, list[Any]]:
-        """Find the attributes other than lists that steps have set, each with the values of the replicas that did."""
+        """Find the attributes that steps have set, each with the values of the replicas that did."""
         found: dict[Place, list[Any]] = {}
         for index in active:
             pushed = self._pushed[index]
@@ -141,73 +143,65 @@ class AttributeMirror:
                 continue
             for position, (before, after) in enumerate(zip(pushed, now, strict=True)):
                 for name in _changed(before, after) - _NOT_MIRRORED:
-                    if (position, name) not in self._origins[index] and _is_users((position, name)):
+                    if _is_users((position, name)):
                         found.setdefault((position, name), []).append(after.get(name, _MISSING))
         return found
 
-    def _pull_list(self, active: Sequence[int], place: Place) -> None:
+    def _pull_list(self, active: Sequence[int], place: Place, before: list[Any]) -> None:
         position, name = place
-        master = self._modules[position].__dict__[name]
-        length = len(master)
+        master: list[Any] = self._modules[position].__dict__[name]
         for index in active:
-            own = self._replicas[index].modules[position][1].__dict__.get(name)
-            origin = self._origins[index][place]
-            if own is not self._pushed[index][position][name]:
-                if _is_users(place):  # torch's LSTM sets its private list of weights
-                    self._warn(place, f"was set inside a step, to another list on each replica{_FIRST}")
-            elif own is not origin:
-                if are_identical(own[:length], origin[:length]):
-                    if new := own[length:]:
-                        master.extend(to_device(new, self._replicas[0].device))
-                else:
-                    self._warn(place, f"was changed inside a step other than by appending{_FIRST}")
+            own = self._pushed[index][position][name]
+            if not are_identical(own[: len(before)], before):
+                self._warn(place)
+            elif own is not master and (new := own[len(before) :]):
+                master.extend(to_device(new, self._replicas[0].device))
         for replica in self._replicas:  # hooks that run in the backward pass append to the master's list
-            self._share_list(replica, place)
+            replica.modules[position][1].__dict__[name] = master
 
     def _pull_value(self, place: Place, values: list[Any], sizes: Sequence[int]) -> None:
         position, name = place
-        master = self._modules[position]
-        message = self._message(place, f"was set inside a step, to different values on the replicas{_FIRST}")
-        value = self._combine(place, master.__dict__.get(name), values, sizes, message in self._warnings)
-        if value is not _MISSING and not isinstance(value, torch.Tensor):
-            setattr(master, name, value)
+        master, first = self._modules[position], values[0]
+        are_alike = len(values) == len(sizes) and self._are_alike(place, values, sizes)
+        if are_alike and not isinstance(first, torch.Tensor):
+            setattr(master, name, first)
             return
         # The first replica's value stands for all, so that setting the attribute back in a hook is seen as a change.
-        if values[0] is not _MISSING:
-            master.__dict__[name] = to_device(values[0], self._replicas[0].device)
+        if first is not _MISSING:
+            master.__dict__[name] = to_device(first, self._replicas[0].device)
             self._seen[position][name] = master.__dict__[name]  # other attributes still have to reach the replicas
-        if value is _MISSING:
-            self._warnings.warn(message)
+        if not are_alike:
+            self._kept.add(place)
+            self._warn(place)
 
-    def _combine(self, place: Place, before: Any, values: list[Any], sizes: Sequence[int], may_differ: bool) -> Any:
-        """Make one value of the values that all replicas have set; _MISSING if they differ."""
-        if len(values) < len(sizes):
-            return _MISSING
+    def _are_alike(self, place: Place, values: list[Any], sizes: Sequence[int]) -> bool:
+        """Return True if every replica has set the number, text or tensor that one device would set."""
         first = values[0]
         if all(isinstance(value, _SCALARS) for value in values):
-            if all(type(value) is int for value in (before, *values)):
-                raised = [value - before for value in values]
-                if self._sample_counters.recognise(place, raised, sizes):
-                    return before + sum(raised)
-            if all(type(value) is type(first) and value == first for value in values):
-                return first
+            before = self._modules[place[0]].__dict__.get(place[1])
+            # Chunks of one size have the same number of samples, which is not the number of the whole batch.
+            counts_samples = type(before) is type(first) is int and {first - before} == {*sizes} != {1}
+            alike = all(type(value) is type(first) and value == first for value in values)
+            return alike and not (counts_samples and len(sizes) > 1)
         # Comparing tensors may wait for a device, so it ends with the warning that they differ.
-        return first if len(values) > 1 and not may_differ and _are_equal_tensors(values) else _MISSING
+        return len(values) > 1 and place not in self._warned and _are_equal_tensors(values)
 
-    def _warn(self, place: Place, what: str) -> None:
-        self._warnings.warn(self._message(place, what))
-
-    def _message(self, place: Place, what: str) -> str:
-        return (
-            f"`self.{self._prefixes[place[0]]}{place[1]}` {what}."
-            " Set it in a hook such as `on_train_batch_end`, append to a list, or use a metric."
+    def _warn(self, place: Place) -> None:
+        if place in self._warned or not _is_users(place):
+            return
+        self._warned.add(place)
+        rank_zero_warn(
+            f"`self.{self._prefixes[place[0]]}{place[1]}` was changed inside a step by each replica for its chunk, and"
+            " these changes do not come back to the module, which shows the first replica's value at most. Let the step"
+            " set a number or text that does not depend on the chunk, or append to a list; use a metric or a buffer; or"
+            " set the attribute in a hook such as `on_train_batch_end`."
         )
 
 
 def _is_users(place: Place) -> bool:
     """Return False for names that libraries keep to themselves in submodules."""
     position, name = place
-    return position == 0 or not name.startswith("_")
+    return name not in HOOKS and (position == 0 or not name.startswith("_"))
 
 
 def _are_same(dictionaries: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> bool:

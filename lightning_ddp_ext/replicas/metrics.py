@@ -31,7 +31,7 @@ from lightning_ddp_ext._compat.torchmetrics import (
     take_dtype,
     write_state,
 )
-from lightning_ddp_ext.batches.containers import have_same_items, map_items, merge_items, to_device, walk
+from lightning_ddp_ext.batches.containers import columns_of, have_same_items, to_device, values_of, walk, with_values
 from lightning_ddp_ext.replicas.replica import Replicas
 
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
@@ -88,7 +88,7 @@ def _join(values: Sequence[Any], weights: Sequence[float], sizes: Sequence[int],
     if isinstance(first, Tensor):
         return torch.cat([value.detach().to(device) for value in values])
     if isinstance(first, dict | tuple) and have_same_items(values):
-        return merge_items(values, lambda _, column: _join(column, weights, sizes, device))
+        return with_values(first, [_join(column, weights, sizes, device) for column in columns_of(values).values()])
     # A list of tensors may hold columns or samples.
     if isinstance(first, list) and not any(isinstance(item, Tensor) for value in values for item in value):
         return [to_device(item, device) for value in values for item in value]
@@ -271,7 +271,7 @@ def _warn_of_unregistered(master: nn.Module) -> None:
 def _with_own_memory(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone(memory_format=torch.contiguous_format)
-    return map_items(value, _with_own_memory)
+    return with_values(value, [*map(_with_own_memory, values_of(value))])
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -319,36 +319,28 @@ class _Logged:
 class LogReplay:
     """Records `log` on the replicas and repeats it once per key on the master, after the step.
 
-    `log_dict` arrives here key by key. Without `reduce_fx`, values are averaged by weight, except for whole numbers
-    that count samples of each chunk: integer tensors, and Python's integers if they differ or equal the chunk sizes.
+    `log_dict` arrives here key by key. Values are combined by the `reduce_fx` of the call. In a mean they have the
+    weights of the chunks' losses, or the batch sizes of the calls if these are not the chunks' sizes.
     """
 
     def __init__(self, replicas: Replicas, metrics: MetricMerger) -> None:
         self._master: LightningModule = replicas.master  # type: ignore[assignment]
         self._metrics = metrics
         self._home = replicas[0].device
-        # Keys logged with the batch size of the whole batch, with that size: it may also be the size of a small chunk.
-        self._whole_batch_sizes: set[tuple[str, int]] = set()
-        # Keys logged with different batch sizes at once: each chunk's size, also where the sizes agree by chance.
-        self._own_sizes: set[str] = set()
-        # Keys of Python's integers that have differed between replicas, and keys that were equal on all replicas
-        # without being chunk sizes. A later epoch number may equal a chunk size by chance.
-        self._counts: set[str] = set()
-        self._constants: set[str] = set()
         self._warnings = WarningCache()
-        self._recorded = [_Recorder(replica.module) for replica in replicas]
+        self._calls: list[list[tuple[str, Any, dict[str, Any]]]] = [[] for _ in replicas]
+        for replica, calls in zip(replicas, self._calls, strict=True):
+            replica.module.__dict__["log"] = partial(_record_log, calls)
 
     def replay(self, active: Sequence[int], weights: Sequence[float], sizes: Sequence[int]) -> None:
         """Log every key that the active replicas have recorded once; their chunks have these weights and sizes."""
-        if not any(recorded.calls for recorded in self._recorded):
-            return
         grouped: dict[tuple[str, int], list[_Logged]] = {}
         for index, weight, size in zip(active, weights, sizes, strict=True):
             occurrence: Counter[str] = Counter()
-            for name, value, options in self._recorded[index].calls:
+            for name, value, options in self._calls[index]:
                 grouped.setdefault((name, occurrence[name]), []).append(_Logged(weight, size, value, options))
                 occurrence[name] += 1
-            self._recorded[index].calls.clear()
+            self._calls[index].clear()
         for (name, _), logged in grouped.items():
             if isinstance(logged[0].value, Metric):
                 self._master.log(name, self._metrics.original(logged[0].value), **logged[0].options)
@@ -358,100 +350,41 @@ class LogReplay:
     def _log_value(self, name: str, logged: Sequence[_Logged]) -> None:
         # A chunk of zero weight may have logged a mean over nothing.
         logged = [entry for entry in logged if entry.weight] or logged
-        batch_sizes = [entry.options.get("batch_size") for entry in logged]
-        weights, sizes = [entry.weight for entry in logged], [entry.size for entry in logged]
-        own_weights, batch_size = self._interpret(name, batch_sizes, sizes, weights)
-        options = {**logged[0].options, "batch_size": batch_size}
-        values = [entry.value for entry in logged]
+        values, sizes = [entry.value for entry in logged], [entry.size for entry in logged]
+        given = [entry.options["batch_size"] for entry in logged if entry.options.get("batch_size") is not None]
+        batch_sizes = [*map(int, given)] if len(given) == len(sizes) else sizes
         value = self._metrics.of_whole_batch(values[0])
         if value is None and len(values) > 1 and all(map(_is_number, values)):
-            reduction = _reduction(options) or self._default_reduction(name, values, sizes)
-            value = _combine(values, own_weights or weights, reduction, self._home)
+            reduction = _reduction(logged[0].options)
+            if reduction == "mean":
+                self._warn_of_mean(name, values, batch_sizes, sizes)
+            weights = [entry.weight for entry in logged] if batch_sizes == sizes else batch_sizes
+            value = _combine(values, weights, reduction, self._home)
         # Lightning refuses anything but one number, and names the key.
+        options = {**logged[0].options, "batch_size": sum(batch_sizes)}
         self._master.log(name, values[0] if value is None else value, **options)
 
-    def _default_reduction(self, name: str, values: Sequence[Any], chunk_sizes: Sequence[int]) -> str:
-        if not all(map(_is_integral, values)):
-            return "mean"
-        if any(isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool for value in values):
-            if len(set(map(bool, values))) > 1:
-                self._warn(
-                    name,
-                    "is True on some replicas and False on others: their mean is logged. Pass"
-                    ' `reduce_fx="max"` if one True is enough, or `reduce_fx="min"` if all must be True.',
-                )
-            return "mean"
-        if not self._are_counts(name, values, chunk_sizes):
-            return "mean"
-        self._warn(
-            name,
-            "logs whole numbers without `reduce_fx`: they are taken for counts of the replicas' chunks and added up."
-            " Log a float if it is one value for the whole batch or a mean, or pass `reduce_fx`.",
-        )
-        return "sum"
-
-    def _are_counts(self, name: str, values: Sequence[Any], chunk_sizes: Sequence[int]) -> bool:
-        if any(isinstance(value, Tensor) for value in values):
-            return True
-        are_sizes = list(values) == list(chunk_sizes)
-        if len(set(values)) > 1:
-            self._counts.add(name)
-        elif not are_sizes:
-            self._constants.add(name)
-        return name in self._counts or (are_sizes and name not in self._constants)
-
-    def _warn(self, name: str, what: str) -> None:
-        self._warnings.warn(f"`self.log({name!r}, ...)` {what}")
-
-    def _interpret(
-        self, name: str, batch_sizes: Sequence[int | None], chunk_sizes: Sequence[int], weights: Sequence[float]
-    ) -> tuple[list[float] | None, int]:
-        """Return each value's weight in the mean, None for the chunk's weight, and the batch size to log with."""
-        given = [size for size in batch_sizes if size is not None]
-        if len(given) < len(batch_sizes):
-            return None, sum(chunk_sizes)
-        same = len(set(given)) == 1
-        if not same:
-            self._own_sizes.add(name)
-        known = (name, given[0]) in self._whole_batch_sizes
-        if given == list(chunk_sizes) and not (same and known):
-            return None, sum(chunk_sizes)
-        # If all chunks have the same weight, the same number may be the size of each chunk.
-        plausible = known or len(given) == 1 or len(set(weights)) > 1 or given[0] in (1, sum(chunk_sizes))
-        if same and plausible and name not in self._own_sizes:
-            # The same number on every replica is the whole batch's, such as `hparams.batch_size`.
-            self._whole_batch_sizes.add((name, given[0]))
-            return None, given[0]
-        return [float(size) for size in given], int(sum(given))
+    def _warn_of_mean(self, name: str, values: Sequence[Any], batch_sizes: list[int], sizes: list[int]) -> None:
+        if all(map(_is_integral, values)):
+            self._warnings.warn(
+                f"`self.log({name!r}, ...)` logs the mean over the replicas of whole numbers or truth values. Pass"
+                ' `reduce_fx="sum"` if they count something in each chunk, "max" or "min"; or log a float if the mean'
+                " is meant, or one value for the whole batch."
+            )
+        if len({*batch_sizes}) == 1 < len({*sizes}):
+            self._warnings.warn(
+                f"`self.log({name!r}, ...)` gives chunks of different sizes the same weight in the mean, because every"
+                " replica passes the same `batch_size`. Pass the number of samples in the chunk, or leave it out."
+            )
 
 
-class _Recorder:
-    """Takes the place of `log` and `log_dict` on one replica."""
-
-    def __init__(self, module: Any) -> None:
-        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
-        self._log_dict = module.log_dict
-        self._log_dict_signature = inspect.signature(module.log_dict)
-        self._has_default_reduction = False
-        module.__dict__.update(log=self.log, log_dict=self.log_dict)
-
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if args:
-            bound = _LOG.bind(None, name, value, *args, **kwargs).arguments
-            kwargs = {key: item for key, item in bound.items() if key not in ("self", "name", "value")}
-        if self._has_default_reduction and kwargs.get("reduce_fx") == "mean":
-            del kwargs["reduce_fx"]
-        keeps_graph = kwargs.get("enable_graph", False)
-        self.calls.append((name, value.detach() if isinstance(value, Tensor) and not keeps_graph else value, kwargs))
-
-    def log_dict(self, *args: Any, **kwargs: Any) -> None:
-        # Lightning's `log_dict` gives `log` its own default, which is then no choice of the user.
-        given = {**kwargs, **self._log_dict_signature.bind(*args, **kwargs).arguments}
-        before, self._has_default_reduction = self._has_default_reduction, "reduce_fx" not in given
-        try:
-            self._log_dict(*args, **kwargs)
-        finally:
-            self._has_default_reduction = before
+def _record_log(calls: list[Any], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Take the place of `log` on one replica."""
+    if args:
+        bound = _LOG.bind(None, name, value, *args, **kwargs).arguments
+        kwargs = {key: item for key, item in bound.items() if key not in ("self", "name", "value")}
+    keeps_graph = kwargs.get("enable_graph", False)
+    calls.append((name, value.detach() if isinstance(value, Tensor) and not keeps_graph else value, kwargs))
 
 
 def _is_number(value: Any) -> bool:
@@ -462,11 +395,9 @@ def _is_integral(value: Any) -> bool:
     return not value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, Integral)
 
 
-def _reduction(options: dict[str, Any]) -> str | None:
-    """Return the name of the reduction that a value is logged with, or None if the user has not chosen one."""
-    if "reduce_fx" not in options:
-        return None
-    reduce_fx = options["reduce_fx"]
+def _reduction(options: dict[str, Any]) -> str:
+    """Return the name of the reduction that a value is logged with."""
+    reduce_fx = options.get("reduce_fx", "mean")
     name: str = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx.__name__
     return "mean" if name == "avg" else name
 

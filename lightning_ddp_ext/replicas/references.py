@@ -4,6 +4,7 @@ import copy
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -11,31 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES
-from lightning_ddp_ext._compat.torch import HOOKS, are_identical
+from lightning_ddp_ext._compat.torch import are_identical
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 
 _DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
-# Of these a replica may have a copy, which is filled before every step. Lists are merged after it instead.
-COPIED = (*_DICTIONARIES, set, deque)
-_CONTAINERS = (*COPIED, list, tuple, frozenset)
-
-_MAX_DEPTH = 4
-_MAX_LENGTH = 10_000
-_MAX_ENTRIES = 1_000
-# Dictionaries of torch that replicas share. Dictionaries of hooks are copied: a hook that a step registers on a replica
-# must not run on another replica.
-_SHARED = (REPLICA_ATTRIBUTES | vars(nn.Module()).keys()).difference(HOOKS)
-
-
-def entries_of(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
-    """Yield the keys and items of nested containers."""
-    if not depth or type(value) not in _CONTAINERS:
-        yield value
-        return
-    if type(value) in _DICTIONARIES:
-        yield from value
-    for item in _items(value):
-        yield from entries_of(item, depth - 1)
+_CONTAINERS = (*_DICTIONARIES, list, set, deque, tuple, frozenset)
+COPIED = (*_CONTAINERS, partial)  # types of attributes of which a replica may have a copy, made before every step
+_MAX_LENGTH = 1_000
 
 
 def _items(container: Any) -> Collection[Any]:
@@ -43,12 +26,32 @@ def _items(container: Any) -> Collection[Any]:
     return items
 
 
+def entries_of(value: Any, path: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield the keys and items of nested containers, which `path` keeps from being followed in a circle."""
+    if type(value) not in _CONTAINERS or len(value) > _MAX_LENGTH or id(value) in path:
+        yield value
+        return
+    if type(value) in _DICTIONARIES:
+        yield from value
+    for item in _items(value):
+        yield from entries_of(item, (*path, id(value)))
+
+
+def _held_by(function: types.FunctionType) -> list[Any]:
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell, of a variable that is assigned later
+            held.append(cell.cell_contents)
+    return held
+
+
 class References:
     """Maps each part of the user's module (the master) to its counterpart in one replica.
 
-    Modules refer to each other outside the module tree: in containers, hooks, bound methods, partial functions,
-    closures and defaults of arguments. These are rewritten, so that a replica does not reach the master by them.
-    Everything else is shared, such as keys of dictionaries, and objects of other classes that hold modules.
+    Modules refer to each other outside the module tree: in containers, hooks, bound methods and partial functions.
+    These are rewritten, so that a replica does not reach the master by them; functions that hold parts of the module
+    are refused. Everything else is shared, such as keys of dictionaries, and objects of other classes that hold
+    modules.
     """
 
     def __init__(self, home: torch.device, device: torch.device) -> None:
@@ -56,6 +59,7 @@ class References:
         self._device = device
         # The original is kept beside its counterpart, so that its id is not given to another object.
         self._counterparts: dict[int, tuple[Any, Any]] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}  # of containers, for one step
 
     def add(self, original: object, counterpart: object) -> None:
         """Record the replica's counterpart of a part of the master."""
@@ -66,98 +70,98 @@ class References:
         entry = self._counterparts.get(id(original))
         return None if entry is None else entry[1]
 
-    def add_copy(self, name: str, value: Any) -> None:
-        """Give the replica a copy of a dictionary, or of a set or deque that leads to parts of the master.
+    def forget_copies(self) -> None:
+        """Copy containers again from now on; until then, a container in two places has one copy."""
+        self._copies.clear()
 
-        Containers of more than 1,000 entries, nested entries included, are shared.
+    def rewrite(self, value: Any) -> Any:
+        """Return `value`, or a copy with every part of the master replaced: of a dictionary, list, set or deque always.
+
+        Containers of more than 1,000 entries are taken for data.
         """
-        if type(value) not in COPIED or name in _SHARED or self.find(value) is not None:
-            return
-        is_copied = type(value) in _DICTIONARIES or self.rewrite(value) is not value
-        if is_copied and len([*islice(entries_of(value), _MAX_ENTRIES + 1)]) <= _MAX_ENTRIES:
-            self.add(value, copy.copy(value))  # a copy keeps the factory of a defaultdict
-
-    def fill_copy(self, source: Any) -> None:
-        """Give the replica's copy of a container, if it has one, the master's items; nested ones are copied too."""
-        if type(source) not in COPIED or (own := self.find(source)) is None:
-            return
-        items = [self.rewrite(item, 1, copies=True) for item in _items(source)]
-        own.clear()
-        if isinstance(own, dict):
-            own.update(zip(source, items, strict=True))
-        else:
-            own.extend(items) if isinstance(own, deque) else own.update(items)
-
-    def forget_copy(self, value: Any) -> None:
-        """Forget the replica's copy of a container that the master no longer holds."""
-        if type(value) in COPIED:
-            self._counterparts.pop(id(value), None)
-
-    def rewrite(self, value: Any, depth: int = 0, copies: bool = False) -> Any:
-        """Return `value` itself, or a copy with every part of the master in it replaced.
-
-        Containers are followed to a depth of 4, and copied in any case with `copies`; containers of more than 10,000
-        entries are taken for data.
-        """
-        counterpart = self._counterparts.get(id(value))
-        if counterpart is not None:
-            return counterpart[1]
-        if isinstance(value, Tensor):
-            moves = value.device == self._home and self._device != self._home
-            return value.detach().to(self._device) if moves else value
-        if depth == _MAX_DEPTH:
-            return value
-        depth += 1
+        entry = self._counterparts.get(id(value)) or self._copies.get(id(value))
+        if entry is not None:
+            return entry[1]
         kind = type(value)
+        if isinstance(value, Tensor):
+            return value.detach().to(self._device) if self._moves(value) else value
         if kind is types.MethodType:
-            owner = self.rewrite(value.__self__, depth)
+            owner = self.rewrite(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        if kind is types.FunctionType:
-            return self._rewrite_function(value, depth)
         if kind is partial:
-            parts = (value.func, value.args, value.keywords)
-            function, args, keywords = rewritten = [self.rewrite(part, depth) for part in parts]
-            return value if are_identical(rewritten, parts) else partial(function, *args, **keywords)
-        if kind in _CONTAINERS and len(value) <= _MAX_LENGTH:
-            return self._rewrite_container(value, depth, copies)
-        return value
-
-    def _rewrite_container(self, value: Any, depth: int, copies: bool) -> Any:
-        kind, items = type(value), _items(value)
-        # Steps may add tensors to a set or deque, which replicas share if it holds nothing but data.
-        is_shared = kind in (set, deque) and not copies
-        rewritten = [
-            item
-            if is_shared and isinstance(item, Tensor) and self.find(item) is None
-            else self.rewrite(item, depth, copies)
-            for item in items
-        ]
-        if not copies and are_identical(rewritten, items):
+            keywords = {name: self._rewrite_argument(item) for name, item in value.keywords.items()}
+            return partial(self.rewrite(value.func), *map(self._rewrite_argument, value.args), **keywords)
+        if kind is types.FunctionType:
+            return self._rewrite_function(value)
+        if kind not in _CONTAINERS or len(value) > _MAX_LENGTH:
             return value
+        if kind in (tuple, frozenset):
+            items = [*map(self.rewrite, value)]
+            return value if are_identical(items, value) else kind(items)
+        own = copy.copy(value)  # keeps the factory of a defaultdict, and the length of a deque
+        self._copies[id(value)] = (value, own)
+        items = [*map(self.rewrite, _items(value))]
         if kind in _DICTIONARIES:
-            own = copy.copy(value)
-            dict.update(own, zip(value, rewritten, strict=True))  # the method of a Counter adds
-            return own
-        return deque(rewritten, value.maxlen) if kind is deque else kind(rewritten)
+            dict.update(own, zip(value, items, strict=True))  # the method of a Counter adds
+        else:
+            own.clear()
+            own.update(items) if kind is set else own.extend(items)
+        return own
 
-    def _rewrite_function(self, function: types.FunctionType, depth: int) -> types.FunctionType:
-        cells = function.__closure__ or ()
-        closure = tuple(self._rewrite_cell(cell, depth) for cell in cells)
-        before = (function.__defaults__, function.__kwdefaults__)
-        after = [self.rewrite(values, depth - 1) for values in before]
-        if are_identical((*closure, *after), (*cells, *before)):
+    def _rewrite_argument(self, value: Any) -> Any:
+        is_shared = type(value) in _CONTAINERS and id(value) not in self._copies and not self._holds_own(value)
+        return value if is_shared else self.rewrite(value)
+
+    def _moves(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device == self._home and self._device != self._home
+
+    def _holds_own(self, value: Any) -> bool:
+        return self.leads_to_part(value) or any(map(self._moves, entries_of(value)))
+
+    def is_data(self, value: Any) -> bool:
+        """Return True for a list, and for containers of more than 1,000 entries, of which no entry is replaced."""
+        is_long = type(value) is list or len([*islice(entries_of(value), _MAX_LENGTH + 1)]) > _MAX_LENGTH
+        return is_long and not self._holds_own(value)
+
+    def leads_to_part(self, value: Any, path: tuple[int, ...] = ()) -> bool:
+        """Return True for a part of the master, and for a container, function or method that leads to one."""
+        if self.find(value) is not None:
+            return True
+        held: Collection[Any] = ()
+        if isinstance(value, partial):
+            held = (value.func, value.args, value.keywords)
+        elif isinstance(value, types.MethodType):
+            held = (value.__self__,)
+        elif isinstance(value, types.FunctionType):
+            held = _held_by(value)
+        elif type(value) in _CONTAINERS and len(value) <= _MAX_LENGTH:
+            held = _items(value)
+        return id(value) not in path and any(self.leads_to_part(one, (*path, id(value))) for one in held)
+
+    def _rewrite_function(self, function: types.FunctionType) -> types.FunctionType:
+        if not (self.leads_to_part(function) or any(map(self._is_attribute, _held_by(function)))):
             return function
-        rewritten = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, after[0], closure or None
-        )
-        rewritten.__kwdefaults__ = after[1]
-        rewritten.__dict__.update(function.__dict__)
-        return rewritten
+        if not str(function.__globals__.get("__name__")).startswith("torch."):
+            code = function.__code__
+            raise UnsupportedFeatureError(
+                f"the function `{function.__qualname__}` ({code.co_filename}, line {code.co_firstlineno}), an attribute"
+                " or hook of the module, holds a part of the module, or one of its dictionaries, in its closure or in a"
+                " default of an argument: under `balanced_dp`, all replicas would use it. Use a method of the module"
+                " instead, or pass it with `functools.partial`."
+            )
+        # `torch.compile` makes functions that call a method of the module; the options are in the closure, too.
+        closure = tuple(types.CellType() for _ in function.__closure__ or ())
+        own = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
+        own.__dict__.update(function.__dict__)
+        self._copies[id(function)] = (function, own)
+        for cell, original in zip(closure, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # an empty cell
+                cell.cell_contents = self.rewrite(original.cell_contents)
+        return own
 
-    def _rewrite_cell(self, cell: types.CellType, depth: int) -> types.CellType:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # an empty cell, of a variable that is assigned later
-            return cell
-        rewritten = self.rewrite(content, depth)
-        return cell if rewritten is content else types.CellType(rewritten)
+    def _is_attribute(self, value: Any) -> bool:
+        """Return True for a dictionary, set or deque of the master, of which every replica has a copy."""
+        if type(value) not in (*_DICTIONARIES, set, deque):
+            return False
+        modules = (part for part, _ in self._counterparts.values() if isinstance(part, nn.Module))
+        return any(attribute is value for module in modules for attribute in vars(module).values())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_ddp_ext._compat.lightning import adopt_device
+from lightning_ddp_ext._compat.lightning import REPLICA_ATTRIBUTES, adopt_device
 from lightning_ddp_ext._compat.torch import (
     HOOKS,
     STRUCTURE,
@@ -33,6 +33,9 @@ Place = tuple[int, str]  # position of a module in the tree, and name of its att
 
 _FORM, _REQUIRES_GRAD = attrgetter("shape", "dtype"), attrgetter("requires_grad")
 
+# Dictionaries of torch that replicas share. Dictionaries of hooks are copied: a hook that a step registers on a replica
+# must not run on another replica.
+_SHARED = (REPLICA_ATTRIBUTES | vars(nn.Module()).keys()).difference(HOOKS)
 _LEARNING = 3  # training steps in which buffers are compared by value
 
 
@@ -51,8 +54,6 @@ class Replica:
                 self._add_module(original)
         for original, own in self.modules:
             self._fill(original, own)
-            for name, value in original.__dict__.items():
-                self.references.add_copy(name, value)
         for original, own in self.modules:
             for name, value in original.__dict__.items():
                 if name not in STRUCTURE:
@@ -69,9 +70,8 @@ class Replica:
 
     def set_attribute(self, own: nn.Module, name: str, value: Any) -> None:
         """Give one of the replica's modules an attribute of the master's."""
-        self.references.add_copy(name, value)
-        own.__dict__[name] = self.references.rewrite(value)
-        self.references.fill_copy(value)
+        is_shared = name in _SHARED or self.references.is_data(value)
+        own.__dict__[name] = value if is_shared else self.references.rewrite(value)
 
     def _add_module(self, original: nn.Module) -> None:
         if isinstance(original, Metric | MetricCollection):

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ddp_ext._compat.torch import before_random_numbers
 from lightning_ddp_ext._devices import current_device
-from lightning_ddp_ext.batches.containers import map_items, walk
+from lightning_ddp_ext.batches.containers import values_of, walk, with_values
 from lightning_ddp_ext.resume.resumable_loader import ResumableRng
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, capture_states, find_loader_rngs, restore_states
 
@@ -55,14 +55,14 @@ class StreamCopies:
         if isinstance(value, Tensor):
             # Lightning moves others when the step begins.
             return pin(value).to(self._device, non_blocking=True) if _can_be_pinned(value) else value
-        return value if isinstance(value, PackedSequence) else map_items(value, self._copy)
+        return value if isinstance(value, PackedSequence) else with_values(value, [*map(self._copy, values_of(value))])
 
 
 def pin(value: Any) -> Any:
     """Copy the tensors of a batch to pinned memory, from which copies to a device do not stop the host."""
     if isinstance(value, Tensor):
         return value.pin_memory() if _can_be_pinned(value) and not value.is_pinned() else value
-    return value if isinstance(value, PackedSequence) else map_items(value, pin)
+    return value if isinstance(value, PackedSequence) else with_values(value, [*map(pin, values_of(value))])
 
 
 def _can_be_pinned(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from lightning_ddp_ext import (
     DDPCheckpointStrategy,
     DDPJoinStrategy,
 )
-from lightning_ddp_ext.callbacks import GradientCheck, gradient_check
+from lightning_ddp_ext.callbacks import GradientCheck
 from lightning_ddp_ext.callbacks.gradient_check import GradientComparison
 from lightning_ddp_ext.consistency import name_training_state
 from lightning_ddp_ext.resume.rng_state import capture_rng_state
@@ -245,7 +245,14 @@ LOADED = {
 
 
 class Streams(Plain):
-    """Rank 1 has fewer batches."""
+    """Rank 1 has fewer batches. A lambda reaches the module itself, also from a copy."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.penalty = lambda: self.last.weight.square().sum()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.penalty()
 
     def train_dataloader(self):
         number = [12, 4][self.trainer.global_rank]
@@ -335,7 +342,7 @@ def check_on_rank():
     found["states"] = []
     for callbacks in ([], [GradientCheck(batches=2)], [DRAWING]):
         module = Streams(noisy, normalised=True)  # two epochs, into the uneven phase of each
-        trainer = fit(module, callbacks, DDPJoinStrategy(), max_epochs=2)
+        trainer = fit(module, callbacks, DDPJoinStrategy(), max_epochs=2, accumulate_grad_batches=2)
         found["states"].append(state_of(module, trainer))
     return found
 
@@ -362,8 +369,7 @@ def assert_found(name, record, found):
         assert record.weights != pytest.approx(expected, rel=1e-2)
 
 
-def test_a_loss_that_does_not_fit_the_weights_of_chunks_is_noticed(monkeypatch):
-    monkeypatch.setattr(gradient_check, "_ROWS", 7)  # compare in several blocks
+def test_a_loss_that_does_not_fit_the_weights_of_chunks_is_noticed():
     for name, case in CASES.items():
         strategy = BalancedDataParallelStrategy(split=SIZES, weight_by=case.weight_by)
         found = check(case.build(), strategy, loader(case), precision=case.precision)
@@ -498,11 +504,11 @@ def test_an_impossible_check_in_one_process_is_explained_and_training_continues(
 
 
 class Reading(Plain):
-    """Reads the Trainer and its optimizer, takes features out of the batch, and calls a layer through a lambda."""
+    """Reads the Trainer and its optimizer, takes features out of the batch, and calls a layer through a method."""
 
     def __init__(self):
         super().__init__()
-        self.apply_last = lambda hidden: self.last(hidden)
+        self.apply_last = self.last.forward
 
     def on_train_batch_start(self, batch, batch_idx):
         self.scale = 2.0
@@ -559,9 +565,8 @@ def test_dropout_is_off_in_kernels_and_in_the_recomputation_of_activations(modul
 
 def test_weights_are_fitted_only_if_they_are_unique():
     def fit(*columns):
-        comparison = GradientComparison(len(columns) - 1)
-        comparison.add("weight", columns)
-        return comparison.fit()
+        module = nn.Linear(len(columns[0]), 1, bias=False)
+        return GradientComparison([{"weight": column} for column in columns], module).fitted
 
     one, other = torch.randn(2, 9, dtype=torch.float64)
     assert fit(one, other, 2 * one - other) == pytest.approx([2, -1])

@@ -1,5 +1,7 @@
 """Constructions of users' models: each trains as on one device, and would not with wrong weights."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -117,8 +119,10 @@ class Adapted(Classifies):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(LowRank(nn.Linear(6, 5)), nn.Tanh(), LowRank(nn.Linear(5, 3)))
-        plain = self.layers[0].forward
-        self.layers[0].forward = lambda features: plain(features) * self.layers[2].in_features
+        self.layers[0].forward = partial(self.scaled, self.layers[0].forward)
+
+    def scaled(self, plain, features):
+        return plain(features) * self.layers[2].in_features
 
 
 class Generator(Classifies):

@@ -1,5 +1,7 @@
 """Values logged in a step equal those of one device."""
 
+import warnings
+
 import pytest
 import torch
 from torch.nn import functional
@@ -8,7 +10,7 @@ from tests.parity import Classifier, StepValues, balanced, batches, quiet_traine
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:You called `self.log\(.*but the value needs to be floating"),
-    pytest.mark.filterwarnings(r"ignore:`self.log\('(count|rows)', ...\)` logs whole numbers"),
+    pytest.mark.filterwarnings(r"ignore:`self.log\('(constant|step)', ...\)` logs the mean over the replicas of whole"),
 ]
 
 
@@ -26,13 +28,11 @@ class Logging(Classifier):
         self.log("total", scores.sum(), on_step=True, on_epoch=True, reduce_fx="sum")
         self.log_dict({"one": scores.mean() + 1, "two": scores.mean() + 2}, on_step=True, on_epoch=True)
         self.log("own_size", scores.mean(), on_step=True, on_epoch=True, batch_size=len(scores))
-        self.log("whole_size", scores.mean(), on_step=True, on_epoch=True, batch_size=8)
-        self.log("size_one", scores.mean(), on_step=True, on_epoch=True, batch_size=1)
         self.log("positional", scores.mean(), True, False, True, True)
-        self.log("count", (scores > 0).sum(), on_step=True, on_epoch=True)
+        self.log("count", (scores > 0).sum(), on_step=True, on_epoch=True, reduce_fx="sum")
         self.log("last_label", labels.max(), on_step=True, on_epoch=True, reduce_fx="max")
         self.log("first_label", labels.min(), on_step=True, on_epoch=True, reduce_fx=min)
-        self.log("rows", len(scores), on_step=True, on_epoch=True)
+        self.log("rows", len(scores), on_step=True, on_epoch=True, reduce_fx="sum")
         self.log("constant", 3, on_step=True, on_epoch=True)
         positive = scores[scores > 0.5]
         if len(positive):
@@ -57,7 +57,7 @@ def test_every_step_and_every_epoch_logs_what_one_device_logs(split, devices):
     steps, epoch, _ = run(balanced(split=split), devices)
     expected_steps, expected_epoch, _ = run("auto", 1)
     assert epoch == pytest.approx(expected_epoch, abs=1e-9)
-    assert len(epoch) > 25
+    assert len(epoch) > 20
     for values, expected in zip(steps, expected_steps, strict=True):
         assert values == pytest.approx(expected, abs=1e-9)
 
@@ -80,9 +80,9 @@ class Whole(Classifier):
         self.log("all", bool((scores > 0).all()), reduce_fx="min")
         self.log("most", positive, reduce_fx=torch.max)
         self.log("position", batch_idx)
-        self.log("rows", len(scores))
+        self.log("rows", len(scores), reduce_fx="sum")
         self.log("total", int(positive), reduce_fx="sum")
-        self.log_dict({"counted": positive, "counted_too": int(positive)})
+        self.log_dict({"counted": positive, "counted_too": int(positive)}, reduce_fx="sum")
         for name, mean in (("text", "AVG"), ("function", torch.mean)):  # of the chunks, which floats show
             self.log(name, positive, reduce_fx=mean)
         self.log_dict({"dictionary": positive}, reduce_fx="mean")
@@ -90,7 +90,7 @@ class Whole(Classifier):
         return loss_of(self, batch)
 
 
-@pytest.mark.filterwarnings("ignore:`self.log.*logs whole numbers without")
+@pytest.mark.filterwarnings("ignore:`self.log.*logs the mean over the replicas of whole")
 def test_whole_numbers_and_truth_values_equal_those_of_one_device():
     steps, epoch, _ = run(balanced([2, 6]), 2, Whole)
     expected_steps, expected_epoch, _ = run("auto", 1, Whole)
@@ -117,22 +117,55 @@ def test_a_number_that_grows_is_not_taken_for_a_chunk_size_when_it_meets_one(chu
     assert [value["step"] for value in values.values] == list(range(64 // sum(chunks)))
 
 
-def test_a_warning_names_each_key_whose_whole_numbers_are_added_up_and_no_other():
+def warnings_of(step, split):
+    """Return the keys and texts of the warnings about logged values, each of which comes once."""
+
     class Warned(Classifier):
         def training_step(self, batch, batch_idx):
-            scores = batch[0][:, 0]
-            self.log("added", (scores > 0).sum())
-            self.log("added_too", len(scores))
-            self.log("mixed", scores.abs().argmin() == 0)
-            self.log("constant", 3)
-            self.log("chosen", (scores > 0).sum(), reduce_fx="mean")
+            step(self, batch[0][:, 0])
             return loss_of(self, batch)
 
-    with pytest.warns(UserWarning, match="self.log") as caught:
-        run(balanced([2, 6]), 2, Warned)
-    texts = [str(warning.message) for warning in caught if "needs to be floating" not in str(warning.message)]
-    named = [text.split("'")[1] for text in texts if text.startswith("`self.log(")]
-    assert sorted(named) == ["added", "added_too", "mixed"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        values, _, _ = run(balanced(split), 2, Warned)
+    texts = [str(warning.message) for warning in caught if str(warning.message).startswith("`self.log(")]
+    return {text.split("'")[1]: text for text in texts}, len(texts), values
+
+
+def test_a_warning_names_each_key_whose_whole_numbers_are_averaged_and_no_other():
+    def step(module, scores):
+        module.log("count", (scores > 0).sum())
+        module.log("rows", len(scores))
+        module.log("mixed", scores.abs().argmin() == 0)
+        module.log_dict({"constant": 3})
+        module.log("added", len(scores), reduce_fx="sum")
+        module.log("largest", len(scores), reduce_fx=max)
+        module.log("mean", float(len(scores)), reduce_fx="mean")
+
+    by_key, number, values = warnings_of(step, [2, 6])
+    assert sorted(by_key) == ["constant", "count", "mixed", "rows"]
+    assert number == 4
+    assert all("logs the mean over the replicas of whole numbers" in text for text in by_key.values())
+    assert (values[0]["added"], values[0]["largest"], values[0]["constant"]) == (8, 6, 3)
+    assert values[0]["rows"] == values[0]["mean"] == (2 * 2 + 6 * 6) / 8
+
+
+@pytest.mark.parametrize("split", [[4, 4], [2, 6]])
+def test_one_batch_size_for_chunks_of_different_sizes_is_warned_about(split):
+    def step(module, scores):
+        module.log("whole", scores.mean(), on_step=True, on_epoch=True, batch_size=8)
+        module.log("own", scores.mean(), on_step=True, on_epoch=True, batch_size=len(scores))
+
+    by_key, number, values = warnings_of(step, split)
+    if split == [2, 6]:
+        (text,) = by_key.values()
+        assert number == 1
+        assert text.startswith("`self.log('whole', ...)` gives chunks of different sizes the same weight")
+        assert values[0]["whole_step"] != pytest.approx(values[0]["own_step"], abs=1e-3)
+        return
+    # The last batch has 3 samples, in chunks of 2 and 1.
+    assert all(one["whole_step"] == pytest.approx(one["own_step"], abs=1e-12) for one in values[:3])
+    assert list(by_key) == ["whole"]
 
 
 @pytest.mark.parametrize("value", ["warmup", torch.zeros(2), {"inner": {"a": 1.0}}], ids=["text", "vector", "nested"])

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.replicas.attributes import AttributeMirror
 from lightning_ddp_ext.replicas.replica import Replica, Replicas
 from tests.support.devices import device, virtual_devices_lack
 
@@ -18,6 +19,10 @@ def replicate(module, count=2):
     return replicas
 
 
+def apply(layer, inputs):
+    return layer(inputs)
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -28,17 +33,15 @@ class Net(nn.Module):
         self.layers = [self.first, self.second]
         self.by_method = self.second.forward
         self.by_partial = functools.partial(self.second.forward)
-        self.by_closure = lambda inputs: self.second(inputs)
-        self.by_default = lambda inputs, layer=self.second: layer(inputs)
-        self.by_keyword = lambda inputs, *, layer=self.second: layer(inputs)
+        self.by_argument = functools.partial(apply, self.second)
         self.by_set = {self.second}
         self.by_frozen = frozenset({self.second})
         self.by_queue = deque([self.second], maxlen=3)
         self.by_table = defaultdict(list, layer=(self.second, [self.second]))
-        self.data = list(range(5))
+        self.data = tuple(range(5))
 
     def forward(self, inputs):
-        return self.by_closure(self.tied(inputs)) + self.layers[1](self.first(inputs))
+        return self.by_argument(self.tied(inputs)) + self.layers[1](self.first(inputs))
 
 
 def test_replicas_compute_the_same_with_separate_parameters():
@@ -70,14 +73,53 @@ def test_references_outside_the_module_tree_lead_to_the_replica_and_data_is_shar
     assert replica.layers == [replica.first, replica.second]
     assert replica.by_method.__self__ is replica.second
     assert replica.by_partial.func.__self__ is replica.second
-    assert replica.by_closure.__closure__[0].cell_contents is replica
-    assert replica.by_default.__defaults__ == (replica.second,)
-    assert replica.by_keyword.__kwdefaults__ == {"layer": replica.second}
+    assert replica.by_argument.args == (replica.second,)
     assert replica.by_set == replica.by_frozen == {replica.second}
     assert (*replica.by_queue, replica.by_queue.maxlen) == (replica.second, 3)
     assert replica.by_table == {"layer": (replica.second, [replica.second])}
     assert replica.by_table["other"] == []
     assert replica.data is net.data
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda net: setattr(net, "call", lambda inputs: net.second(inputs)),
+        lambda net: setattr(net, "call", lambda inputs, layer=net.second: layer(inputs)),
+        lambda net: setattr(net, "call", lambda inputs, *, layer=net.second: layer(inputs)),
+        lambda net: setattr(net, "call", functools.partial(lambda inputs: net.second(inputs))),
+        lambda net: setattr(net, "calls", {"layer": [lambda inputs: net.second.forward(inputs)]}),
+        lambda net, outputs={}: setattr(net, "outputs", outputs) or hook(net, lambda *_: outputs.clear()),
+        lambda net: hook(net, lambda *_: net.layers.clear()),
+        lambda net: hook(net.first, nested(lambda: net)),
+    ],
+    ids=["closure", "default", "keyword", "partial", "containers", "dictionary", "hook", "nested"],
+)
+def test_functions_that_hold_parts_of_the_module_are_refused(hide):
+    net = Net()
+    replicas = replicate(net)
+    mirror = AttributeMirror(replicas)
+    hide(net)
+    message = r"the function `.*<lambda>.*` \(.*test_replicas\.py, line \d+\), an attribute or hook .* a method of the"
+    with pytest.raises(UnsupportedFeatureError, match=message):
+        replicate(net)
+    with pytest.raises(UnsupportedFeatureError, match=message):
+        mirror.push()
+
+
+def hook(layer, function):
+    layer.register_forward_hook(function)
+
+
+def nested(find):
+    return lambda layer, inputs, output: find().second(output)
+
+
+def test_functions_that_hold_data_are_shared():
+    net, losses = Net(), []
+    net.scale = lambda inputs, by=3.0: losses.append(inputs) or by * inputs
+    net.losses = losses
+    assert replicate(net)[1].module.scale is net.scale
 
 
 def test_gradients_are_added_to_the_masters_and_cleared():

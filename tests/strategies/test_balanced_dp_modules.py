@@ -80,7 +80,7 @@ def test_freezing_by_hand_in_a_hook():
     compare(FreezingByHand, {"accumulate_grad_batches": 2})
 
 
-@pytest.mark.filterwarnings("ignore:`self.last_size` was set inside a step, to different values")
+@pytest.mark.filterwarnings("ignore:`self.last_size` was changed inside a step")
 @pytest.mark.parametrize("split", [[1, 1], [5, 3], [0, 1]], ids=str)
 def test_caches_of_the_size_of_a_chunk(split):
     compare(CachesMask, split=split)

@@ -78,13 +78,13 @@ class Profiled(Classifier):
 
     def __init__(self):
         super().__init__()
-        self.threads = set()
+        self.threads = []
         self.together = threading.Barrier(2, timeout=30)
 
     def training_step(self, batch, batch_idx):
         with self.trainer.profiler.profile("network"):
             logits = self.network(batch[0])
-            self.threads.add(threading.current_thread().name)
+            self.threads.append(threading.current_thread().name)
             if threading.current_thread() is not threading.main_thread():
                 self.together.wait()
         return functional.cross_entropy(logits, batch[1])
@@ -102,7 +102,7 @@ def profile(profiler, **way):
 def test_the_simple_profiler_names_the_actions_of_each_replica_and_no_others():
     single, parallel = both_ways(lambda **way: profile("simple", **way))
     assert_same_training(parallel, single)
-    assert parallel.module.threads >= {f"replica-{index}-{device(index)}" for index in (0, 1)}
+    assert {*parallel.module.threads} >= {f"replica-{index}-{device(index)}" for index in (0, 1)}
     durations = parallel.trainer.profiler.recorded_durations
     assert len(single.trainer.profiler.recorded_durations["network"]) == 5
     step = "[Strategy]BalancedDataParallelStrategy.training_step"
@@ -140,7 +140,7 @@ def test_the_advanced_profiler_sees_calls_of_every_replica(tmp_path):
 
     (single, expected), (parallel, found) = both_ways(describe)
     assert_same_training(parallel, single)
-    assert parallel.module.threads == {"MainThread"}
+    assert {*parallel.module.threads} == {"MainThread"}
     for name, reports in (("network", expected), ("[Replica 0]network", found), ("[Replica 1]network", found)):
         (report,) = (report for report in reports if report.splitlines()[0] == name)
         assert "linear.py" in report
@@ -316,14 +316,14 @@ class Recomputed(Classifier):
 
     def __init__(self):
         super().__init__()
-        self.threads = set()
+        self.threads = []
         self.together = threading.Barrier(2, timeout=30)
 
     def training_step(self, batch, batch_idx):
         def profiled(features):
             with self.trainer.profiler.profile("network"):
                 if current_replica() is None:
-                    self.threads.add(threading.get_ident())
+                    self.threads.append(threading.get_ident())
                     if batch_idx:  # in the first batch, replicas run in order
                         self.together.wait()
                 return self.network(features)
@@ -336,7 +336,7 @@ def test_recomputation_in_the_threads_of_devices_is_not_recorded(virtual_devices
     module = Recomputed()
     options = {"loader": batches(40), "max_epochs": 1, "accelerator": "virtual"}
     trained = train(module, balanced(parallel_devices=virtual_devices[:2]), 2, profiler="simple", **options)
-    assert len(module.threads) == 2
+    assert len({*module.threads}) == 2
     durations = trained.trainer.profiler.recorded_durations
     found = {name: len(times) for name, times in durations.items() if "network" in name}
     assert found == {"[Replica 0]network": 5, "[Replica 1]network": 5}
