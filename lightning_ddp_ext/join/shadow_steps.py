@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +19,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loops import (
     leaves_out_backward,
-    reload_training_data_after_epoch,
     watch_logging,
     without_batch_hooks,
 )
@@ -106,7 +104,6 @@ class LockstepSteps(RankSteps):
             "join" if rng is None else self._uneven_inputs,  # evaluation includes every sample in any case
             HasNextBatch(self.group) if rng is None else self._has_next_batch,
             rng,
-            partial(reload_training_data_after_epoch, self.trainer),
         )
         loader.prefetcher = prefetcher
         self._loaders.add(loader)
