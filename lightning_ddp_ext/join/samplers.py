@@ -36,8 +36,7 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
     def _indices(self, size: int) -> list[int]:
         order: Sequence[int] = range(size)
         if self.shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self.epoch)
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(size, generator=generator).tolist()
         return list(order[self.rank :: self.num_replicas])
 
