@@ -354,18 +354,3 @@ def resume_training_data(
 
     replace_attributes(cleanup, loop, setup_data=setup_data, _load_combined_loader_states=load_states)
     replace_attributes(cleanup, loop.epoch_loop, reset=reset_epoch)
-
-
-def reload_training_data_after_epoch(trainer: Trainer, before: Callable[[], None]) -> None:
-    """Have the training loop of a resumed run set up its loaders again after this epoch, and call `before` first."""
-    loop, epoch = trainer.fit_loop, trainer.current_epoch
-    original = loop.setup_data
-
-    def setup_data() -> None:
-        if trainer.current_epoch != epoch:
-            loop.setup_data = original  # type: ignore[method-assign]
-            loop._combined_loader = None
-            before()
-        original()
-
-    loop.setup_data = setup_data  # type: ignore[method-assign]

@@ -1,8 +1,7 @@
 """Lightning's combined loaders with the same number of steps on every rank."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any
 
@@ -20,7 +19,6 @@ from lightning_ddp_ext.join.lockstep_loader import (
     UnevenInputs,
     number_of_steps,
 )
-from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.ranks.loaders import CountedCombinedLoader, FetchedBatch
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableRng, state_with_position
 
@@ -89,7 +87,6 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._rng = rng
         self._steps: Iterator[tuple[tuple[Any, FetchedBatch], int, int]] = iter(())
-        self._before = 0  # steps of this epoch from before its rest was dealt out to another number of ranks
         self._skip = self._position = 0
         self._has_ended = True
 
@@ -98,7 +95,7 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
         self.stop_prefetching()
         self.fetched.clear()
         skip, self._skip = self._skip, 0
-        self._position, self._has_ended = self._before + skip, False
+        self._position, self._has_ended = skip, False
         self._steps = self._make_steps(skip)
         return self
 
@@ -120,7 +117,7 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
         steps = sum(self._numbers_of_steps())
         if steps == _UNLIMITED:
             raise TypeError("the number of batches is not known on every rank")
-        return self._before + int(steps)
+        return int(steps)
 
     @abstractmethod
     def _numbers_of_steps(self) -> list[float]:
@@ -163,16 +160,12 @@ class SteppedCombinedLoader(CountedCombinedLoader, ABC):
 
     @property
     def used(self) -> int | None:
-        """Number of batches of this epoch that this rank has used since it resumed; None between epochs."""
-        steps = self._steps_made
-        return None if steps is None or self._position == self._before else steps - self._before
-
-    @property
-    def _steps_made(self) -> int | None:
+        """Number of steps made in this epoch, including those before it was resumed; None between epochs."""
         steps = self._position - len(self.fetched)
         has_ended = self._has_ended and not self.fetched
         length = sized_len(self)
-        return None if has_ended or (length is not None and steps >= length) else steps
+        is_between = not self._position or has_ended or (length is not None and steps >= length)
+        return None if is_between else steps
 
 
 class LockstepCombinedLoader(SteppedCombinedLoader):
@@ -181,8 +174,7 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
     A rank runs out of data when its own `CombinedLoader` would end. In mode "sequential" all ranks use the same loader
     at any time.
 
-    On as many ranks as before, each rank of a resumed run skips the batches it has used. On another number of ranks,
-    the unused samples are dealt out again, which requires a single loader with an `UnpaddedDistributedSampler`.
+    Each rank of a resumed run skips the batches it has used, so an epoch is resumed on as many ranks as before.
     """
 
     def __init__(
@@ -193,14 +185,11 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         uneven_inputs: UnevenInputs,
         has_next_batch: HasNextBatch,
         rng: ResumableRng | None,
-        reload_after_epoch: Callable[[Callable[[], None]], None],
     ) -> None:
         super().__init__(iterables, mode, group, rng)
         self._uneven_inputs = uneven_inputs
         self._has_next_batch = has_next_batch
-        self._reload_after_epoch = reload_after_epoch  # calls a function between this epoch and a longer one
         self._has_reported = False
-        self._dealt: list[list[int]] = []  # samples of each rank, for each part of the epoch before this one
 
     def _numbers_of_steps(self) -> list[float]:
         return [number_of_steps(lengths, self._uneven_inputs) for lengths in self._lengths_of_ranks()]
@@ -287,48 +276,17 @@ class LockstepCombinedLoader(SteppedCombinedLoader):
         rank_zero_info(f'`uneven_inputs="stop"` drops {", ".join(parts)} in every epoch.')
 
     def _state_dicts(self) -> list[dict[str, Any]]:
-        steps = self._steps_made
-        state: dict[str, Any] = {POSITION: steps or 0, WORLD_SIZE: self._world_size}
-        if steps:
-            taken = self._samples_in([steps - self._before] * self._world_size)
-            seed = getattr(self.flattened[0].sampler, "seed", None) if taken else None
-            state.update({"before": self._before, "dealt": self._dealt, "taken": taken, "seed": seed})
-        return [state]
+        return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         state = state_with_position(states)
-        position = state.get(POSITION, 0)
-        if not position:
-            return
-        # A checkpoint of `ddp_checkpoint` has no more than the position.
-        ranks, dealt, before = state[WORLD_SIZE], state.get("dealt", []), state.get("before", 0)
-        if ranks != self._world_size:
-            dealt, before = [*dealt, state.get("taken")], position
-        if dealt:
-            self._deal_rest(dealt, before, ranks, state.get("seed"))
-        self._skip = position - before
-
-    def _deal_rest(self, dealt: list[Any], before: int, ranks: int, seed: int | None) -> None:
-        """Deal out the rest of the epoch. Communicates."""
-        loader = self._ranked[0]
-        sampler = getattr(loader, "sampler", None)
-        is_known = len(self.flattened) == 1 and loader.lengths is not None and None not in dealt
-        if not isinstance(sampler, UnpaddedDistributedSampler) or not is_known:
+        self._skip, ranks = state.get(POSITION, 0), state.get(WORLD_SIZE, self._world_size)
+        if self._skip and ranks != self._world_size:
             raise UnsupportedFeatureError(
-                f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and"
-                f" {self._world_size} resume it. The rest of the epoch can be dealt out again only for a single"
-                " loader with a dataset that has a length and the sampler of `ddp_join`; streams, several loaders,"
-                " your own samplers and batch samplers, and checkpoints of other strategies need the same number of"
-                f" ranks. Resume on {ranks} ranks, or from a checkpoint of the end of an epoch."
+                f"the checkpoint was saved by {ranks} ranks in the middle of an epoch, and {self._world_size} resume"
+                f" it, but each rank skips the batches that it has used itself. Resume on {ranks} ranks, or from a"
+                " checkpoint of the end of an epoch; `balanced_ddp` continues an epoch on any number of ranks."
             )
-        limit = self.limits[0] if self.limits else _UNLIMITED
-        limit = _UNLIMITED if limit >= len(loader) else limit - before
-        sampler.seed = sampler.seed if seed is None else seed  # the interrupted run has dealt with this seed
-        sampler.skip_dealt(dealt)
-        self.flattened = [RankedLoader(loader.loader, self._group)]  # the lengths have changed
-        self.limits = [max(0, limit)]
-        self._dealt, self._before = dealt, before
-        self._reload_after_epoch(partial(sampler.skip_dealt, ()))
 
 
 def combined_length(mode: str, lengths: Sequence[float]) -> float:

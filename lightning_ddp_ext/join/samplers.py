@@ -14,8 +14,6 @@ from lightning_ddp_ext.resume.rng_state import drawing_alike
 class UnpaddedDistributedSampler(DistributedSampler[Any]):
     """`torch.utils.data.DistributedSampler` without padding and dropping: some ranks get one sample less, or none."""
 
-    _dealt: Sequence[Sequence[int]] = ()
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.drop_last:
@@ -33,22 +31,13 @@ class UnpaddedDistributedSampler(DistributedSampler[Any]):
 
     @override
     def __len__(self) -> int:  # of the dataset as it is now, since it may grow or shrink
-        size = len(cast(Sized, self.dataset)) - sum(map(sum, self._dealt))
-        return len(range(self.rank, size, self.num_replicas))
-
-    def skip_dealt(self, dealt: Sequence[Sequence[int]]) -> None:
-        """Deal out the rest of an epoch, given the number of samples of each rank in each earlier part of it."""
-        self._dealt = dealt
+        return len(range(self.rank, len(cast(Sized, self.dataset)), self.num_replicas))
 
     def _indices(self, size: int) -> list[int]:
         order: Sequence[int] = range(size)
         if self.shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self.epoch)
-            order = torch.randperm(len(order), generator=generator).tolist()
-        for taken in self._dealt:
-            ranks = len(taken)
-            order = [index for place, index in enumerate(order) if place // ranks >= taken[place % ranks]]
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(size, generator=generator).tolist()
         return list(order[self.rank :: self.num_replicas])
 
 

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -20,7 +19,6 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loops import (
     leaves_out_backward,
-    reload_training_data_after_epoch,
     watch_logging,
     without_batch_hooks,
 )
@@ -73,7 +71,7 @@ class LockstepSteps(RankSteps):
         self._metrics: list[Metric] = []
         self._is_stand_in = False  # the batch stands in for the batches of shadow steps
         self._output: dict[str, Any] = {}  # of the step with the stand-in, on the host
-        self._batch_samples = 0.0  # if unknown, nan in evaluation and 1 in the uneven phase of training
+        self._batch_samples = 0.0  # in evaluation; nan if unknown
         self._runs_among_active = False
         self._batch_stack = ExitStack()
         self._loaders: WeakSet[SteppedCombinedLoader] = WeakSet()
@@ -106,7 +104,6 @@ class LockstepSteps(RankSteps):
             "join" if rng is None else self._uneven_inputs,  # evaluation includes every sample in any case
             HasNextBatch(self.group) if rng is None else self._has_next_batch,
             rng,
-            partial(reload_training_data_after_epoch, self.trainer),
         )
         loader.prefetcher = prefetcher
         self._loaders.add(loader)
@@ -136,9 +133,6 @@ class LockstepSteps(RankSteps):
         self.logged.begin()
         if not self.trainer.training:
             self._batch_samples = self.samples.weight(batch)
-        elif self.participation.is_uneven:
-            samples = self.samples.count(batch)
-            self._batch_samples = 1.0 if samples is None else samples
         if self.participation.is_uneven:
             self._begin_uneven_batch()
 
@@ -245,7 +239,7 @@ class LockstepSteps(RankSteps):
         if self._mirror is not None and self.trainer.training:
             guard = self.gradient.guard
             message["steps"] = [guard.steps, guard.optimizers, None if has_ended else guard.numbers()[1]]
-            changes = self._mirror.changes(self._batch_samples) if has_ended else None
+            changes = self._mirror.changes() if has_ended else None
         if changes is not None:
             message["changes_size"] = changes.numel()
         self._messages.send(json.dumps(message))

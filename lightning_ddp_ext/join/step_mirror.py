@@ -18,7 +18,6 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
 from lightning_ddp_ext._compat.torch import TensorVersions, are_identical, equal_or_nan, version_of
 from lightning_ddp_ext.batches.containers import is_record
-from lightning_ddp_ext.batches.weights import SampleCounters
 from lightning_ddp_ext.consistency import checksums, find_ignored
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -28,19 +27,19 @@ from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
 _CODE = (type, FunctionType, BuiltinFunctionType, partial)  # the same on every rank
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
-_SILENT = (list, tuple, dict, set, LRScheduler)
+_SILENT = (list, tuple, set, LRScheduler)
 _LARGE = 2**20  # bytes of a parameter from which checksums replace a copy
-_LARGEST_DICTIONARY = 64  # entries
+_LARGEST_DICTIONARY = 64  # entries that are compared
 _PARAMETER = "a parameter"
 
-Place = tuple[Any, ...]  # "module" and its name, or "optimizer" and its number; then names of attributes and keys
+Attribute = tuple[str | int, str]  # the path of a module or the number of an optimizer, and the name of the attribute
 
 
 class StepMirror:
     """Finds the training state that a training step has changed, and sets it on ranks that did not run the step.
 
     This is the state that Lightning, the reducer and torchmetrics do not keep equal: parameters, shapes of buffers,
-    settings and state of optimizers, schedulers, and plain attributes of modules and optimizers. Under manual
+    settings and state of optimizers, schedulers, and numbers and text of modules and optimizers. Under manual
     optimization it includes gradients, the gradient scaler and the number of steps.
     """
 
@@ -48,7 +47,6 @@ class StepMirror:
         self._trainer = trainer
         self._module = module
         self._reducer = reducer
-        self._sample_counters = SampleCounters()
         self._has_warned = False
 
     def _read_module(self) -> None:
@@ -65,22 +63,22 @@ class StepMirror:
     def remember(self) -> None:
         """Remember the state before a step, on a rank that runs it."""
         self._read_module()
-        self._structure = self._find_structure()
+        self._structure, self._known_parts = self._find_structure(), self._parts
         # A change through `.data` has no version, so values are compared.
         self._values = {
             name: (one.requires_grad, _form(one), _content(one).clone()) for name, one in self._parameters.items()
         }
         self._forms = {name: _form(buffer) for name, buffer in self._buffers().items()}
         self._entries = self._attributes()
-        self._versions = {place: version_of(one) for place, one in self._entries.items() if isinstance(one, Tensor)}
+        self._traces = {attribute: _trace(value) for attribute, value in self._entries.items()}
         self._optimizers = [
             (TensorVersions(_settings(one)), TensorVersions(_state(one))) for one in self._trainer.optimizers
         ]
         self._schedules = {key: [*vars(scheduler).values()] for key, scheduler in self._schedulers().items()}
 
     @torch.no_grad()
-    def changes(self, samples: float) -> Tensor | None:
-        """Return the changes since `remember` as bytes, except counters of samples; None if there are none."""
+    def changes(self) -> Tensor | None:
+        """Return the changes since `remember` as bytes; None if there are none."""
         has_other_parts = not are_identical(self._structure, self._find_structure())
         if has_other_parts:
             self._read_module()
@@ -88,7 +86,7 @@ class StepMirror:
         found: dict[str, Any] = {
             "structure": self._describe(with_modules=has_other_parts) if has_other_parts or is_manual else None,
             "buffers": self._changed_buffers(),
-            "attributes": self._changed_attributes(int(samples)),
+            "attributes": self._changed_attributes(),
             "parameters": self._changed_parameters(),
             "optimizers": self._changed_optimizers(),
             "schedulers": {
@@ -121,8 +119,8 @@ class StepMirror:
         self._check_structure(state.get("structure", {}))
         for name, value in state.get("buffers", {}).items():
             self._set_buffer(name, value)
-        for place, before, after in state.get("attributes", ()):
-            self._set_attribute(place, before, after)
+        for attribute, before, after in state.get("attributes", ()):
+            self._set_attribute(attribute, before, after)
         for number, (groups, values) in state.get("optimizers", {}).items():
             self._set_optimizer(self._trainer.optimizers[number], groups, values)
         schedulers = self._schedulers()
@@ -158,21 +156,15 @@ class StepMirror:
                     " `on_train_batch_start`."
                 )
 
-    def _attributes(self) -> dict[Place, Any]:
-        """Return the attributes of modules and optimizers, all and each, and the entries of dictionaries, by place."""
-        owners: dict[Place, dict[str, Any]] = {
-            **{("module", name): vars(part) for name, part in self._parts.items()},
-            **{("optimizer", number): vars(one) for number, one in enumerate(self._trainer.optimizers)},
+    def _attributes(self) -> dict[Attribute, Any]:
+        """Return the attributes of modules and optimizers that these do not have from their bases."""
+        owners: list[tuple[str | int, Any]] = [*self._parts.items(), *enumerate(self._trainer.optimizers)]
+        return {
+            (owner, name): value
+            for owner, one in owners
+            for name, value in vars(one).items()
+            if name not in _inherited(isinstance(owner, int))
         }
-        found: dict[Place, Any] = {**owners}
-        for owner, attributes in owners.items():
-            for name, value in attributes.items():
-                if name not in _inherited(owner[0]):
-                    place = (*owner, name)
-                    found[place] = value
-                    if isinstance(value, dict) and len(value) <= _LARGEST_DICTIONARY:
-                        found.update({(*place, key): one for key, one in value.items()})
-        return found
 
     def _buffers(self) -> dict[str, Tensor | None]:
         named = (
@@ -208,35 +200,34 @@ class StepMirror:
             or (is_manual and (one is None or one.is_floating_point()))
         }
 
-    def _changed_attributes(self, samples: int) -> list[tuple[Place, list[Any], list[Any]]]:
-        """Return the place of each changed plain value, and the values before and after; no value is an empty list."""
+    def _changed_attributes(self) -> list[tuple[Attribute, list[Any], list[Any]]]:
+        """Return each changed plain attribute with its values before and after; no value is an empty list."""
         sent, attributes = [], self._attributes()
-        for place in {**self._entries, **attributes}:
-            old, new = ([entries[place]] if place in entries else [] for entries in (self._entries, attributes))
-            is_known = place[:-1] in self._entries  # the module, optimizer or dictionary is no new one
-            if is_known and not are_identical(old, new) and _is_plain((*place, *old, *new)):
-                numbers = [value for value in (*old, *new) if isinstance(value, int | float)]
-                raised = [numbers[1] - numbers[0]] if len(numbers) == 2 else []
-                if not self._sample_counters.recognise(place, raised, [samples]):
-                    sent.append((place, old, new))
+        for attribute in {**self._entries, **attributes}:
+            old, new = ([values[attribute]] if attribute in values else [] for values in (self._entries, attributes))
+            is_known = isinstance(attribute[0], int) or attribute[0] in self._known_parts
+            if is_known and not are_identical(old, new) and _is_plain((*old, *new)):
+                sent.append((attribute, old, new))
         self._warn_of_others(attributes)
         return sent
 
-    def _warn_of_others(self, attributes: dict[Place, Any]) -> None:
+    def _warn_of_others(self, attributes: dict[Attribute, Any]) -> None:
         """Warn once of a changed attribute that is not sent, except containers and graphs, which come from batches."""
-        for place, value in attributes.items():
+        for attribute, value in attributes.items():
+            owner, name = attribute
+            old, is_dictionary = self._entries.get(attribute), isinstance(value, dict)
             silent = (isinstance(value, _SILENT) and not is_record(value)) or getattr(value, "requires_grad", False)
-            if self._has_warned or silent or place[:2] != ("module", "") or len(place) != 3:
+            # Submodules of libraries keep objects of a batch in attributes, but rarely numbers in dictionaries.
+            if self._has_warned or silent or isinstance(owner, int) or (owner and not is_dictionary):
                 continue
-            old = self._entries.get(place)
-            is_same = value is old and (not isinstance(value, Tensor) or version_of(value) == self._versions[place])
+            is_same = (value is old or is_dictionary) and _trace(value) == self._traces.get(attribute, {})
             if is_same or _is_plain((old, value)):
                 continue
-            self._has_warned = True
+            self._has_warned, path = True, ".".join(filter(None, ("self", owner, name)))
             warnings.warn(
-                f"rank {self._trainer.global_rank}: `training_step` changes `self.{place[2]}`, of type"
+                f"rank {self._trainer.global_rank}: `training_step` changes `{path}`, of type"
                 f" `{type(value).__name__}`, which ranks that have run out of data keep as it was. If training depends"
-                " on it, register it as a buffer, or make it a number.",
+                " on it, register it as a buffer, or make it a number of the module.",
                 stacklevel=2,
             )
 
@@ -283,21 +274,17 @@ class StepMirror:
             place = next((one for one in (own, *beside) if one is not None), self._module)
             part._buffers[leaf] = value.to(place.device)
 
-    def _set_attribute(self, place: Place, before: list[Any], after: list[Any]) -> None:
+    def _set_attribute(self, attribute: Attribute, before: list[Any], after: list[Any]) -> None:
         """Set an attribute that was the same on both ranks; any other attribute belongs to its rank."""
-        kind, owner, *path, name = place
-        entries: Any = vars(self._part(owner) if kind == "module" else self._trainer.optimizers[owner])
-        for key in path:
-            entries = entries.get(key)
-        if not isinstance(entries, dict):
-            return  # such as None on a rank that never had a batch
-        own = [entries[name]] if name in entries else []
+        owner, name = attribute
+        values = vars(self._trainer.optimizers[owner] if isinstance(owner, int) else self._part(owner))
+        own = [values[name]] if name in values else []
         if not _is_plain((*own,)) or len(own) != len(before) or not all(map(equal_or_nan, own, before)):
             return
         if after:
-            entries[name] = after[0]
+            values[name] = after[0]
         else:
-            del entries[name]
+            del values[name]
 
     def _part(self, name: str) -> nn.Module:
         part = self._parts.get(name)
@@ -335,9 +322,9 @@ class StepMirror:
 
 
 @cache
-def _inherited(kind: str) -> frozenset[str]:
+def _inherited(is_optimizer: bool) -> frozenset[str]:
     """Return the attributes that modules, or optimizers, have from their bases."""
-    base = LightningModule() if kind == "module" else torch.optim.SGD([torch.zeros(())])
+    base = torch.optim.SGD([torch.zeros(())]) if is_optimizer else LightningModule()
     return frozenset(vars(base)) - {"training"}
 
 
@@ -348,6 +335,14 @@ def _form(tensor: Tensor | None) -> Hashable:
 def _content(parameter: Tensor) -> Tensor:
     """Return the values of a parameter, or their checksums if there are many."""
     return checksums([parameter], parameter.device) if parameter.nbytes > _LARGE else parameter.detach()
+
+
+def _trace(value: Any) -> Any:
+    """Return what a change in place changes: the version of a tensor, and the numbers and text of a dictionary."""
+    if isinstance(value, Tensor):
+        return version_of(value)
+    is_compared = isinstance(value, dict) and len(value) <= _LARGEST_DICTIONARY
+    return {key: one for key, one in value.items() if _is_plain(one)} if is_compared else {}
 
 
 def _is_plain(value: Any) -> bool:

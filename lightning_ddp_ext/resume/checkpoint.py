@@ -77,10 +77,11 @@ class ResumableRun:
         record = self.rng.record(used, keeps_loaders=not reloads)
         reducer = self._reducer.state_dict()
         of_rank = {"reducer": reducer.pop("of_rank"), "rng": asdict(record)}
+        # On all ranks, because it reduces values that have been logged since the last reduction.
+        metrics = self._trainer.callback_metrics
         of_ranks = gather_states(of_rank, self._group)
         if not of_ranks:
             return
-        metrics = self._trainer.callback_metrics
         checkpoint[RANKS] = {
             "seed": self.seed,
             "metrics": {name: metrics[name].cpu() for name in metrics},

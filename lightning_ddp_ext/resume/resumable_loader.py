@@ -236,7 +236,8 @@ class ResumableCombinedLoader(CountedCombinedLoader):
         if self._skip and ranks != self._world_size:
             rank_zero_warn(
                 f"The checkpoint was saved by {ranks} ranks in the middle of an epoch, and {self._world_size} resume"
-                " it: some samples of this epoch are seen twice or never. Use `ddp_join` to deal out the rest."
+                " it: some samples of this epoch are seen twice or never. Resume on as many ranks, or from a checkpoint"
+                " of the end of an epoch; `balanced_ddp` continues an epoch on any number of ranks."
             )
 
 

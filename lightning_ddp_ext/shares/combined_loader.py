@@ -287,7 +287,7 @@ class SharedCombinedLoader(SteppedCombinedLoader):
     @property
     def is_within_epoch(self) -> bool:
         """Whether some batches of this epoch have been used, and others not."""
-        return bool(self._steps_made)
+        return bool(self.used)
 
     def sampler_states(self) -> list[Any]:
         """Return the states of the samplers' generators at the beginning of this epoch, or now between epochs."""
@@ -298,7 +298,7 @@ class SharedCombinedLoader(SteppedCombinedLoader):
         return find_loader_rngs(self.flattened, excluded=datasets)
 
     def _state_dicts(self) -> list[dict[str, Any]]:
-        return [{POSITION: self._steps_made or 0, WORLD_SIZE: self._world_size}]
+        return [{POSITION: self.used or 0, WORLD_SIZE: self._world_size}]
 
     def _load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         self._skip = state_with_position(states).get(POSITION, 0)

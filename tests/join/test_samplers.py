@@ -1,7 +1,5 @@
 """Samplers that give every sample to exactly one rank."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,25 +32,3 @@ def test_a_sampler_is_replaced_in_place_unless_it_drops_samples():
     assert len(sampler) == 2
     with pytest.raises(ValueError, match="`drop_last=True` drops samples"):
         UnpaddedDistributedSampler(range(5), 2, 0, drop_last=True)
-
-
-def test_other_ranks_deal_out_the_rest_of_an_epoch():
-    """Parts of an epoch on some ranks, the rest on others: every sample once."""
-    data = list(range(11))
-
-    def deal(dealt, ranks, shuffle):
-        for rank in range(ranks):
-            sampler = UnpaddedDistributedSampler(data, ranks, rank, shuffle=shuffle)
-            sampler.set_epoch(3)
-            sampler.skip_dealt(dealt)
-            samples = list(sampler)
-            assert len(samples) == len(sampler)
-            yield samples
-
-    taken_before = [[[3, 3]], [[4, 3]], [[0, 0, 0]], [[2, 1, 2], [1, 1]]]
-    for dealt, ranks, shuffle in itertools.product(taken_before, (1, 2, 3, 4), (False, True)):
-        seen = list(itertools.chain(*deal(dealt, ranks, shuffle)))
-        for number, taken in enumerate(dealt):
-            for samples, count in zip(deal(dealt[:number], len(taken), shuffle), taken, strict=True):
-                seen += samples[:count]
-        assert sorted(seen) == data, (dealt, ranks, shuffle)

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -59,10 +60,10 @@ def ranks():
     return Rank(module, 0), Rank(copy.deepcopy(module), 1)
 
 
-def changes(rank, step, samples=3):
+def changes(rank, step):
     rank.mirror.remember()
     step(rank.module)
-    return rank.mirror.changes(samples)
+    return rank.mirror.changes()
 
 
 def run(module):
@@ -83,7 +84,7 @@ def test_nothing_is_sent_where_nothing_has_changed(ranks):
 
 def test_attributes_that_ranks_share_are_taken_and_others_stay(ranks):
     active, shadow = ranks
-    shadow.module.names["other"] = 5
+    shadow.module.other = 5
     for rank in ranks:
         rank.module.best = float("nan")  # each another object
 
@@ -91,12 +92,12 @@ def test_attributes_that_ranks_share_are_taken_and_others_stay(ranks):
         module.tau *= 0.5
         module.best = 3.0
         module.layer[2].p = 0.25
-        module.names.update(decay=("cosine", 2), other=6)
+        module.decay, module.other = ("cosine", 2), 6
         module.layer.eval()
 
     shadow.mirror.take(changes(active, step))
     assert (shadow.module.tau, shadow.module.best, shadow.module.layer[2].p) == (0.5, 3.0, 0.25)
-    assert shadow.module.names == {"other": 5, "decay": ("cosine", 2)}
+    assert (shadow.module.decay, shadow.module.other) == (("cosine", 2), 5)
     assert not shadow.module.layer[1].training
     shadow.module.tau = 0.4
     shadow.mirror.take(changes(active, step))
@@ -140,62 +141,17 @@ def test_buffers_of_other_shapes_come_to_the_device_of_the_module_that_owns_them
 def test_attributes_with_the_names_that_optimizers_have_are_taken(ranks):
     active, shadow = ranks
     for rank in ranks:
-        rank.module.state, rank.module.defaults = "warmup", {"tau": 1}
+        rank.module.state, rank.module.defaults = "warmup", 1
         rank.optimizer.trainer = 1
 
     def step(module):
         module.state = module.param_groups = "main"
-        module.defaults["tau"] = 2
+        module.defaults = 2
         active.optimizer.trainer = 2
 
     shadow.mirror.take(changes(active, step))
-    assert (shadow.module.state, shadow.module.param_groups, shadow.module.defaults) == ("main", "main", {"tau": 2})
+    assert (shadow.module.state, shadow.module.param_groups, shadow.module.defaults) == ("main", "main", 2)
     assert shadow.optimizer.trainer == 2
-
-
-def test_an_entry_under_another_name_with_the_same_value_is_taken(ranks):
-    active, shadow = ranks
-    for rank in ranks:
-        rank.module.phase = {"warmup": True}
-
-    def step(module):
-        del module.phase["warmup"]
-        module.phase["main"] = True
-
-    shadow.mirror.take(changes(active, step))
-    assert shadow.module.phase == {"main": True}
-
-
-def test_entries_of_a_dictionary_that_was_replaced_or_made_in_the_phase_are_taken(ranks):
-    active, shadow = ranks
-    for rank in ranks:
-        rank.module.stats = {"tau": 1.0, "own": rank.mirror}
-
-    def replace(module):
-        module.stats = {**module.stats, "tau": 0.5}
-
-    def change(module):
-        module.stats["tau"] = 0.25
-        module.late["n"] = 1
-
-    shadow.mirror.take(changes(active, replace))
-    assert shadow.module.stats == {"tau": 0.5, "own": shadow.mirror}
-    for rank in ranks:
-        rank.module.late = {"n": 0}
-    shadow.mirror.take(changes(active, change))
-    assert (shadow.module.stats["tau"], shadow.module.late) == (0.25, {"n": 1})
-
-
-def test_a_rank_that_never_had_a_batch_keeps_an_attribute_that_other_ranks_have_made_a_dictionary(ranks):
-    active, shadow = ranks
-    active.module.history, shadow.module.history = {"n": 0}, None
-
-    def step(module):
-        module.history["n"] += 1
-        module.tau = 2.0
-
-    shadow.mirror.take(changes(active, step))
-    assert (shadow.module.history, shadow.module.tau) == (None, 2.0)
 
 
 def test_a_submodule_that_a_rank_never_had_is_named(ranks):
@@ -275,17 +231,6 @@ def test_schedulers_of_the_module_are_matched_by_name(ranks):
         shadow.mirror.take(changed)
 
 
-def test_a_number_that_is_raised_by_the_samples_of_the_batch_stays(ranks):
-    active, shadow = ranks
-
-    def step(module):
-        module.tau += 3
-
-    assert changes(active, step, samples=3) is None
-    shadow.mirror.take(changes(active, step, samples=4))
-    assert shadow.module.tau == 1  # rank 0 had another number before
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_tensor_that_may_matter_to_training_is_named_once(ranks, in_place):
     active, _ = ranks
@@ -302,6 +247,27 @@ def test_a_tensor_that_may_matter_to_training_is_named_once(ranks, in_place):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         changes(active, step)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("path", ["", "layer.0"])
+def test_a_number_in_a_dictionary_stays_and_is_named(ranks, path, replaced):
+    active, _ = ranks
+    part = active.module.get_submodule(path)
+    part.stats = {"tau": 1.0, "last": torch.zeros(1)}
+
+    def step(module, tau):
+        part.stats["last"] = torch.ones(1)  # belongs to a batch
+        if replaced:
+            part.stats = {**part.stats}
+        part.stats["tau"] = tau
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert changes(active, partial(step, tau=1.0)) is None
+    name = f"self.{path}.stats".replace("..", ".")
+    with pytest.warns(UserWarning, match=rf"`training_step` changes `{name}`, of type `dict`.*a number of the module"):
+        assert changes(active, partial(step, tau=0.5)) is None
 
 
 class Range(NamedTuple):

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
-from lightning_ddp_ext.join.samplers import UnpaddedDistributedSampler
 from lightning_ddp_ext.resume.resumable_loader import POSITION, WORLD_SIZE, ResumableCombinedLoader, ResumableRng
 
 
@@ -120,30 +119,13 @@ def test_an_epoch_that_is_shorter_than_the_one_that_was_left_is_refused():
         iter(combined)
 
 
-def make_lockstep(group, between):
-    sampler = UnpaddedDistributedSampler(range(10), 1, 0, shuffle=False)
-    loader = RankedLoader(DataLoader(range(10), batch_size=2, sampler=sampler), group)
-    lockstep = LockstepCombinedLoader(
-        [loader], "max_size_cycle", group, "join", HasNextBatch(group), ResumableRng(), between.append
-    )
+def test_ddp_join_resumes_a_checkpoint_of_as_many_ranks_and_refuses_another_number(group):
+    loader = RankedLoader(DataLoader(range(10), batch_size=2), group)
+    lockstep = LockstepCombinedLoader([loader], "max_size_cycle", group, "join", HasNextBatch(group), ResumableRng())
     lockstep.limits = [float("inf")]
-    return lockstep, sampler
-
-
-def test_a_checkpoint_of_ddp_checkpoint_is_resumed_by_ddp_join(group):
-    lockstep, _ = make_lockstep(group, [])
-    lockstep._load_state_dicts([{POSITION: 3, WORLD_SIZE: 1}])
+    lockstep._load_state_dicts([{POSITION: 3, WORLD_SIZE: 1}])  # as `ddp_checkpoint` saves it
     assert [batch.tolist() for (batch,), _, _ in lockstep] == [[6, 7], [8, 9]]
-    with pytest.raises(UnsupportedFeatureError, match="saved by 2 ranks"):
+    lockstep._load_state_dicts([{POSITION: 0, WORLD_SIZE: 2}])  # the end of an epoch
+    assert [batch.tolist() for (batch,), _, _ in lockstep][::4] == [[0, 1], [8, 9]]
+    with pytest.raises(UnsupportedFeatureError, match=r"saved by 2 ranks .* end of an epoch; `balanced_ddp` continues"):
         lockstep._load_state_dicts([{POSITION: 3, WORLD_SIZE: 2}])
-
-
-def test_what_was_left_of_an_epoch_is_all_there_in_the_next(group):
-    between = []
-    lockstep, sampler = make_lockstep(group, between)
-    state = {POSITION: 2, WORLD_SIZE: 2, "before": 0, "dealt": [], "taken": [4, 2]}
-    lockstep._load_state_dicts([state])
-    assert len(sampler) == 4
-    (undo,) = between
-    undo()
-    assert list(sampler) == list(range(10))

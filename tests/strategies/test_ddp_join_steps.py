@@ -152,13 +152,13 @@ class Changing(Classifier):
         self.teacher = copy.deepcopy(self.network).requires_grad_(False)
         self.tau = 0.5
         self.limits = (0.0, 1.0)
-        self.settings = {"weight": 1.0}
+        self.weight = 1.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.change(self)
         scores = self.network(batch[0])
         distance = (scores - self.teacher(batch[0])).square().mean()
-        scale = self.settings["weight"] + self.limits[0]
+        scale = self.weight + self.limits[0]
         return scale * functional.cross_entropy(scores, batch[1]) + self.tau * distance
 
     def configure_optimizers(self) -> Any:
@@ -185,7 +185,7 @@ def teacher_replaced(module: Changing) -> None:
 def numbers(module: Changing) -> None:
     module.tau *= 0.9
     module.limits = (module.limits[0] + 0.1, 1.0)
-    module.settings["weight"] *= 1.1
+    module.weight *= 1.1
     module.new = module.tau
 
 
@@ -216,7 +216,7 @@ class Keep(Callback):
         state = [value for of_one in optimizer.state.values() for value in of_one.values()]
         tensors = [part.detach().flatten().cpu() for part in (*module.state_dict().values(), *state)]
         others = [float(optimizer.param_groups[0]["lr"]), schedule.last_epoch]
-        others += [module.tau, module.limits, dict(module.settings), *(p.requires_grad for p in module.parameters())]
+        others += [module.tau, module.limits, module.weight, *(p.requires_grad for p in module.parameters())]
         self.kept.append((torch.cat(tensors), others))
 
 
