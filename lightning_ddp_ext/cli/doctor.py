@@ -157,7 +157,7 @@ class Diagnosis:
         soft, hard = limits_of_descriptors()
         versions = (f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions_of_run().items())
         this_node = NodeNetwork(
-            node=node_name(), ranks=(self.rank,), interface=None, targets=(), available=interface_addresses()
+            node=node_name(), ranks=(self.rank,), interface=None, ports={}, available=interface_addresses()
         )
         return [
             ("settings", settings),
