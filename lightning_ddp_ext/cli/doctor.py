@@ -30,7 +30,7 @@ from rich.text import Text
 from lightning_ddp_ext.cli.report import two_columns
 from lightning_ddp_ext.cli.selftest import run_trials
 from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe, instantiate
-from lightning_ddp_ext.cli.validate import check_run, has_process_group, make_trainer, prepare_config
+from lightning_ddp_ext.cli.validate import check_run, make_trainer, prepare_config
 from lightning_ddp_ext.clusters.environments import summarize
 from lightning_ddp_ext.clusters.launchers import is_started_alone, launched_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection
@@ -329,7 +329,7 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
     )
     check_run(config, config.hydra, trainer)
     strategy = trainer.strategy
-    if connection is None or not isinstance(strategy, DDPStrategy | FSDPStrategy):
+    if not isinstance(strategy, DDPStrategy | FSDPStrategy):
         if trainer.world_size > 1:
             raise LaunchError(
                 f"`strategy={choices.strategy}` makes a {type(strategy).__name__}, whose processes `doctor` does"
@@ -375,10 +375,8 @@ def _compose(options: argparse.Namespace) -> DictConfig:
     return config
 
 
-def _take_connection(config: DictConfig, timeout: float) -> Connection | None:
+def _take_connection(config: DictConfig, timeout: float) -> Connection:
     """Move backend and interface out of the strategy, which would reject them on this rank alone."""
-    if not has_process_group(config):
-        return None
     connection = Connection(
         backend=config.strategy.get("process_group_backend"),
         init_method=config.strategy.get("init_method"),
