@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 
@@ -189,24 +188,13 @@ _BACKLOG = 1024
 
 def listen(address: str | None, port: int) -> socket.socket:
     """Listen on one address, or on all for None; port 0 is any free one. The system accepts connections by itself."""
-    target: tuple[Any, ...]
-    if address is not None:
-        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    elif socket.has_dualstack_ipv6():
-        family, target = socket.AF_INET6, ("::", port)
-    else:
-        family, target = socket.AF_INET, ("", port)
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if address is None and family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listening.bind(target)  # `socket.create_server` would lose the zone of a link-local address
-        listening.listen(_BACKLOG)
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    if address is None:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    # Address and port alone would lose the zone of a link-local address.
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(target, family=family, backlog=_BACKLOG)
 
 
 def explain_failures(targets: Iterable[tuple[str, int]], limit: float = CONNECT_LIMIT) -> dict[tuple[str, int], str]:

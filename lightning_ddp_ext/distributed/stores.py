@@ -124,7 +124,7 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
         other = ", or end the process that has this one, which `ss -ltnp` lists" if is_taken else ""
         raise RendezvousError(
             f"port {port} of node {node_name()} cannot be listened on, {address or 'any address'}, rank 0:"
-            f" {error.strerror}. Choose another port for rank 0{other}."
+            f" {os.strerror(error.errno or 0)}. Choose another port for rank 0{other}."
         ) from error
     chosen = int(listening.getsockname()[1])
     spare_port(chosen)
