@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import BalancedDataParallelStrategy, DDPJoinStrategy
+from lightning_ddp_ext._import_names import PACKAGES
 from lightning_ddp_ext.callbacks import BalanceReport, JoinReport
 from tests.parity import Classifier, dataset, quiet_trainer
 
@@ -50,7 +51,8 @@ def show_on_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "handlers", [logging.StreamHandler(screen)])
+    for name in PACKAGES:  # Lightning logs to the one that was imported last
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [logging.StreamHandler(screen)])
     return screen
 
 
@@ -67,7 +69,8 @@ BARS = {"rich": lambda: RichProgressBar(refresh_rate=1, leave=True), "tqdm": lam
 
 @pytest.mark.parametrize("bar", BARS)
 def test_a_progress_bar_overwrites_no_table_and_no_decision(monkeypatch, caplog, bar):
-    caplog.set_level(logging.INFO, "lightning.pytorch")
+    for name in PACKAGES:
+        caplog.set_level(logging.INFO, name)
     terminal = show_on_terminal(monkeypatch)
     loader = DataLoader(dataset(64), batch_size=4)
     for strategy, devices, report in (

@@ -179,7 +179,7 @@ def test_every_rank_names_the_tensor_the_ranks_and_the_difference(two, three):
 def test_equal_tensors_cost_one_collective(two):
     for _, (equal, different), _ in two:
         assert equal == {"all_gather": 1}
-        assert different == {"all_gather": 5, "broadcast": 1}
+        assert different == {"all_gather": 3, "all_reduce": 2, "broadcast": 1}
 
 
 def test_a_subgroup_is_compared(three):

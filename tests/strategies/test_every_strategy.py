@@ -125,7 +125,8 @@ def test_a_second_trainer_needs_a_strategy_of_its_own(make):
 
 
 @pytest.mark.parametrize("name", ["ddp_checkpoint", "ddp_join"])
-def test_hooks_can_make_a_sampler_before_any_run(name):
+def test_hooks_can_make_a_sampler_before_any_run(name, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     trainer = Trainer(strategy=name, accelerator="cpu", devices=2, num_nodes=2, logger=False)
     assert trainer.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 0}
 

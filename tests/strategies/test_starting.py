@@ -199,10 +199,11 @@ def test_an_error_where_processes_are_started_is_not_replaced(monkeypatch, error
 
 
 def test_a_checkpoint_is_loaded_where_no_trainer_is_attached(tmp_path):
-    torch.save({"state_dict": {}}, tmp_path / "some.ckpt")
+    given = {"state_dict": {}, "pytorch-lightning_version": "2.6.0"}
+    torch.save(given, tmp_path / "some.ckpt")
     trainer = quiet_trainer(DDPJoinStrategy(start_method="spawn"), 2)
     trainer.strategy.connect(BoringModel())
-    assert trainer.strategy.load_checkpoint(tmp_path / "some.ckpt") == {"state_dict": {}}
+    assert trainer.strategy.load_checkpoint(tmp_path / "some.ckpt") == given
 
 
 def test_more_processes_than_devices_are_explained_by_lightning(monkeypatch):
