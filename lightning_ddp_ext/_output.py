@@ -4,13 +4,15 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import rich
 from lightning.pytorch.utilities import rank_zero_info as log_on_rank_zero
-from rich.table import Table
 from tqdm import tqdm
 
 from lightning_ddp_ext._import_names import PACKAGES
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @contextmanager
@@ -30,8 +32,10 @@ def above_progress_bar() -> Iterator[None]:
             handler.setStream(replaced)
 
 
-def print_table(table: Table) -> None:
+def print_table(table: "Table") -> None:
     """Print a table through the console of Rich's bar, which would overwrite the lines of another console."""
+    import rich
+
     with above_progress_bar():
         rich.get_console().print(table)
 

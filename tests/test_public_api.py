@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning_ddp_ext
@@ -25,6 +27,29 @@ def test_public_names_are_these():
     ]  # fmt: skip
     for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks):
         assert all(hasattr(module, name) for name in module.__all__)
+
+
+IMPORTS = """
+import sys
+import lightning.fabric, lightning.pytorch
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+    del sys.modules[name]  # which Lightning imports if it is installed
+import lightning_ddp_ext, lightning_ddp_ext.callbacks
+
+for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks):
+    assert module.__all__ and all(hasattr(module, name) for name in module.__all__)
+strategy = lightning_ddp_ext.DDPJoinStrategy()
+lightning.pytorch.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)  # asks whether this is a sweep
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"hydra", "omegaconf", "rich"}))
+"""
+
+
+def test_strategies_and_callbacks_import_neither_hydra_nor_rich():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120, check=False, cwd=PACKAGE.parent
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stdout + done.stderr
 
 
 def test_no_kind_of_accelerator_is_a_special_case():

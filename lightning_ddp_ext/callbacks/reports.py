@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.table import Table
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loops import logs_now
@@ -25,6 +24,9 @@ from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _SUMMARISED = 50  # batches in the table, the last ones
 
@@ -177,8 +179,10 @@ class BalanceReport(Callback):
                 [r.batch, r.replica, r.device, r.chunk, f"{r.seconds:.6f}", f"{r.idle_share:.3f}"] for r in self.records
             )
 
-    def table(self) -> Table:
+    def table(self) -> "Table":
         """Return a table of each replica's medians over the last 50 training batches, and of the peak memory."""
+        from rich.table import Table
+
         replicas = len({record.replica for record in self.records})
         last = self.records[-_SUMMARISED * replicas :]
         recent: dict[int, list[ReplicaRecord]] = defaultdict(list)
@@ -332,8 +336,10 @@ class JoinReport(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=trainer.global_step)
 
-    def table(self) -> Table:
+    def table(self) -> "Table":
         """Return the records as a table to print."""
+        from rich.table import Table
+
         table = Table(title="Ranks", title_justify="left")
         for column in ("epoch", "rank", "batches", "samples", "shadow steps", "shadow seconds", "idle"):
             table.add_column(column, justify="right")

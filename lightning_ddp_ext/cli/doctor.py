@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import InstantiationException
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
@@ -29,13 +30,7 @@ from rich.text import Text
 from lightning_ddp_ext.cli.report import two_columns
 from lightning_ddp_ext.cli.selftest import run_trials
 from lightning_ddp_ext.cli.settings import LaunchError, check_settings, describe, instantiate
-from lightning_ddp_ext.cli.validate import (
-    check_run,
-    find_slurm_problems,
-    has_process_group,
-    make_trainer,
-    prepare_config,
-)
+from lightning_ddp_ext.cli.validate import check_run, make_trainer, prepare_config
 from lightning_ddp_ext.clusters.environments import summarize
 from lightning_ddp_ext.clusters.launchers import is_started_alone, launched_rank
 from lightning_ddp_ext.clusters.process_group_options import Connection
@@ -45,7 +40,13 @@ from lightning_ddp_ext.distributed.backends import limits_of_descriptors
 from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks
 from lightning_ddp_ext.distributed.network import ChosenNetwork, NodeNetwork, interface_addresses, node_name
 from lightning_ddp_ext.distributed.rendezvous import RendezvousProgress
-from lightning_ddp_ext.errors import BackendError, NetworkInterfaceError, RendezvousError, ReplicaMismatchError
+from lightning_ddp_ext.errors import (
+    BackendError,
+    ClusterError,
+    NetworkInterfaceError,
+    RendezvousError,
+    ReplicaMismatchError,
+)
 from lightning_ddp_ext.strategies.base import describe_versions_of_run
 
 # The failed step for each error; for all others it is the settings.
@@ -156,7 +157,7 @@ class Diagnosis:
         soft, hard = limits_of_descriptors()
         versions = (f"{name.removeprefix('version of ')} {own}" for name, own in describe_versions_of_run().items())
         this_node = NodeNetwork(
-            node=node_name(), ranks=(self.rank,), interface=None, targets=(), available=interface_addresses()
+            node=node_name(), ranks=(self.rank,), interface=None, ports={}, available=interface_addresses()
         )
         return [
             ("settings", settings),
@@ -288,7 +289,11 @@ def diagnose(options: argparse.Namespace) -> Diagnosis:
     except Exception as error:
         backend = diagnosis.progress.backend
         diagnosis.is_shared = diagnosis.progress.is_answered
-        if type(error) in _STEPS:
+        cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        if isinstance(cause, ClusterError) and diagnosis.slurm is not None:
+            diagnosis.failed, diagnosis.error = "SLURM", str(cause)
+            diagnosis.is_shared = True  # all tasks have the same variables
+        elif type(error) in _STEPS:
             diagnosis.failed, diagnosis.error = _STEPS[type(error)], str(error)
         elif backend is not None and isinstance(error, RuntimeError):
             diagnosis.is_shared = False  # ranks may have different errors of the backend
@@ -312,11 +317,6 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
     diagnosis.strategy = str(choices.strategy)
     check_settings(config, choices)
     prepare_config(config, choices)
-    problems = find_slurm_problems(config)
-    if problems:
-        diagnosis.failed, diagnosis.error = "SLURM", " Also: ".join(problems)
-        diagnosis.is_shared = True  # all tasks have the same variables
-        return
     connection = _take_connection(config, options.timeout)
     trainer = make_trainer(
         config,
@@ -329,7 +329,7 @@ def _check(options: argparse.Namespace, diagnosis: Diagnosis) -> None:
     )
     check_run(config, config.hydra, trainer)
     strategy = trainer.strategy
-    if connection is None or not isinstance(strategy, DDPStrategy | FSDPStrategy):
+    if not isinstance(strategy, DDPStrategy | FSDPStrategy):
         if trainer.world_size > 1:
             raise LaunchError(
                 f"`strategy={choices.strategy}` makes a {type(strategy).__name__}, whose processes `doctor` does"
@@ -375,10 +375,8 @@ def _compose(options: argparse.Namespace) -> DictConfig:
     return config
 
 
-def _take_connection(config: DictConfig, timeout: float) -> Connection | None:
+def _take_connection(config: DictConfig, timeout: float) -> Connection:
     """Move backend and interface out of the strategy, which would reject them on this rank alone."""
-    if not has_process_group(config):
-        return None
     connection = Connection(
         backend=config.strategy.get("process_group_backend"),
         init_method=config.strategy.get("init_method"),

@@ -31,7 +31,7 @@ from lightning_ddp_ext.batches.containers import to_device
 from lightning_ddp_ext.batches.splitting import join_batches
 from lightning_ddp_ext.cli.report import LaunchSummary, draw_run, print_comparison, print_results
 from lightning_ddp_ext.cli.settings import LaunchError, instantiate
-from lightning_ddp_ext.cli.validate import check_run, find_slurm_problems, make, make_all, make_trainer, prepare_config
+from lightning_ddp_ext.cli.validate import check_run, make, make_all, make_trainer, prepare_config
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_objects, own_group
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack
 from lightning_ddp_ext.errors import BatchSplitError, CheckpointRefusedError, DDPExtError, UnsupportedFeatureError
@@ -76,9 +76,6 @@ def _build(config: DictConfig) -> _Run:
         hydra = HydraConfig.get()
         choices: Any = hydra.runtime.choices
         prepare_config(config, choices)
-        problems = find_slurm_problems(config)
-        if problems:
-            raise LaunchError(" Also: ".join(problems))
         seed_everything(config.seed, workers=True, verbose=False)
         strategy = instantiate(config.strategy)
         model = make(config.model, "model", LightningModule)

@@ -16,8 +16,8 @@ from lightning_ddp_ext._devices import find_accelerator
 from lightning_ddp_ext._import_names import lightning_of
 from lightning_ddp_ext._validation import check_integer
 from lightning_ddp_ext.cli.settings import LaunchError, instantiate
-from lightning_ddp_ext.clusters.environments import ManualEnvironment, find_problems, local_environment
-from lightning_ddp_ext.clusters.launchers import SET_BY_HAND, TERMINAL, find_launcher
+from lightning_ddp_ext.clusters.environments import check_tasks, local_environment
+from lightning_ddp_ext.clusters.launchers import find_launcher
 from lightning_ddp_ext.demo.digits import check_fractions
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
@@ -112,6 +112,9 @@ def check_run(config: DictConfig, hydra: Any, trainer: Trainer) -> None:
             " processes. Start the command without the launcher or with one task, or choose `strategy=ddp_join` with"
             " the devices and nodes of all processes."
         )
+    if trainer.world_size > 1:  # strategies of this package have made the same check
+        has_address = config.strategy.get("init_method") is not None
+        check_tasks(environment, num_nodes=trainer.num_nodes, devices=trainer.num_devices, has_address=has_address)
     folder: Any = OmegaConf.to_container(hydra.run, resolve=False)
     is_named_by_time = hydra.mode != RunMode.MULTIRUN and "${now:" in folder["dir"]
     if isinstance(environment, SLURMEnvironment) and _is_local(config) and is_named_by_time:
@@ -147,25 +150,3 @@ def has_process_group(config: DictConfig) -> bool:
     if isinstance(target, type):
         return issubclass(target, ParallelStrategy) and not issubclass(target, BalancedDataParallelStrategy)
     return target is not single_device_strategy
-
-
-def find_slurm_problems(config: DictConfig) -> list[str]:
-    """List the mistakes of a SLURM job; none if another launcher or the user sets the ranks."""
-    devices = _count_devices(config.trainer.devices, config.trainer.accelerator)
-    by_hand = str(config.cluster.get("_target_", "")).endswith(ManualEnvironment.__name__)
-    by_hand = by_hand or any(name in os.environ for name in (*SET_BY_HAND, TERMINAL))
-    if by_hand or config.trainer.plugins is not None or devices is None or not has_process_group(config):
-        return []
-    return find_problems(os.environ, config.trainer.num_nodes, devices)
-
-
-def _count_devices(devices: Any, accelerator: Any) -> int | None:
-    """Count the devices of a node as the Trainer does; None if only the Trainer knows."""
-    if isinstance(devices, str) and "," in devices:
-        devices = [part for part in devices.split(",") if part.strip()]
-    if isinstance(devices, ListConfig | list):
-        return len(devices)
-    if str(devices).isdecimal():
-        return int(devices)
-    is_accelerator = accelerator == "gpu" or accelerator == find_accelerator() != "cpu"
-    return torch.accelerator.device_count() if is_accelerator else None  # "auto" or -1

@@ -1,10 +1,8 @@
 """The launchers srun, torchrun and mpirun, and the variables in which they give each process its rank."""
 
 import os
+import sys
 from typing import NamedTuple
-
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 from lightning_ddp_ext.errors import BackendError, ClusterError
 
@@ -44,6 +42,11 @@ def find_launcher() -> str | None:
 
 def in_sweep() -> bool:
     """Return True if this process runs a job of a sweep."""
+    if "hydra" not in sys.modules:  # a program without Hydra does not pay for its import
+        return False
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 

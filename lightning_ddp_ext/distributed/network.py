@@ -1,16 +1,12 @@
 """The network of a run: interfaces, addresses and ports of this node, and the interface that each node uses."""
 
-import contextlib
-import errno
 import ipaddress
 import os
-import selectors
 import socket
-import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 
@@ -189,57 +185,33 @@ CONNECT_LIMIT = 10.0  # seconds; TCP itself repeats a lost request after 1, 3 an
 
 _BACKLOG = 1024
 
-Target = tuple[str, int]  # address and port
-
 
 def listen(address: str | None, port: int) -> socket.socket:
     """Listen on one address, or on all for None; port 0 is any free one. The system accepts connections by itself."""
-    target: tuple[Any, ...]
-    if address is not None:
-        family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    elif socket.has_dualstack_ipv6():
-        family, target = socket.AF_INET6, ("::", port)
-    else:
-        family, target = socket.AF_INET, ("", port)
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if address is None and family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listening.bind(target)  # `socket.create_server` would lose the zone of a link-local address
-        listening.listen(_BACKLOG)
-    except OSError:
-        listening.close()
-        raise
-    return listening
+    if address is None:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    # Address and port alone would lose the zone of a link-local address.
+    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(target, family=family, backlog=_BACKLOG)
 
 
-def explain_failures(targets: Iterable[Target], limit: float = CONNECT_LIMIT) -> dict[Target, str]:
-    """Connect to several targets at once, and return the reason for each that is not reached within the limit."""
-    failed: dict[Target, str] = {}
-    deadline = time.monotonic() + limit
-    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
-        for target in dict.fromkeys(targets):
-            try:
-                family, kind, _, _, resolved = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)[0]
-                connecting = stack.enter_context(socket.socket(family, kind))
-            except OSError as error:
-                failed[target] = str(error.strerror)
-                continue
-            connecting.setblocking(False)
-            code = connecting.connect_ex(resolved)
-            if code in (0, errno.EINPROGRESS):
-                selector.register(connecting, selectors.EVENT_WRITE, target)
-            else:
-                failed[target] = os.strerror(code)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                connecting = key.fileobj  # type: ignore[assignment]
-                selector.unregister(connecting)
-                if code := connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    failed[key.data] = os.strerror(code)
-        failed |= {key.data: f"no answer within {limit:g} s" for key in selector.get_map().values()}
-    return failed
+def explain_failures(targets: Iterable[tuple[str, int]], limit: float = CONNECT_LIMIT) -> dict[tuple[str, int], str]:
+    """Connect to several addresses and ports at once, and return the reason for each that is not reached in time."""
+
+    def attempt(target: tuple[str, int]) -> str | None:
+        try:
+            socket.create_connection(target, limit).close()
+        except TimeoutError:
+            return f"no answer within {limit:g} s"
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    listed = list(dict.fromkeys(targets))
+    with ThreadPoolExecutor(max(1, len(listed)), "connect") as threads:  # one for each, so that none waits for another
+        return {target: reason for target, reason in zip(listed, threads.map(attempt, listed), strict=True) if reason}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,22 +219,17 @@ class NodeNetwork:
     """The interface of one node, which the first of its ranks chooses for all of them."""
 
     node: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     interface: str | None  # None if the backend chooses one
-    targets: tuple[Target, ...]  # at which other nodes can try to reach the node
+    ports: Mapping[str, int]  # by the address at which other nodes reach the node, to be tried
     reached_over: str | None = None  # the interface on the way to rank 0; None on rank 0's node, and for a file
     available: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)  # addresses by interface
 
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Addresses at which other nodes reach it."""
-        return tuple(address for address, _ in self.targets)
-
     def __str__(self) -> str:
-        addresses = f" ({', '.join(self.addresses)})" if self.targets else ""
+        addresses = f" ({', '.join(self.ports)})" if self.ports else ""
         first, last = self.ranks[0], self.ranks[-1]
-        adjoining = self.ranks == tuple(range(first, last + 1))
-        listed = f"{first}-{last}" if adjoining and last > first else ", ".join(map(str, self.ranks))
+        adjoining = last - first == len(self.ranks) - 1 > 0
+        listed = f"{first}-{last}" if adjoining else ", ".join(map(str, self.ranks))
         return f"{self.node}: {self.interface or 'default interface'}{addresses}, rank {listed}"
 
 
@@ -298,26 +265,23 @@ def machine_id() -> str:
 
 
 def choose_interface(
-    requested: str | None, *, gloo: bool, num_nodes: int, local_address: str | None
-) -> Interface | None:
-    """Choose the interface of this node, by its address on the way to rank 0 for `"auto"`; None if that is unknown."""
+    requested: str | None, *, gloo: bool, num_nodes: int, rank: int, local_address: str | None, others: Iterable[str]
+) -> Interface:
+    """Choose the interface of this node.
+
+    For `"auto"` it is loopback for one node, and otherwise the interface with its address on the way to rank 0, or with
+    the route to addresses of other nodes.
+    """
     if requested is None:
-        return default_gloo_interface() if gloo else Interface(None, ())
+        return default_gloo_interface() if gloo and num_nodes > 1 else Interface(None, ())
     if requested != AUTO:
         return find_interface(requested, num_nodes)
     if gloo and os.environ.get(GLOO_INTERFACE):
         return default_gloo_interface()
-    if local_address is None or is_loopback(local_address):
-        return None
-    return interface_with(local_address)
-
-
-def choose_for_one_node(requested: str | None, *, gloo: bool) -> Interface:
-    """Choose the interface of a run on one node: loopback for `"auto"`."""
-    if requested is None:
-        return Interface(None, ())
-    chosen = choose_interface(requested, gloo=gloo, num_nodes=1, local_address=None)
-    return chosen or find_interface(LOOPBACK)
+    if num_nodes == 1:
+        return find_interface(LOOPBACK)
+    own = None if local_address is None or is_loopback(local_address) else interface_with(local_address)
+    return own or interface_towards(others, rank)
 
 
 def interface_towards(addresses: Iterable[str], rank: int) -> Interface:
@@ -342,7 +306,7 @@ def interface_towards(addresses: Iterable[str], rank: int) -> Interface:
 def check_no_loopback(nodes: Sequence[NodeNetwork]) -> None:
     """Raise a NetworkInterfaceError if one of several nodes has chosen a loopback address."""
     for node in nodes:
-        for address in filter(is_loopback, node.addresses):
+        for address in filter(is_loopback, node.ports):
             chosen = f"interface `{node.interface}`" if node.interface else "the address of its host name"
             raise NetworkInterfaceError(
                 f"node {node.node}, rank {node.ranks[0]}, would use {chosen}, {address}, which other nodes cannot"

@@ -23,7 +23,7 @@ from lightning_ddp_ext.distributed.network import (
     pin_interface,
     unpin_interface,
 )
-from lightning_ddp_ext.distributed.rendezvous import RendezvousInfo, RendezvousProgress, rendezvous
+from lightning_ddp_ext.distributed.rendezvous import Rendezvous, RendezvousProgress
 from lightning_ddp_ext.distributed.stores import RendezvousEndpoint, is_agent_store, parse_init_method
 from lightning_ddp_ext.errors import BackendError, DDPExtError, NetworkInterfaceError, RendezvousError
 
@@ -112,18 +112,18 @@ def init_process_group(
         reserve_descriptors(rank, world_size, channels * (1 + serves))
     except (BackendError, NetworkInterfaceError) as own_error:
         error = own_error  # raised after the other ranks have heard of it, which would wait for this rank
-    info = RendezvousInfo(
+    progress.endpoint = str(endpoint)
+    network, store = Rendezvous(
         backend=backend.lower(),
         rank=rank,
         world_size=world_size,
         num_nodes=num_nodes,
-        requested=network_interface,
+        interface=network_interface,
         timeout=timeout if error is None else min(timeout, _REPORT_LIMIT),
         endpoint=endpoint,
+        progress=progress,
         error=error,
-    )
-    progress.endpoint = str(endpoint)
-    network, store = rendezvous(info, progress)
+    ).meet()
     chosen = network.node_of(rank).interface
     if network_interface is not None and chosen is not None:
         pin_interface(chosen, keep=network_interface == AUTO)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -123,7 +124,7 @@ def serve_store(address: str | None, port: int, world_size: int, timeout: timede
         other = ", or end the process that has this one, which `ss -ltnp` lists" if is_taken else ""
         raise RendezvousError(
             f"port {port} of node {node_name()} cannot be listened on, {address or 'any address'}, rank 0:"
-            f" {error.strerror}. Choose another port for rank 0{other}."
+            f" {os.strerror(error.errno or 0)}. Choose another port for rank 0{other}."
         ) from error
     chosen = int(listening.getsockname()[1])
     spare_port(chosen)
@@ -142,14 +143,14 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
     place, own = RendezvousEndpoint(host, port), f"rank {rank} on node {node_name()}"
     limit = timeout.total_seconds()
     started = reachable = time.monotonic()
-    has_warned = False
+    has_warned, may_be_old = False, True  # the store may be of an earlier run, which rank 0 is about to leave
 
-    def connect() -> tuple[str, str] | None:
-        """Return the addresses of rank 0 and of this node, or None before the time is over."""
-        nonlocal reachable, has_warned
+    def connect() -> OpenStore | None:
+        """Return the store, or None before the time is over."""
+        nonlocal reachable, has_warned, may_be_old
         try:
             with socket.create_connection((host, port), timeout=min(_ATTEMPT_LIMIT, limit)) as connection:
-                return str(connection.getpeername()[0]), str(connection.getsockname()[0])
+                peer, own_address = str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError as failure:
             now, reason = time.monotonic(), failure.strerror or failure
             reachable = now if _is_refusal(failure) else reachable
@@ -161,23 +162,24 @@ def connect_store(host: str, port: int, *, rank: int, timeout: timedelta) -> Ope
             if now - started >= _PATIENCE and not has_warned:
                 has_warned = True
                 _logger.warning("%s is still waiting for rank 0 at %s: %s", own, place, reason)
-        return None
-
-    for may_be_old in (True, False):  # an earlier run's store, which rank 0 is about to leave
-        addresses = poll(connect, math.inf)
-        assert addresses is not None  # `connect` raises an error in the end
+            return None
         try:
-            store = _open_client(addresses[0], port, min(limit, _ANSWER_LIMIT))
-        except (RuntimeError, TimeoutError) as error:
+            store = _open_client(peer, port, min(limit, _ANSWER_LIMIT))
+        except (RuntimeError, futures.TimeoutError) as error:
             if may_be_old and isinstance(error, dist.DistNetworkError):
-                continue
+                may_be_old = False
+                return None
+            reason = str(error).partition("\n")[0] or "no answer in time"
             raise RendezvousError(
-                f"{own}: the program that listens at {place} is not the store of rank 0"
-                f" ({str(error).partition(chr(10))[0]}). Choose a port that nothing else uses."
+                f"{own}: the program that listens at {place} is not the store of rank 0 ({reason}). Choose a port that"
+                " nothing else uses."
             ) from error
         store.set_timeout(timeout)
-        return OpenStore(store, addresses[1])
-    raise AssertionError("unreachable")
+        return OpenStore(store, own_address)
+
+    opened = poll(connect, math.inf)
+    assert opened is not None  # `connect` raises an error in the end
+    return opened
 
 
 def _is_refusal(error: OSError) -> bool:
@@ -187,23 +189,17 @@ def _is_refusal(error: OSError) -> bool:
 
 def _open_client(peer: str, port: int, limit: float) -> dist.Store:
     """Open torch's client in a thread, because it waits forever for a program that accepts but does not answer."""
-    opened: list[dist.Store | RuntimeError] = []
+    opened: futures.Future[dist.Store] = futures.Future()
     timeout = timedelta(seconds=limit)
 
     def attempt() -> None:
         try:
-            opened.append(dist.TCPStore(peer, port, is_master=False, timeout=timeout, wait_for_workers=False))
+            opened.set_result(dist.TCPStore(peer, port, is_master=False, timeout=timeout, wait_for_workers=False))
         except RuntimeError as error:
-            opened.append(error)
+            opened.set_exception(error)
 
-    thread = threading.Thread(target=attempt, name="store-client", daemon=True)
-    thread.start()
-    thread.join(limit)
-    if not opened:
-        raise TimeoutError(f"no answer within {limit:g} s")
-    if isinstance(opened[0], RuntimeError):
-        raise opened[0]
-    return opened[0]
+    threading.Thread(target=attempt, name="store-client", daemon=True).start()
+    return opened.result(limit)
 
 
 def _connection_remedy(host: str, error: OSError) -> str:
@@ -226,14 +222,10 @@ def _listening_address(host: str, num_nodes: int) -> str | None:
 
     Its own name may stand for 127.0.1.1 or nothing in its own /etc/hosts, and for a translated address elsewhere.
     """
-    resolved = resolve(host)
-    if num_nodes == 1:
-        return loopback_address() if _is_this_node(host) else None
-    if host == "localhost":
+    if host == "localhost" or (num_nodes == 1 and _is_this_node(host)):
         return loopback_address()
-    if resolved == [host]:
-        return host if is_local(host) else None
-    return next((address for address in resolved if is_local(address) and not is_loopback(address)), None)
+    found = [] if num_nodes == 1 else filter(is_local, resolve(host))
+    return next((address for address in found if address == host or not is_loopback(address)), None)
 
 
 def _is_this_node(host: str) -> bool:

@@ -126,7 +126,7 @@ CPU = "trainer.accelerator=cpu"
 WIDE = {"COLUMNS": "400"}  # so that no cell of the table is folded
 TASK = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0",
-    "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "0", "SLURM_LOCALID": "0",
 }  # fmt: skip
 
 

@@ -22,19 +22,18 @@ from lightning_ddp_ext.cli import validate
 from lightning_ddp_ext.cli.report import draw_run
 from lightning_ddp_ext.cli.settings import LaunchError
 from lightning_ddp_ext.cli.train import checkpoint_to_resume, keep_config
-from lightning_ddp_ext.cli.validate import (
-    check_run,
-    find_slurm_problems,
-    has_process_group,
-    prepare_config,
-)
+from lightning_ddp_ext.cli.validate import check_run, has_process_group, prepare_config
+from lightning_ddp_ext.errors import ClusterError
 from tests.cli.commands import command
 
 SCRIPT = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "2",
     "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2",
 }  # fmt: skip
-TASK = {**SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+TASK = {
+    **SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0",
+    "SLURM_LOCALID": "0",
+}  # fmt: skip
 
 
 def test_a_launch_that_does_not_fit_is_refused(call_main):
@@ -76,10 +75,11 @@ def test_strategies_with_a_process_group_are_known_by_their_class():
 
 def test_runs_of_a_rank_without_the_others_and_in_separate_folders_are_refused(monkeypatch):
     def check(world_size=1, environment=None, cluster=None, folder="runs/mine", mode=RunMode.RUN):
-        config = OmegaConf.create({"cluster": cluster or {}, "data": {}})
+        config = OmegaConf.create({"cluster": cluster or {}, "data": {}, "strategy": {}})
         hydra = OmegaConf.create({"run": {"dir": folder}, "mode": mode, "runtime": {"choices": {"strategy": "plain"}}})
         strategy = SimpleNamespace(cluster_environment=environment)
-        check_run(config, hydra, SimpleNamespace(strategy=strategy, world_size=world_size, num_nodes=1))
+        numbers = {"world_size": world_size, "num_nodes": 1, "num_devices": world_size}
+        check_run(config, hydra, SimpleNamespace(strategy=strategy, **numbers))
 
     folder, slurm = "runs/${now:%H-%M-%S}", SLURMEnvironment()
     for mode in (RunMode.RUN, None):
@@ -92,32 +92,12 @@ def test_runs_of_a_rank_without_the_others_and_in_separate_folders_are_refused(m
     check(world_size=2)
     with pytest.raises(LaunchError, match="a launcher has started `WORLD_SIZE=2`"):
         check(world_size=1)
-
-
-def test_devices_are_counted_as_the_trainer_does(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE")
     for name, value in TASK.items():
         monkeypatch.setenv(name, value)
-
-    def problems(**changes):
-        trainer = {"devices": 2, "accelerator": "cpu", "num_nodes": 1, "plugins": None, **changes}
-        strategy = {"_target_": "lightning_ddp_ext.DDPJoinStrategy"}
-        config = {"strategy": strategy, "trainer": trainer, "cluster": {"num_nodes": 1}}
-        return find_slurm_problems(OmegaConf.create(config))
-
-    assert [devices for devices in (2, "2", [0, 1], "0,1", "0,1,") if problems(devices=devices)] == []
-    assert len(problems(devices=[0, 1, 2])) == 1
-    assert problems(devices="auto") == []  # unknown before the Trainer is constructed
-    assert problems(devices=[0, 1, 2], plugins=["my_environment"]) == []
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    for kind in ("cuda", "xpu"):
-        monkeypatch.setattr(validate, "find_accelerator", lambda kind=kind: kind)
-        for accelerator in (kind, "gpu"):
-            assert len(problems(devices=-1, accelerator=accelerator)) == 1
-        assert problems(devices=-1, accelerator="cpu") == []
-    for name in ("NODE_RANK", "LOCAL_RANK"):  # the user sets the ranks
-        with monkeypatch.context() as by_hand:
-            by_hand.setenv(name, "29500")
-            assert problems(devices=[0, 1, 2]) == []
+    check(world_size=2, environment=slurm)
+    with pytest.raises(ClusterError, match="rank 2 is missing"):  # a strategy of Lightning would wait for it
+        check(world_size=3, environment=slurm)
 
 
 def test_a_run_uses_the_accelerator_of_the_machine(monkeypatch):

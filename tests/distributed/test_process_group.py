@@ -104,10 +104,12 @@ def test_an_address_of_another_node_cannot_be_listened_on():
         serve_store("192.0.2.1", 0, 1, timedelta(seconds=1))
 
 
-def test_an_interface_that_cannot_be_listened_on_is_an_error_that_all_ranks_hear_of():
-    own = SimpleNamespace(stack=contextlib.ExitStack(), info=SimpleNamespace(rank=3))
+def test_an_interface_that_cannot_be_listened_on_is_an_error_that_all_ranks_hear_of(monkeypatch):
+    monkeypatch.setattr(rendezvous, "choose_interface", lambda *_, **__: Interface("eth0", ("192.0.2.1",)))
+    opened = SimpleNamespace(local_address=None)
+    own = SimpleNamespace(_listening=contextlib.ExitStack(), rank=3, backend="gloo", interface=None, _opened=opened)
     with pytest.raises(NetworkInterfaceError, match=r"rank 3 cannot listen on 192.0.2.1: .* Set `network.interface`"):
-        rendezvous._Rendezvous._listen_on(own, ["192.0.2.1"])
+        rendezvous.Rendezvous._choose(own, 2, [])
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", None])
