@@ -35,11 +35,10 @@ import lightning.fabric, lightning.pytorch
 
 for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
     del sys.modules[name]  # which Lightning imports if it is installed
-import lightning_ddp_ext, lightning_ddp_ext.callbacks
+from lightning_ddp_ext import BalancedDataParallelStrategy, BalancedDDPStrategy, DDPCheckpointStrategy, DDPJoinStrategy
+from lightning_ddp_ext.callbacks import BalanceReport, GradientCheck, JoinReport, PredictionWriter, ReplicaConsistency
 
-for module in (lightning_ddp_ext, lightning_ddp_ext.callbacks):
-    assert module.__all__ and all(hasattr(module, name) for name in module.__all__)
-strategy = lightning_ddp_ext.DDPJoinStrategy()
+strategy = DDPJoinStrategy()
 lightning.pytorch.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)  # asks whether this is a sweep
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"hydra", "omegaconf", "rich"}))
 """
