@@ -35,7 +35,7 @@ _NO_LOSS = ("torchmetrics", "torch.nn.modules.batchnorm")  # modules whose colle
 
 
 class RankSteps(ABC):
-    """The steps of one rank; the hooks of `ExplicitDDPStrategy` call it. Modelled on torch's `JoinHook`.
+    """The steps of one rank; the hooks of `ExplicitDDPStrategy` call it.
 
     Each batch of a loop begins with `begin_batch` and ends with `end_batch`, after its last hook. In between come
     `training_step` and `backward` in training, or `evaluation_step`. Implementations say how to run a step of the
@@ -245,7 +245,7 @@ class RankGradient:
         if self._module.automatic_optimization and index % self._trainer.accumulate_grad_batches == 0:
             self.window.begin()
         self._is_added = False
-        if self._batch != loop.total_batch_idx:  # no closure that runs again
+        if self._batch != loop.total_batch_idx:  # not when an optimizer runs its closure again
             self._batch, self._passes = loop.total_batch_idx, 0
 
     def _add(self) -> None:

@@ -17,7 +17,7 @@ from lightning_ddp_ext.distributed.exchange import gather_bytes, to_bytes
 from lightning_ddp_ext.distributed.serialization import unpack
 
 _CPU = torch.device("cpu")
-_SPREADING = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
+_SPREADING = 0x9E3779B97F4A7C15  # odd and without pattern, so that its multiples spread over all seeds
 
 
 def capture_rng_state(device: torch.device | None = None) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def restore_rng_state(state: dict[str, Any], device: torch.device | None = None)
     """Restore the result of `capture_rng_state` for the same kind of device."""
     kind, keys, *more = state["numpy"]
     random.setstate(state["python"])
-    # Earlier checkpoints have numbers instead of bytes.
+    # Checkpoints of earlier versions have numbers instead of bytes.
     numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32) if isinstance(keys, bytes) else keys, *more))
     for one in _devices(device):
         set_rng_state(_from_bytes(state[one.type]), one)
@@ -247,7 +247,7 @@ def gather_states(state: Mapping[str, Any], group: dist.ProcessGroup | None = No
 
 
 def load_state(saved: Any) -> Any:
-    """Return the state of one rank from a checkpoint; earlier ones have it as it is."""
+    """Return the state of one rank from a checkpoint; earlier versions saved it uncompressed."""
     if not isinstance(saved, Tensor):
         return saved
     return unpack(_from_bytes(zlib.decompress(_bytes_of(saved))))[0]

@@ -32,15 +32,16 @@ class GatherMixin:
         return None if "cpu" in dist.get_backend_config() else self.cpu_group
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False, is_left_out: bool = False) -> Any:
-        """Gather a tensor, or the tensors of a container; the result lacks those of a rank that is left out.
+        """Gather a tensor, or the tensors of a container.
 
-        Results have the shape (ranks, ...), as under Lightning, or (1, rows of all ranks, ...) if ranks have different
-        numbers of rows. Raise `RanksOutOfStepError` on all ranks if anything else differs.
+        A rank without data under Fabric's `ddp_join` is left out: it takes part without rows. Results have the shape
+        (ranks, ...), as under Lightning, or (1, rows of all ranks, ...) if ranks have different numbers of rows. Raise
+        `RanksOutOfStepError` on all ranks if anything else differs.
         """
         tensors: list[Tensor] = []
         apply_to_collection(tensor, Tensor, tensors.append)
         keys = ", ".join(str(key) for part in walk(tensor) if isinstance(part, Mapping) for key in part)
-        own = [[keys, str(one.dtype)[6:], one.device.type, *one.shape] for one in tensors]
+        own = [[keys, str(one.dtype).removeprefix("torch."), one.device.type, *one.shape] for one in tensors]
         sizes_group = self.sizes_group() if group in (None, dist.group.WORLD) else group
         # One message for all tensors, before the first is sent: gloo aborts a process that receives other sizes than it
         # expects, and a rank that has fewer tensors than another would leave it waiting.
