@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,7 +97,7 @@ def current_results(trainer: Trainer) -> _ResultCollection | None:
 def watch_logging(
     cleanup: ExitStack,
     trainer: Trainer,
-    update: Callable[[str, _ResultMetric, Callable[[], None]], None],
+    updating: Callable[[str, _ResultMetric], AbstractContextManager[bool]],
     count: Callable[[Any], int | None],
     end_batch: Callable[[], None],
     end_epoch: Callable[[], None] = lambda: None,
@@ -105,13 +105,13 @@ def watch_logging(
 ) -> None:
     """Intercept logging in every loop until `cleanup` closes.
 
-    `update` replaces each update, and gets the key, the record and the original function. `count` returns the number
-    of samples of a batch, or None for Lightning's own count; an explicit `batch_size` wins. `end_batch` runs after the
+    Each update runs in the context of `updating(key, record)`, if that yields True. `count` returns the number of
+    samples of a batch, or None for Lightning's own count; an explicit `batch_size` wins. `end_batch` runs after the
     last hook of a batch, `end_epoch` before any hook sees the values of an epoch, `reduced` after their reduction.
     """
     fit_loop = trainer.fit_loop
     for loop in (fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        _watch(cleanup, loop._results, update, count)
+        _watch(cleanup, loop._results, updating, count)
     connector = trainer._logger_connector
 
     def surround(name: str, before: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
@@ -132,11 +132,13 @@ def watch_logging(
 def _watch(
     cleanup: ExitStack,
     results: _ResultCollection,
-    update: Callable[[str, _ResultMetric, Callable[[], None]], None],
+    updating: Callable[[str, _ResultMetric], AbstractContextManager[bool]],
     count: Callable[[Any], int | None],
 ) -> None:
     def update_metrics(key: str, value: Any, batch_size: int) -> None:
-        update(key, results[key], lambda: _ResultCollection.update_metrics(results, key, value, batch_size))
+        with updating(key, results[key]) as is_own:
+            if is_own:
+                _ResultCollection.update_metrics(results, key, value, batch_size)
 
     def extract_batch_size(metric: _ResultMetric, batch_size: int | None, meta: _Metadata) -> int:
         if batch_size is None and results.batch_size is None and results.batch is not None:

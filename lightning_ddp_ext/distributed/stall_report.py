@@ -27,7 +27,7 @@ _EXCHANGING = tuple(
         "reducer.",
         "consistency",
         "distributed.exchange",
-        "join.active_ranks",
+        "steps.active_ranks",
     )
 )
 # It waits for ranks without a collective.

@@ -1,16 +1,49 @@
 """The accumulation of gradients in a loop of the user, which no hook announces."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext._compat.torch import version_of
+from lightning_ddp_ext.errors import BatchSplitError, UnsupportedFeatureError
 from lightning_ddp_ext.fabric.loaders import LoopBatch
-from lightning_ddp_ext.reducer.gradient_reducer import AccumulationWindow, GradientMark, GradientReducer
+from lightning_ddp_ext.reducer.control import Control, ControlField
+from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.steps.weights import AccumulationWindow
+
+_DIFFERENT = -1.0
+
+
+class GradientMark:
+    """Notices if the gradients of an unfinished window are dropped, as by `zero_grad` of a module or an optimizer.
+
+    Without a gradient, such as on a rank without data, zeros stand in for it until `lift`.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        self._stands_in = gradient is None
+        if gradient is None:
+            parameter.grad = gradient = torch.zeros_like(parameter)
+        self._parameter, self._gradient = parameter, gradient
+        self._versions = version_of(parameter), version_of(gradient)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the parameter has changed, as in a step of its optimizer."""
+        return version_of(self._parameter) != self._versions[0]
+
+    def lift(self) -> bool:
+        """Remove the mark; return True if the gradient has been dropped."""
+        gradient = self._parameter.grad
+        is_dropped = gradient is None or (version_of(gradient) != self._versions[1] and not gradient.any())
+        if self._stands_in and gradient is self._gradient:
+            self._parameter.grad = None
+        return is_dropped
 
 
 class _Synchronized(NamedTuple):
@@ -35,6 +68,9 @@ class LoopWindow(AccumulationWindow):
         self._mark: GradientMark | None = None  # if the next pass may belong to a window
         self._is_again = False  # the pass belongs to the window that has ended
         self.last = _Synchronized(0.0, 0, 0)
+        self._rank = 0
+        self._loader_weights: list[Sequence[float]] = []  # of micro-batches that have batches of several loaders
+        self._proportions = ControlField()
         super().__init__()
 
     @override
@@ -71,11 +107,20 @@ class LoopWindow(AccumulationWindow):
                 " one module before that of the next begins, or name both modules each time."
             )
         if is_new or not is_open:
-            self.add(weight, () if batch.has_given_weight else [one.weight or 0.0 for one in new])
+            self._note_loaders([] if batch.has_given_weight else [one.weight or 0.0 for one in new])
+            self.add(weight)
         self._ranks.update(active)
         self._is_single = not (is_open or self.is_postponed)
         factor = self.weigh(weight)
         return factor * len(self._ranks) if self._is_sum and self._is_single else factor
+
+    def _note_loaders(self, weights: Sequence[float]) -> None:
+        """Note the weights of the batches of a micro-batch, of which a rank has one weight."""
+        if not self.length:
+            self._loader_weights = []
+        if len(weights) > 1:
+            self._loader_weights.append(weights)
+        self._proportions.value = _proportions(self._loader_weights)
 
     def _weigh_again(self, weight: float) -> float:
         """Return the factor of another loss of the last micro-batch, whose window has been synchronised."""
@@ -85,19 +130,37 @@ class LoopWindow(AccumulationWindow):
             return float(last.ranks) if weight else 0.0
         return weight * last.length / last.total if last.total else 0.0
 
-    def synchronize_pass(self, reducer: GradientReducer, position: int) -> AbstractContextManager[None]:
-        """Synchronise the gradients of the backward pass in the block and end the window, unless that is postponed."""
+    def of_pass(self) -> tuple[float, float | None, float | None]:
+        """Return weight, scale and divisor of the gradient that the present backward pass completes."""
         if self._is_again:
-            weight, scale = self.last.total, None
-        elif self._is_sum:
+            return self.last.total, None, None
+        if self._is_sum:
             weight = min(self.total, 1.0)
             # Gradients that were synchronised before stay as they are only if the scale is the weight.
             scale = None if self._is_single else weight * len(self._ranks)
         else:
             weight, scale = self.total, self.first * self.length  # the user has divided each loss by the length
-        if not (self.is_postponed or self._is_again):
+        if not self.is_postponed:
             self.last = _Synchronized(weight, self.length, len(self._ranks))
-        return self.synchronize(reducer, weight, scale, None, position)
+        return weight, scale, None
+
+    def connect(self, control: Control, rank: int) -> None:
+        """Compare the proportions of weights of several loaders among ranks, in each synchronisation."""
+        self._rank = rank
+        self._proportions = control.add(self._check)
+
+    def _check(self, proportions: Sequence[float]) -> None:
+        if len({0.0, *proportions}) <= 2 and _DIFFERENT not in proportions:
+            return
+        own = "; ".join(", ".join(f"{weight:g}" for weight in weights) for weights in self._loader_weights)
+        first, *others = (proportions.index(one) for one in dict.fromkeys(proportions) if one)
+        between = "micro-batches" if _DIFFERENT in proportions else f"ranks {first} and {others[0]}"
+        raise BatchSplitError(
+            f"rank {self._rank}: the loaders of a step give batches of the weights {own or 0}, in proportions that"
+            f" differ between {between}, but a rank has one weight in a step.",
+            "Give the loaders batch sizes in one proportion and `drop_last=True`, take a batch from each loader"
+            " right before its `fabric.backward`, or set `fabric.strategy.batch_weight`.",
+        )
 
     def end_pass(self, reducer: GradientReducer, modules: Iterable[nn.Module]) -> None:
         """End a backward pass of modules; mark a gradient that is dropped together with the window."""
@@ -111,3 +174,10 @@ class LoopWindow(AccumulationWindow):
         else:
             marked = next((parameter for parameter in trained if parameter.grad is not None), None)
         self._mark = None if marked is None else GradientMark(marked)
+
+
+def _proportions(rows: Sequence[Sequence[float]]) -> float:
+    """Return a number above 0 for the proportions of weights in all rows; 0 if there are none."""
+    # The hash of floats is the same in all processes.
+    found = {1.0 + hash(tuple(weight / sum(row) for weight in row)) % 2**32 for row in rows if sum(row)}
+    return _DIFFERENT if len(found) > 1 else sum(found)

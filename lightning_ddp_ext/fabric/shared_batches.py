@@ -1,7 +1,7 @@
 """`balanced_ddp` for Fabric: ranks share the batches of their loaders."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -18,13 +18,12 @@ from lightning_ddp_ext.fabric.loaders import RNG, USED, FabricLoader, LoopBatch
 from lightning_ddp_ext.fabric.strategies import DDPJoinStrategy
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, StepMaker
 from lightning_ddp_ext.ranks.loaders import FetchedBatch
-from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import find_loader_rngs
-from lightning_ddp_ext.shares.balancer import ShareBalancer
 from lightning_ddp_ext.shares.combined_loader import SharedLoader, agree_on_lead, share_steps
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.samplers import GlobalBatches
 from lightning_ddp_ext.shares.table import ShareTable, combine_shares, refuses_single_samples
+from lightning_ddp_ext.steps.balancer import ShareBalancer
 
 _SHARES, _TABLE, _SEEDS = "shares", "table", "seeds"
 
@@ -168,16 +167,9 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         shares = [one.shares for one in self._new_batches() if one.shares is not None]
         if shares and self._reducer is not None:
             shared = combine_shares(shares[::-1], checks=not self._batches[-1].has_given_weight)
-            self.balancer.count_batch(self._reducer.control, shared)
+            self.balancer.count_batch(shared)
         super().backward(tensor, module, *args, **kwargs)
         self.balancer.stop()
-
-    @override
-    def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
-        synchronizing = super()._synchronizing(reducer)
-        if self._window.is_postponed:
-            return synchronizing
-        return self.balancer.exchange(synchronizing, reducer.control, ends_step=True)
 
     @override
     def own_state(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`ddp_checkpoint` and `ddp_join` for `lightning.fabric.Fabric`, the base of `balanced_ddp` in `shared_batches.py`."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, get_args
 
@@ -36,13 +36,15 @@ from lightning_ddp_ext.join.lockstep_loader import (
     UnevenInputs,
     number_of_steps,
 )
-from lightning_ddp_ext.join.metrics import synchronize_states
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
-from lightning_ddp_ext.ranks.step_guard import StepGuard
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.rng_state import capture_rng_state, gather_states, load_state, restore_rng_state
+from lightning_ddp_ext.steps.balancer import ShareBalancer
+from lightning_ddp_ext.steps.driver import GradientDriver
+from lightning_ddp_ext.steps.metric_states import synchronize_states
+from lightning_ddp_ext.steps.step_guard import StepGuard
 from lightning_ddp_ext.strategies.base import check_checkpoint, describe_versions_of_run, unreadable, widened
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 
@@ -92,6 +94,7 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
     remedy = 'use `strategy="ddp_join"`, whose loops end together on ranks with different numbers of batches'
     channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # True if ranks share each batch, so that any number of ranks can resume
+    balancer: ShareBalancer | None = None
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
         self.optimizers: list[Optimizer] = []
         self._loaders: list[FabricLoader] = []
         self._reducer: GradientReducer | None = None
-        self._guard: StepGuard | None = None
+        self._gradient: GradientDriver | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._resumed_reducer: Mapping[str, Any] | None = None
         self._accumulating: tuple[object, ...] = ()  # the modules that `no_backward_sync` names at the moment
@@ -183,15 +186,12 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
 
     def _make_reducer(self) -> None:
         """Make the reducer of all modules, whose messages have one order on all ranks."""
-        if self._reducer is not None:
-            self._reducer.close()
-        if self._guard is not None:
-            self._guard.close()
+        if self._gradient is not None:
+            self._gradient.close()
         together = self.modules[0] if len(self.modules) == 1 else nn.ModuleList(self.modules)
         self._reducer = GradientReducer(together, bucket_cap_mb=self.bucket_cap_mb, timeout=self._connection.timeout)
-        self._reducer.control.describe_position = "batch {} of its loader, counted over all epochs".format
         self.cpu_group = self._reducer.process_group
-        self._guard = StepGuard(
+        guard = StepGuard(
             self.global_rank,
             self._reducer,
             together.named_parameters,
@@ -201,6 +201,9 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
             " step out of `fabric.no_backward_sync`.",
             create_in="of a module before `fabric.setup`",
         )
+        describe = "batch {} of its loader, counted over all epochs".format
+        self._gradient = GradientDriver(self._reducer, self._window, guard, self.balancer, describe)
+        self._window.connect(self._reducer.control, self.global_rank)
         if self._resumed_reducer is not None:
             self._reducer.load_state_dict(self._resumed_reducer)
 
@@ -311,8 +314,8 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
     @override
     @allows_other_backward_passes  # `StepGuard` notices `loss.backward`
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        reducer = self._reducer
-        if reducer is None:
+        gradient = self._gradient
+        if gradient is None:
             raise RuntimeError("`fabric.backward` needs a module. Call `model = fabric.setup(model)` first.")
         batch, new = self._batches[-1], self._new_batches()
         if problem := next((one.problem for one in (batch, *new) if one.problem is not None), None):
@@ -330,13 +333,12 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
             one.is_new = one.has_skipped = False
         batch.is_reweighted = False
         of_batch = f" of batch {batch.number} of its loader, counted over all epochs" if batch.number else ""
-        has_next_batch, control = batch.has_next_batch, reducer.control
-        control.has_next_batch = has_next_batch.local if has_next_batch is not None else 0
-        with self._naming_call("backward", of_batch), self._synchronizing(reducer):
+        gradient.reducer.buffers.settles_itself = not batch.number  # no loop over a loader says when a step ends
+        of_window, position = self._window.of_pass(), self.position(batch)
+        synchronizing = gradient.synchronizing(of_window, position, batch.has_next_batch, ends_step=True)
+        with self._naming_call("backward", of_batch), synchronizing:
             super().backward(tensor if factor in (0, 1) else tensor * factor, module, *args, **kwargs)
-        if has_next_batch is not None and control.exchanged is not None and not self._window.is_postponed:
-            has_next_batch.receive(control.exchanged.has_next_batch)
-        self._window.end_pass(reducer, self.modules)
+        self._window.end_pass(gradient.reducer, self.modules)
 
     @contextmanager
     def _naming_call(self, call: str, of_batch: str = "") -> Generator[None, None, None]:
@@ -360,13 +362,6 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
                 " `fabric.strategy.batch_weight` after taking each one, and set it to this value before the"
                 " `fabric.backward` of the batch."
             )
-
-    def _synchronizing(self, reducer: GradientReducer) -> AbstractContextManager[None]:
-        """Synchronise the gradients of the backward pass in the block, unless that is postponed."""
-        if self._guard is not None:
-            self._guard.send_steps()
-        reducer.buffers.settles_itself = not self._batches[-1].number  # no loop over a loader says when a step ends
-        return self._window.synchronize_pass(reducer, self.position(self._batches[-1]))
 
     def position(self, batch: LoopBatch) -> int:
         """Return a number that is the same on all ranks when they synchronise gradients with a batch."""

@@ -136,7 +136,7 @@ class BucketScheduler:
                     self._has_deferred = True
         return True
 
-    def run_hooks(self, used: Sequence[float], context: AbstractContextManager[None]) -> None:
+    def run_hooks(self, used: Sequence[float], context: Callable[[], AbstractContextManager[None]]) -> None:
         """Run the deferred hooks of used parameters, if any, in the context; on every rank, as they may step."""
         if not self._has_deferred:
             return
@@ -147,7 +147,7 @@ class BucketScheduler:
             if isinstance(hook, _DeferredHook)
         ]
         if due:
-            with context:
+            with context():
                 for parameter, hook in due:
                     hook(parameter)
 

@@ -22,7 +22,6 @@ from lightning_ddp_ext.consistency import compare_setups, describe, find_ignored
 from lightning_ddp_ext.distributed.exchange import gather_integers, gather_objects
 from lightning_ddp_ext.errors import WarnOnce
 from lightning_ddp_ext.reducer.buckets import overwrite
-from lightning_ddp_ext.reducer.control import ExchangedControl
 
 _Spec = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -226,22 +225,22 @@ class BufferSynchronizer:
             changed[index] |= self._table.places[index][0].training
         return changed
 
-    def synchronize(self, exchanged: ExchangedControl, weight: float) -> None:
+    def synchronize(self, weights: Sequence[float], structures: Sequence[float], marks: Sequence[float]) -> None:
         """Set buffers changed on any rank to the common value, integers in `settle`; average equally without weights.
+
+        `weights` and `structures` are of all ranks, `marks` above 0 for each buffer that any rank has changed.
 
         Raises `ReplicaMismatchError` on every rank if ranks have different buffers now.
         """
-        if len(set(exchanged.structures)) > 1:
+        if len(set(structures)) > 1:
             self._leave_caches_to_ranks()
-        changed: Iterable[int] = itertools.compress(itertools.count(), exchanged.changed)
+        changed: Iterable[int] = itertools.compress(itertools.count(), marks)
         if self._table.structure != self._structure:
             self._accept()
             changed = range(len(self._specs))
-        if exchanged.total_weight:
-            total, source = exchanged.total_weight, exchanged.source
-        else:
-            weight, total, source = 1.0, float(len(exchanged.weights)), 0
-        self._weights = weight, total, source
+        weights = weights if any(weights) else [1.0] * len(weights)
+        source = next(rank for rank, weight in enumerate(weights) if weight)
+        self._weights = weights[self._rank], sum(weights), source
         found = {index: buffer for index in changed if (buffer := self._table.entries[index]) is not None}
         early = {
             index: buffer for index, buffer in found.items() if _has_mean(buffer.dtype) or index in self._statistics

@@ -1,5 +1,6 @@
 """Synchronisation of gradients after any backward pass."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ddp_ext._compat.torch import steps_in_backward, version_of
+from lightning_ddp_ext._compat.torch import steps_in_backward
 from lightning_ddp_ext._validation import check_bucket_cap
 from lightning_ddp_ext.consistency import compare_setups, describe_module, fixed_parameters, shared_parameters
 from lightning_ddp_ext.distributed.exchange import destroy_group, digest, group_with_cpu, own_group
@@ -19,7 +20,7 @@ from lightning_ddp_ext.reducer.all_reduce import BucketTransport, CommHook, Spar
 from lightning_ddp_ext.reducer.bucket_scheduler import BucketScheduler
 from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout, broadcast_all
 from lightning_ddp_ext.reducer.buffer_synchronizer import BufferSynchronizer
-from lightning_ddp_ext.reducer.control import ControlMessage, ExchangedControl, RankFindings, StepControl
+from lightning_ddp_ext.reducer.control import Control
 
 
 class GradientReducer:
@@ -50,12 +51,12 @@ class GradientReducer:
             for torch's `DistributedDataParallel.register_comm_hook`.
         comm_state: First argument of `comm_hook`.
         timeout: Time limit of a collective in the separate group; None for torch's default.
-        hook_context: Function that maps the position of a synchronisation to the context in which hooks on parameters
-            run after it, such as one that seeds random numbers.
+        hook_context: Function that returns the context in which hooks on parameters run after a synchronisation, such
+            as one that seeds random numbers.
 
     Attributes:
-        control: Values beside the weight that this rank sends and all ranks receive in a synchronisation, such as a
-            request to stop; see `StepControl`. Lightning's strategies set them, a plain loop rarely needs them.
+        control: The weights of all ranks in the last synchronisation, and further numbers that ranks send each other
+            in every synchronisation, such as a request to stop; see `Control`.
         buffers: The buffers, of which integers may be kept until `buffers.settle()`; see `BufferSynchronizer`.
 
     Raises:
@@ -88,7 +89,7 @@ class GradientReducer:
         comm_hook: CommHook | None = None,
         comm_state: object = None,
         timeout: timedelta | None = None,
-        hook_context: Callable[[int], AbstractContextManager[None]] = lambda position: nullcontext(),
+        hook_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         check_bucket_cap(bucket_cap_mb)
         self._parameters = shared_parameters(module)
@@ -101,19 +102,19 @@ class GradientReducer:
         compare_setups(
             {**describe_module(module), **kinds, "use of a communication hook": bool(comm_hook)}, self._group
         )
-        self.control = StepControl()
+        self.control = Control(self._group)
+        self._weight_field, self._structure_field = self.control.add(), self.control.add()
         self._transport = BucketTransport(self._group, comm_hook, comm_state)
         self._sparse = SparseGradients(module, self._parameters, self._group)
         self._layout = GradientLayout(self._parameters, self._sparse.members, bucket_cap_mb, self._group)
         self.buffers = BufferSynchronizer(module, self._group)
-        self._message = ControlMessage(self._group)
         self._weight = self._scale = 1.0
+        self._divisor: float | None = None
         # A power of two near the total weight of the last synchronisation, so the same on every rank. Dividing by it
         # keeps sums small and rounds nothing: gradients do not depend on earlier ones. It at most halves per
         # synchronisation, so that one light synchronisation is not followed by an overflow in half precision. When the
         # usual weight returns after n lighter synchronisations, the sum is about 2**n times as large as the mean.
         self._expected_total = 1.0
-        self._synchronizations = 0
         broadcast_all([*self._parameters, *fixed_parameters(module), *self.buffers.dense()], self._group)
         self.buffers.remember()
         communicates = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
@@ -126,9 +127,14 @@ class GradientReducer:
         """The ranks."""
         return self._group
 
+    @property
+    def synchronizations(self) -> int:
+        """Number of synchronisations that have begun on this rank."""
+        return int(self.control.count.value)
+
     def has_unsynchronized(self, parameters: Iterable[Tensor]) -> bool:
         """Return True if any of these parameters has a gradient that is newer than its last synchronisation."""
-        if not self._synchronizations:  # gradients of zeros were set by hand, to create the state of an optimizer
+        if not self.synchronizations:  # gradients of zeros were set by hand, to create the state of an optimizer
             known = [parameter for parameter in parameters if id(parameter) in self._known]
             return any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in known)
         unsynchronized = self._scheduler.unsynchronized()
@@ -172,21 +178,24 @@ class GradientReducer:
                 parameter.grad = gradient
 
     @contextmanager
-    def synchronize(self, weight: float = 1.0) -> Iterator[None]:
+    def synchronize(
+        self, weight: float = 1.0, scale: float | None = None, divisor: float | None = None
+    ) -> Iterator[None]:
         """Synchronise the gradients at the end of a block, overlapped with the backward passes inside.
 
         Gradients accumulated before the block are included. A rank without a batch takes part with an empty block.
 
         Args:
             weight: Weight of this rank's gradient, such as the number of its samples if the loss is their mean; 0 if it
-                has none, which also ignores its gradients. The result is the sum of `weight * gradient` over the ranks,
-                divided by the sum of their weights. If all weights are 0, gradients synchronised before stay, and
-                nothing is added. `control` can override the scale and the divisor.
+                has none, which also ignores its gradients. The result is the sum of `scale * gradient` over the ranks,
+                divided by `divisor`. If all weights are 0, gradients synchronised before stay, and nothing is added.
+            scale: Factor on the gradient of this rank; None for its weight.
+            divisor: Divisor of the sum, the same on all ranks; None for the sum of the weights.
 
         Raises:
             ValueError: If the weight is negative or not finite.
-            RanksOutOfStepError: If ranks are at different positions, if an earlier synchronisation has failed on some
-                ranks only, or if the last one has failed after its backward pass had begun.
+            RanksOutOfStepError: If an earlier synchronisation has failed on some ranks only, or if the last one has
+                failed after its backward pass had begun.
         """
         if self._scheduler.is_active:
             raise RuntimeError("A synchronisation has begun already. End its block before the next one begins.")
@@ -198,11 +207,11 @@ class GradientReducer:
                 " before any backward pass."
             )
         self.defer_hooks()
-        self._synchronizations += 1  # first, so that an error on this rank alone is noticed
+        self.control.count.value += 1  # first, so that an error on this rank alone is noticed
         if not 0 <= weight < math.inf:
             raise ValueError(f"`weight` must be finite and at least 0, got {weight}. Use 0 for a rank without data.")
-        self._weight = weight
-        self._scale = weight if self.control.scale is None else self.control.scale
+        self._weight, self._divisor = weight, divisor
+        self._scale = weight if scale is None else scale
         if not weight:
             self._scheduler.set_aside()
         self._scheduler.begin(self._transport.factor * self._factor, self._reserve_payload())
@@ -222,16 +231,16 @@ class GradientReducer:
         if self._transport.is_hook:
             # Hooks may issue collectives when earlier ones end. On every rank these come before ours.
             self._transport.wait_for_gradients()
-        self.control.exchanged = exchanged = self._exchange()
+        late, used, changed = self._exchange()
         self._transport.wait_for_gradients()
-        if exchanged.total_weight:
-            self._complete(exchanged)
+        if self.control.total_weight:
+            self._complete(late, used)
         else:
             self._scheduler.restore(self._group)
-        self.buffers.synchronize(exchanged, self._weight)
+        self.buffers.synchronize(self.control.weights, self._structure_field.of_ranks, changed)
         self._scheduler.finish()
-        if exchanged.total_weight:
-            self._scheduler.run_hooks(exchanged.used, self._hook_context(self.control.position))
+        if self.control.total_weight:
+            self._scheduler.run_hooks(used, self._hook_context)
 
     def _reserve_payload(self) -> GradientBucket | None:
         """Reserve room for the control message in the last bucket if it is on the CPU, and return this bucket."""
@@ -239,14 +248,17 @@ class GradientReducer:
             return None
         control_bucket = self._layout.buckets[-1]
         first = control_bucket.params[0]
-        if first.device.type != "cpu" or not self._message.fits(first.dtype):
+        if first.device.type != "cpu" or not self.control.fits(first.dtype):
             return None
-        marks = len(self._layout.buckets) + len(self._parameters) + self.buffers.number  # as in `RankFindings`
-        control_bucket.payload_numel = self._message.length(marks, first.dtype)
+        marks = len(self._layout.buckets) + len(self._parameters) + self.buffers.number  # as in `_exchange`
+        control_bucket.payload_numel = self.control.length(marks, first.dtype)
         return control_bucket
 
-    def _exchange(self) -> ExchangedControl:
-        """Exchange the control values of all ranks, with the control bucket or in a separate message on the CPU.
+    def _exchange(self) -> list[list[float]]:
+        """Send the control message with the control bucket, or separately on the CPU; return the sums of its marks.
+
+        These are above 0 for each bucket that a gradient has missed on any rank, for each parameter that any rank has
+        used, and for each buffer that any rank has changed.
 
         On a device this is the only time in a step that the host waits, for the slowest host and not for the device: it
         has to know before the optimizer steps which gradients there are and their divisor. In a bucket of the device
@@ -254,16 +266,18 @@ class GradientReducer:
         """
         changed = self.buffers.find_changes()
         used = self._scheduler.used() if self._weight else bytearray(len(self._parameters))
-        late = self._scheduler.late_buckets()
-        found = RankFindings(self._weight, self._synchronizations, self.buffers.structure, late, used, changed)
+        own = [self._scheduler.late_buckets(), used, changed]
+        self._weight_field.value, self._structure_field.value = self._weight, self.buffers.structure
         control_bucket = self._scheduler.control_bucket
         if control_bucket is not None:
-            message = self._message.write(found, self.control, control_bucket.buffer().dtype)
+            message = self.control.write(bytearray().join(own), control_bucket.buffer().dtype)
             message = self._scheduler.send_control_bucket(message)
         else:
-            message = self._message.write(found, self.control, torch.float64)
+            message = self.control.write(bytearray().join(own), torch.float64)
             dist.all_reduce(message, group=self._group)
-        return self._message.read(message, found, self.control)
+        marks = iter(self.control.read(message))
+        self.control.weights = self._weight_field.of_ranks
+        return [list(itertools.islice(marks, len(part))) for part in own]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the reducer has learned, as numbers, text and lists; only `"of_rank"` may differ between ranks.
@@ -283,7 +297,7 @@ class GradientReducer:
 
         Communication hooks with a state start afresh. A state for other parameters, ranks or bucket sizes is ignored.
         """
-        if self._synchronizations or self._layout.buckets:
+        if self.synchronizations or self._layout.buckets:
             raise RuntimeError("The reducer has learned something already. Load the state right after the constructor.")
         fits = state["setup"] == self._setup()
         agreed = [fits, *(part for name, part in state.items() if name != "of_rank")]
@@ -309,6 +323,7 @@ class GradientReducer:
     def close(self) -> None:
         """Remove the hooks from the module, and destroy the process group if the reducer has made it."""
         self._scheduler.close()
+        self.control.close()
         if self._owns_group and dist.is_initialized():
             destroy_group(self._group)
         self._owns_group = False
@@ -318,17 +333,16 @@ class GradientReducer:
         """Factor on gradients before they are added up over ranks, unless a hook averages them."""
         return self._scale / self._expected_total if self._weight else 0.0
 
-    def _complete(self, exchanged: ExchangedControl) -> None:
+    def _complete(self, late: Sequence[float], used: Sequence[float]) -> None:
         """Add late gradients and gradients of new parameters, divide by the total weight, and write the result back."""
-        used, divisor = exchanged.used, self.control.divisor
-        total = exchanged.total_weight if divisor is None else divisor
+        total = self.control.total_weight if self._divisor is None else self._divisor
         if not self._layout.buckets:  # nothing has been sent yet, and a hook that rounds should not see large sums
             self._expected_total = _nearest_power(total)
             self._scheduler.factor = self._transport.factor * self._factor
-        for bucket, late in zip(self._layout.buckets, exchanged.late, strict=True):
-            if late:
+        for bucket, is_late in zip(self._layout.buckets, late, strict=True):
+            if is_late:
                 self._add_late(bucket)
-        new = self._layout.grow(used, self._scheduler.predictor.order, exchanged.source)
+        new = self._layout.grow(used, self._scheduler.predictor.order, self.control.source)
         if new:
             # There is no message yet. But how sums are rounded depends on the length of the buffer, which is to be the
             # same in the next synchronisation.
@@ -350,102 +364,6 @@ class GradientReducer:
         difference.pack_all(self._factor)
         dist.all_reduce(difference.buffer(), group=self._group)
         bucket.buffer().add_(difference.buffer())
-
-
-class GradientMark:
-    """Notices if the gradients of an unfinished window are dropped, as by `zero_grad` of a module or an optimizer.
-
-    Without a gradient, such as on a rank without data, zeros stand in for it until `lift`.
-    """
-
-    def __init__(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        self._stands_in = gradient is None
-        if gradient is None:
-            parameter.grad = gradient = torch.zeros_like(parameter)
-        self._parameter, self._gradient = parameter, gradient
-        self._versions = version_of(parameter), version_of(gradient)
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether the parameter has changed, as in a step of its optimizer."""
-        return version_of(self._parameter) != self._versions[0]
-
-    def lift(self) -> bool:
-        """Remove the mark; return True if the gradient has been dropped."""
-        gradient = self._parameter.grad
-        is_dropped = gradient is None or (version_of(gradient) != self._versions[1] and not gradient.any())
-        if self._stands_in and gradient is self._gradient:
-            self._parameter.grad = None
-        return is_dropped
-
-
-class AccumulationWindow:
-    """The micro-batches whose gradients are added up before ranks synchronise them; then the next window begins.
-
-    The loss of a micro-batch is multiplied by its weight relative to the first weight above 0. The accumulated gradient
-    times the first weight is then the weighted sum. The factor is 1 as long as weights are equal.
-    """
-
-    def __init__(self) -> None:
-        self.is_postponed = False  # the synchronisation is, so that the window continues
-        self.skips_pass = False  # the next backward pass has no weight
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a window, because the gradients of the last one were synchronised or dropped.
-
-        Lightning drops them before the first micro-batch of a window, and a loop of Fabric with `zero_grad`.
-        """
-        self.first = self.total = 0.0
-        self.length = 0
-        self._loader_weights: list[Sequence[float]] = []
-
-    def add(self, weight: float, of_loaders: Sequence[float] = ()) -> None:
-        """Add a micro-batch; `of_loaders` are the weights of its batches if it has batches of several loaders."""
-        if len(of_loaders) > 1:
-            self._loader_weights.append(of_loaders)
-        self.first = self.first or weight
-        self.total += weight
-        self.length += 1
-
-    def weigh(self, weight: float) -> float:
-        """Return the factor of the loss of a micro-batch that was added with this weight, before its backward pass."""
-        factor = weight / self.first if self.first else 0.0
-        self.skips_pass = not factor
-        return factor
-
-    @contextmanager
-    def postpone(self, is_postponed: bool = True) -> Iterator[None]:
-        """Postpone the synchronisation in a block, maybe inside of another such block."""
-        outer, self.is_postponed = self.is_postponed, self.is_postponed or is_postponed
-        try:
-            yield
-        finally:
-            self.is_postponed = outer
-
-    @contextmanager
-    def synchronize(
-        self, reducer: GradientReducer, weight: float, scale: float | None, divisor: float | None, position: int
-    ) -> Iterator[None]:
-        """Synchronise the gradients of the backward pass in the block and end the window, unless that is postponed.
-
-        Gradients of a loss whose factor is 0 are discarded first: the loss may be a mean over nothing, thus nan. The
-        backward pass has to run nevertheless, since it may communicate.
-        """
-        reducer.defer_hooks()  # in passes that are not synchronised too, for hooks that the step has added
-        is_weightless, self.skips_pass = self.skips_pass, False
-        if is_weightless:
-            with reducer.discard_gradients():
-                yield
-        if not self.is_postponed:
-            control = reducer.control
-            control.scale, control.divisor, control.position = scale, divisor, position
-            control.loader_weights = self._loader_weights
-            self.begin()
-        with nullcontext() if self.is_postponed else reducer.synchronize(weight):
-            if not is_weightless:
-                yield
 
 
 def _nearest_power(number: float) -> float:

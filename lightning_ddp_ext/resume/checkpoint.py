@@ -49,7 +49,7 @@ class ResumableRun:
     def __init__(
         self, cleanup: contextlib.ExitStack, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None
     ) -> None:
-        self.preemption = PreemptionHandler(cleanup, trainer, reducer.control)
+        self.preemption = PreemptionHandler(cleanup, trainer, reducer.control.add())
         self.rng = ResumableRng(trainer.strategy.root_device)
         self._trainer = trainer
         self._reducer = reducer

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext._compat.lightning_loops import preemption_path, replace_signal_handling
 from lightning_ddp_ext._output import rank_zero_info
-from lightning_ddp_ext.reducer.control import StepControl
+from lightning_ddp_ext.reducer.control import ControlField
 
 STOP, REQUEUE = 1, 2
 
@@ -64,16 +64,16 @@ class PreemptionHandler:
     `SLURMEnvironment`) SLURM requeues the job, or the handler of another package, such as submitit, is called.
     """
 
-    def __init__(self, cleanup: ExitStack, trainer: Trainer, control: StepControl) -> None:
+    def __init__(self, cleanup: ExitStack, trainer: Trainer, requests: ControlField) -> None:
         self._trainer = trainer
-        self._control = control
+        self._requests = requests  # 0 for none
         self.requeue_signal = _requeue_signal(trainer)
         self._postponed: list[Callable[[], Any]] = []
         replace_signal_handling(cleanup, trainer, self._register)
 
     def stop_if_agreed(self) -> None:
         """Save and raise `SIGTERMException` if a rank has asked all ranks to stop. Call between two batches."""
-        request = 0 if self._control.exchanged is None else self._control.exchanged.stop
+        request = max(self._requests.of_ranks, default=0)
         if not request:
             return
         signum = signal.SIGTERM if request == STOP else self.requeue_signal
@@ -113,7 +113,7 @@ class PreemptionHandler:
         previous = signal.getsignal(signum)
 
         def receive(received: int, frame: Any) -> None:
-            self._control.stop = max(self._control.stop, request)
+            self._requests.value = max(self._requests.value, request)
             if callable(previous):
                 if request == STOP:
                     previous(received, frame)

@@ -5,18 +5,21 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, keep_loaders
+from lightning_ddp_ext._devices import reports_memory
+from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
-from lightning_ddp_ext.join.predictions import PredictionsOn
-from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
-from lightning_ddp_ext.shares.balancer import TimedStep
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
+from lightning_ddp_ext.join.predictions import PredictionsOn, none_finished
+from lightning_ddp_ext.ranks.loaders import iterables_and_mode
 from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
-from lightning_ddp_ext.shares.steps import SharedBatchSteps
 from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
+from lightning_ddp_ext.steps.balancer import ShareBalancer, TimedStep
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -56,7 +59,6 @@ class BalancedDDPStrategy(DDPJoinStrategy):
     """
 
     shares_batches = True
-    rank_steps: SharedBatchSteps | None
 
     def __init__(
         self,
@@ -82,6 +84,8 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         self.split = None if split is None else list(split)
         self.balance = balance
         self.cost = cost
+        self._training_loader: SharedCombinedLoader | None = None
+        self._sampler_states: list[Any] = []  # of the samplers' generators, in a run that resumes
 
     @override
     def _configure_launcher(self) -> None:
@@ -90,31 +94,61 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     def take_timed_steps(self) -> list[TimedStep]:
         """Return and forget the optimizer steps whose times have arrived from all ranks, the same on every rank."""
-        return [] if self.rank_steps is None else self.rank_steps.balancer.take_timed()
+        return [] if self.driver is None or self.driver.balance is None else self.driver.balance.take_timed()
 
     @override
     def keep_loaders(self, trainer: Trainer) -> None:
         keep_loaders(self._cleanup, trainer)
 
     @override
-    def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
+    def make_balance(self) -> ShareBalancer | None:
+        devices, resumed = self.parallel_devices or [], {} if self._run is None else self._run.resumed_steps
+        has_own_memory = len({*devices}) == len(devices) and reports_memory(self.root_device)
+        rule = None if self._run is None else self._rule
+        balance = ShareBalancer(rule, self.world_size, self.root_device, rank_zero_info, has_own_memory)
+        self._table = ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost)
+        balance.add(self._table)
         # In evaluation, samplers that shuffle are seeded as the run of rank 0.
-        seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
-        steps = SharedBatchSteps(
-            self._cleanup,
-            self.module.trainer,
-            self._samples,
-            gradient,
-            self._connection.timeout,
-            self._watch,
-            ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost),
-            seed,
-            {} if self._run is None else self._run.resumed_steps,
-        )
-        rule = self._rule if steps.balancer.controller is None else "by their speed"
+        self._seed = broadcast_object(torch.initial_seed(), None, 0) if self._run is None else self._run.seed
+        self._sampler_states = resumed.get("samplers", [])
+        self._training_loader = None
+        if resumed and balance.load_state_dict(resumed["controller"]):
+            self._table.load_state_dict(resumed["table"])
+        shares = self._rule if balance.controller is None else "by their speed"
         by_cost = "" if self._cost is None else ", in units of `cost`"
-        self.division = f"the ranks share each batch of the loader {rule}{by_cost}"
-        return steps
+        self.division = f"the ranks share each batch of the loader {shares}{by_cost}"
+        return balance
+
+    @override
+    def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
+        driver, trainer = self._driver, self.module.trainer
+        rng, seed = None if self._run is None or not is_training else self._run.rng, self._seed
+        loader = SharedCombinedLoader(
+            *iterables_and_mode(given, is_training=rng is not None),
+            driver.group,
+            self._table,
+            lambda: (seed, trainer.current_epoch, int(rng is None)),  # evaluation draws other numbers than training
+            rng,
+            self.batch_dim,
+            [] if rng is None else self._sampler_states,
+            none_finished if driver.predictions is None else driver.predictions.finished,
+            HasNextBatch(driver.group) if rng is None else driver.ahead,  # type: ignore[arg-type]
+        )
+        if rng is not None:
+            self._training_loader, self._sampler_states = loader, []
+        self._loaders.add(loader)
+        return loader
+
+    @override
+    def state_of_steps(self) -> dict[str, Any]:
+        """Return the state of a run that resumes on any number of ranks, beside the position in the data."""
+        loader, balance = self._training_loader, self._driver.balance
+        assert balance is not None
+        return {
+            "table": self._table.state_dict(is_within_epoch=loader is not None and loader.is_within_epoch),
+            "samplers": self._sampler_states if loader is None else loader.sampler_states(),
+            "controller": balance.state_dict(),
+        }
 
     @override
     def compared_arguments(self) -> dict[str, object]:

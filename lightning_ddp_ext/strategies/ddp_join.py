@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
@@ -14,12 +12,11 @@ from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
 from lightning_ddp_ext._compat.lightning_loaders import replace_prediction
 from lightning_ddp_ext._validation import check_choice
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.combined_loader import RankedLoader
-from lightning_ddp_ext.join.lockstep_loader import UnevenInputs
+from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, RankedLoader
+from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
-from lightning_ddp_ext.join.shadow_steps import LockstepSteps
-from lightning_ddp_ext.ranks.steps import RankGradient, RankSteps
+from lightning_ddp_ext.ranks.loaders import iterables_and_mode
 from lightning_ddp_ext.reducer.all_reduce import takes_group
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -55,9 +52,8 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
     """
 
     division = "each rank has batches of its own, and uses all of them"
-    rank_steps: LockstepSteps | None
-
-    channels = 3  # the third for the active ranks, and for messages
+    channels = 3  # the third for the active ranks
+    agrees = True
 
     def __init__(
         self,
@@ -81,11 +77,6 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         self.find_finished: Callable[[], Finished] | None = None
         self._injects_sampler = False  # into the loader that Lightning prepares
 
-    @property
-    def is_shadow(self) -> bool:
-        """Whether this rank has run out of data, while others make a step."""
-        return self.rank_steps is not None and self.rank_steps.participation.is_shadow
-
     @override
     def setup(self, trainer: Trainer) -> None:
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
@@ -97,26 +88,21 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         super().setup(trainer)
         if trainer.predicting:
             replace_prediction(
-                self._cleanup, trainer, self._combine_predicted, self.indices_of, self._steps.end_batch,
+                self._cleanup, trainer, self._combine_predicted, self.indices_of, self._driver.end,
                 lambda output: not isinstance(output, NoPrediction),
                 lambda outputs: self.predictions.merge(outputs),
             )  # fmt: skip
 
     @property
-    def _steps(self) -> LockstepSteps:
-        assert self.rank_steps is not None
-        return self.rank_steps
-
-    @property
     def predictions(self) -> Predictions:
         """The predictions of this rank, while the Trainer predicts."""
-        assert self._steps.predictions is not None
-        return self._steps.predictions
+        assert self._driver.predictions is not None
+        return self._driver.predictions
 
     def _combine_predicted(self, given: Any) -> CombinedLoader:
         finished = none_finished if self.find_finished is None else self.find_finished()
-        self._steps.predictions = Predictions(
-            self.module.trainer, self._steps.group, self.batch_dim, self.predictions_on, finished
+        self._driver.predictions = Predictions(
+            self.module.trainer, self._driver.group, self.batch_dim, self.predictions_on, finished
         )
         return self.combine_loaders(given, is_training=False)
 
@@ -129,17 +115,20 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         return self.predictions.run(partial(super().predict_step, *args, **kwargs))
 
     @override
-    def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
-        trainer = self.module.trainer
-        return LockstepSteps(
-            self._cleanup, trainer, self._samples, gradient, self.uneven_inputs, self._connection.timeout, self._watch
-        )
-
-    @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
-        if not is_training or self._run is None:
-            return self._steps.combine_loaders(given, None)
-        return self._steps.combine_loaders(given, self._run.rng, self.make_prefetcher())
+        rng = None if self._run is None or not is_training else self._run.rng
+        group = self._driver.group
+        loader = LockstepCombinedLoader(
+            *iterables_and_mode(given, is_training=rng is not None),
+            group,
+            "join" if rng is None else self.uneven_inputs,  # evaluation includes every sample in any case
+            HasNextBatch(group) if rng is None else self._driver.ahead,  # type: ignore[arg-type]
+            rng,
+        )
+        if rng is not None:
+            loader.prefetcher = self.make_prefetcher()
+        self._loaders.add(loader)
+        return loader
 
     @override
     def compared_arguments(self) -> dict[str, object]:
@@ -163,23 +152,11 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         if self.module.trainer.predicting:
             is_shared, self._injects_sampler = self._injects_sampler, False
             dataloader = self.predictions.deal(dataloader, is_shared)
-        if self.rank_steps is None or self.world_size == 1:
+        if self.driver is None or self.world_size == 1:
             return dataloader
-        return RankedLoader(dataloader, self.rank_steps.group)
+        return RankedLoader(dataloader, self.driver.group)
 
     @override
     def teardown(self) -> None:
         self.find_finished = None
         super().teardown()
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        group = None if self.rank_steps is None else self.rank_steps.active_group
-        if group is None:
-            return super().reduce_boolean_decision(decision, all)
-        agreeing = int(self.reduce(torch.tensor(int(decision), device=self.root_device), group, "sum"))
-        return agreeing == group.size() if all else agreeing > 0
-
-    @override
-    def sizes_group(self) -> dist.ProcessGroup | None:
-        return (self.rank_steps and self.rank_steps.active_group) or super().sizes_group()

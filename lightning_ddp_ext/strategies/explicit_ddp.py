@@ -4,16 +4,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
@@ -25,12 +25,13 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import (
     OneTrainerStrategy,
+    is_hook_of_loop,
     keep_predictions,
     start_method_of,
     surround_launch,
     takes_dataloader_iter,
 )
-from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, replace_loaders
+from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, keep_batch_samplers, replace_loaders
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
@@ -42,11 +43,8 @@ from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.metrics import synchronize_states
-from lightning_ddp_ext.ranks.loaders import combine_counted
+from lightning_ddp_ext.ranks.loaders import FetchedBatch, combine_counted
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
-from lightning_ddp_ext.ranks.stall_watch import StallWatch
-from lightning_ddp_ext.ranks.steps import EvenSteps, RankGradient, RankSteps
 from lightning_ddp_ext.reducer.all_reduce import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
@@ -54,6 +52,12 @@ from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
 from lightning_ddp_ext.resume.prefetching import Prefetcher, copies_to
 from lightning_ddp_ext.resume.resumable_loader import make_resumable
 from lightning_ddp_ext.resume.rng_state import SharedRandomNumbers
+from lightning_ddp_ext.steps.balancer import ShareBalancer
+from lightning_ddp_ext.steps.driver import GradientDriver, StepDriver, describe_position
+from lightning_ddp_ext.steps.metric_states import synchronize_states
+from lightning_ddp_ext.steps.stall_watch import StallWatch
+from lightning_ddp_ext.steps.step_guard import StepGuard
+from lightning_ddp_ext.steps.weights import StepWeights
 from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run, widened
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 
@@ -112,6 +116,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     division = "each rank has batches of its own, as many as the others"  # for a message
     channels = 2  # process groups, each with a connection between any two ranks, and connections to the store
     shares_batches = False  # all ranks have the same batches, so that any number of ranks trains alike
+    agrees = False  # ranks may run out of data at different times, and agree on each step
 
     def __init__(
         self,
@@ -176,37 +181,41 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
         )
         self.is_preparing_loader = False  # Lightning, not the user, asks for the arguments of a sampler
-        self.rank_steps: RankSteps | None = None  # of this run, as the objects below
+        self.driver: StepDriver | None = None  # of this run, as the objects below
         self._run: ResumableRun | None = None
         self._random: SharedRandomNumbers | None = None
         self._resumed: dict[str, Any] | None = None
         # Undoes the set-up of a run. It stays empty in a process that only starts others: there is nothing to undo, and
         # the module has no trainer.
         self._cleanup = ExitStack()
+        self._loaders: WeakSet[Any] = WeakSet()  # Lightning keeps references to them, and they refer to a group
         self._prefetching = ExitStack()  # ends the thread that fetches ahead
         self._samples = BatchSamples(batch_dim)
 
     @property
-    def _gradient(self) -> RankGradient | None:
-        return None if self.rank_steps is None else self.rank_steps.fit_gradient
-
-    @property
     def reducer(self) -> GradientReducer | None:
         """The reducer that synchronises the gradients; None unless the Trainer is fitting."""
-        return None if self._gradient is None else self._gradient.reducer
+        gradient = None if self.driver is None else self.driver.gradient
+        return None if gradient is None else gradient.reducer
 
     @property
     def batch_weight(self) -> float:
         """Weight of this rank's last training batch in the gradient; 0 without data, or if the step returned None."""
-        return 0.0 if self._gradient is None else self._gradient.weight
+        weights = None if self.driver is None else self.driver.weights
+        return 0.0 if weights is None else weights.weight
+
+    @property
+    def is_shadow(self) -> bool:
+        """Whether this rank has run out of data, while others make a step."""
+        return self.driver is not None and self.driver.is_shadow
 
     def count_samples(self, batch: Any) -> float | None:
         """Return the number of samples of the current batch, the mean over several loaders; None if it is unknown."""
         return self._samples.count(batch)
 
-    def make_rank_steps(self, gradient: RankGradient | None) -> RankSteps:
-        """Create the steps of this rank, once per run; `gradient` is None unless the Trainer is fitting."""
-        return EvenSteps(self._cleanup, self.module.trainer, self._samples, gradient)
+    def make_balance(self) -> ShareBalancer | None:
+        """Return what measures the ranks, once per run, if they share batches."""
+        return None
 
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
         """Combine the loaders of a loop. Training can be resumed within an epoch."""
@@ -296,8 +305,8 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         replace_loaders(self._cleanup, trainer, self.combine_loaders)
         super().setup(trainer)  # calls `configure_ddp` if the Trainer is fitting
         loss = ""
-        if self.rank_steps is None:
-            self.rank_steps = self.make_rank_steps(None)
+        if self.driver is None:
+            self._make_driver()
         else:
             loss = f" The loss is taken for {self._weight_rule.meaning}; `GradientCheck` verifies it."
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
@@ -334,52 +343,97 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             comm_hook=self.comm_hook,
             comm_state=self.comm_state,
             timeout=self._connection.timeout,
-            hook_context=self._shared_random_numbers,
+            hook_context=self._in_hook,
         )
+        self._cleanup.callback(reducer.close)
         self.cpu_group = reducer.process_group
         trainer = self.module.trainer
         self._run = ResumableRun(self._cleanup, trainer, reducer, self._resumed)
         if self.world_size > 1 or self.shares_batches:
             self._random = SharedRandomNumbers(self._run.seed, self.root_device)
-        gradient = RankGradient(trainer, reducer, self._weight_rule, self._samples)
-        self._cleanup.callback(gradient.close)
         # Before `configure_optimizers`, which may ask for the number of steps and so load the data.
-        self.rank_steps = self.make_rank_steps(gradient)
+        self._make_driver(reducer)
 
-    def _shared_random_numbers(self, position: int) -> AbstractContextManager[None]:
+    def _make_driver(self, reducer: GradientReducer | None = None) -> None:
+        """Make the driver of a run, with the reducer if the Trainer is fitting."""
+        trainer, timeout, balance = self.module.trainer, self._connection.timeout, self.make_balance()
+        weights, gradient = None, None
+        if reducer is not None:
+            # A step that fetches batches itself gives each the weight 1.
+            counts = not takes_dataloader_iter(self.module, "training_step")
+            is_automatic = self.module.automatic_optimization
+            weights = StepWeights(self._weight_rule, self._samples, self.global_rank, counts, is_automatic)
+            guard = StepGuard(
+                self.global_rank,
+                reducer,
+                self.module.named_parameters,
+                known=lambda: trainer.optimizers,
+                weigh_loss=lambda: (weights.weight, weights.is_sum),
+                synchronize_by="Call `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one"
+                " before a step out of `toggle_model(sync_grad=False)`.",
+                create_in="in `__init__`, `configure_model` or `setup` of the module",
+                ends_closures=True,
+            )
+            self._cleanup.callback(guard.close)
+            reducer.buffers.settles_itself = False
+            gradient = GradientDriver(reducer, weights.window, guard, balance, describe_position)
+        self.driver = StepDriver(
+            self._cleanup, trainer, self._samples, self.agrees, timeout, weights, gradient, balance
+        )
+
+    def _in_hook(self) -> AbstractContextManager[None]:
         """Return the context of a hook on a parameter, which may draw random numbers as optimizers do."""
-        # Negative positions give hooks other numbers than optimizers.
-        return nullcontext() if self._random is None else self._random.shared(-1 - position)
+        gradient = None if self.driver is None else self.driver.gradient
+        if self._random is None or gradient is None:
+            return nullcontext()
+        return self._random.shared(-1 - gradient.position)  # other numbers than optimizers get
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.rank_steps is not None
-        return self.rank_steps.training_step(_batch(args, kwargs), partial(super().training_step, *args, **kwargs))
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.rank_steps is not None
-        return self.rank_steps.evaluation_step(_batch(args, kwargs), partial(super().validation_step, *args, **kwargs))
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.rank_steps is not None
-        return self.rank_steps.evaluation_step(_batch(args, kwargs), partial(super().test_step, *args, **kwargs))
+    @property
+    def _driver(self) -> StepDriver:
+        assert self.driver is not None
+        return self.driver
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.rank_steps is not None:
-            self.rank_steps.begin_batch(batch)
+        if self.driver is not None and is_hook_of_loop(self.module, "batch_to_device"):
+            fetched = getattr(active_combined_loader(self.module.trainer), "fetched", None)  # of another class
+            self.driver.begin(batch, FetchedBatch(None) if fetched is None else fetched.popleft())
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        driver, trainer = self._driver, self.module.trainer
+        loop = trainer.fit_loop.epoch_loop
+        driver.begin_step(loop.total_batch_idx, loop.batch_idx, trainer.accumulate_grad_batches)
+        if driver.is_shadow:
+            return driver.follow()
+        with driver.running(_batch(args, kwargs)):
+            output = super().training_step(*args, **kwargs)
+        return driver.finish(output)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._driver.is_shadow:
+            return None
+        with self._driver.logged.step():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._driver.is_shadow:
+            return None
+        with self._driver.logged.step():
+            return super().test_step(*args, **kwargs)
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.rank_steps is not None
-        closure_loss = self.rank_steps.gradient.weigh(closure_loss)
+        driver = self._driver
+        closure_loss = driver.weigh_loss(closure_loss)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        run = partial(self.precision_plugin.backward, closure_loss, self.module, optimizer, *args, **kwargs)
-        self.rank_steps.backward(run)
+        with driver.synchronizing():
+            if not driver.is_shadow:
+                self.precision_plugin.backward(closure_loss, self.module, optimizer, *args, **kwargs)
         # `on_after_backward` is called here and sees the gradient of the whole batch.
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
@@ -387,7 +441,8 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return nullcontext() if self._gradient is None else self._gradient.window.postpone()
+        weights = None if self.driver is None else self.driver.weights
+        return nullcontext() if weights is None else weights.window.postpone()
 
     @override
     def optimizer_step(
@@ -397,18 +452,32 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        gradient, numbers = self._gradient, self._random
-        assert gradient is not None
-        if numbers is None:
-            return super().optimizer_step(optimizer, partial(gradient.run_closure, closure, optimizer), model, **kwargs)
+        reducer, gradient, numbers = self.reducer, self._driver.gradient, self._random
+        assert reducer is not None and gradient is not None  # noqa: PT018
 
         def run_closure() -> Any:
-            with numbers.own():
-                return gradient.run_closure(closure, optimizer)
+            """Run the closure, ensure that gradients are synchronised, and return the loss of the whole batch."""
+            with nullcontext() if numbers is None else numbers.own():
+                before = reducer.synchronizations
+                loss = closure()
+                if self.module.automatic_optimization and reducer.synchronizations == before:
+                    # Lightning skips the backward pass when it updates statistics for averaged weights.
+                    with self._driver.synchronizing():
+                        pass
+                loss = gradient.guard.end_closure(loss, optimizer)
+            return None if self._leaves_scaler_nothing(optimizer, reducer) else loss
 
         # Random numbers of an optimizer, such as the noise of Langevin dynamics, have to be the same on all ranks.
-        with numbers.shared(self.module.trainer.global_step):
+        with nullcontext() if numbers is None else numbers.shared(self.module.trainer.global_step):
             return super().optimizer_step(optimizer, run_closure, model, **kwargs)
+
+    def _leaves_scaler_nothing(self, optimizer: Optimizer, reducer: GradientReducer) -> bool:
+        """Return True if a gradient scaler would find no gradient because no batch has weight: it skips the step."""
+        precision, weights = self.precision_plugin, reducer.control.weights
+        has_scaler = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        if not has_scaler or not weights or any(weights) or not self.module.automatic_optimization:
+            return False
+        return all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -422,9 +491,22 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self, tensor: Tensor, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor:
         tensor = widened(tensor, reduce_op)
-        if self.rank_steps is None:
+        if self.driver is None or group is not None:
             return super().reduce(tensor, group, reduce_op)
-        return self.rank_steps.reduce(tensor, group, reduce_op, super().reduce)
+        reduced = self.driver.logged.reduce(tensor, reduce_op) if isinstance(reduce_op, str) else None
+        return super().reduce(tensor, self.driver.active.group, reduce_op) if reduced is None else reduced
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        group = None if self.driver is None else self.driver.active.group
+        if group is None:
+            return super().reduce_boolean_decision(decision, all)
+        agreeing = int(self.reduce(torch.tensor(int(decision), device=self.root_device), group, "sum"))
+        return agreeing == group.size() if all else agreeing > 0
+
+    @override
+    def sizes_group(self) -> dist.ProcessGroup | None:
+        return (self.driver and self.driver.active.group) or super().sizes_group()
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -443,9 +525,13 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         # After a failure the other ranks do not answer; a checkpoint that callbacks save then lacks their RNG state.
-        if self._run is not None and self.rank_steps is not None and self._watch.others_come():
-            self._run.save(checkpoint, self.rank_steps.state_dict())
+        if self._run is not None and self._watch.others_come():
+            self._run.save(checkpoint, self.state_of_steps())
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def state_of_steps(self) -> dict[str, Any]:
+        """Return the state of the steps for a checkpoint."""
+        return {}
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -460,7 +546,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             stack.callback(super().teardown)
             stack.callback(self._prefetching.close)
             stack.callback(self._cleanup.close)
-            self.rank_steps = self._run = self._random = self._resumed = self.cpu_group = None
+            for loader in self._loaders:
+                stack.callback(loader.close)
+            self.driver = self._run = self._random = self._resumed = self.cpu_group = None
 
 
 def _receive_predictions(results: Any) -> Any:

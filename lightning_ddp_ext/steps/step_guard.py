@@ -14,10 +14,11 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp_ext.consistency import describe, value_to_text
+from lightning_ddp_ext.consistency import compare_setups, describe, value_to_text
 from lightning_ddp_ext.distributed.exchange import add_up
-from lightning_ddp_ext.errors import UnsynchronizedGradientsError
+from lightning_ddp_ext.errors import RanksOutOfStepError, UnsynchronizedGradientsError
 from lightning_ddp_ext.ranks.sample_counts import sums_and_means
+from lightning_ddp_ext.reducer.control import list_others
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 
 
@@ -37,6 +38,7 @@ class StepGuard:
     weigh_loss: Callable[[], tuple[float, bool]]  # returns the weight of the current batch, and if its loss is a sum
     synchronize_by: str  # what to do about gradients that are not synchronised, for the error
     create_in: str  # where to create parameters, for the error
+    ends_closures: bool = False  # the caller of an optimizer calls `end_closure` itself
     steps: int = 0  # that optimizers have begun
     optimizers: int = 0  # a number that depends on how often each optimizer has stepped, in any order
     announced: int | None = None  # second of `numbers` on the ranks that run a manual step, which may change settings
@@ -44,6 +46,10 @@ class StepGuard:
     def __post_init__(self) -> None:
         self._depths: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # a subclass may call its base's step
         self._places: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        control = self.reducer.control
+        # Not of `self`: in a cycle with the reducer, the process group would outlive the run.
+        check = partial(_call, weakref.WeakMethod(self._check_numbers))
+        self._steps, self._optimizers = control.add(), control.add(check)
         hooks = [
             register(partial(_call, weakref.WeakMethod(method)))  # the hooks must not keep the module alive
             for register, method in (
@@ -53,12 +59,29 @@ class StepGuard:
         ]
         self.close = weakref.finalize(self, _remove, hooks)
 
-    def send_steps(self) -> None:
-        """Send the steps of this rank, and the settings of its optimizers, with the next synchronisation."""
-        control = self.reducer.control
-        control.optimizer_steps, control.optimizers = self.numbers()
-        # In a cycle with the reducer, the process group would outlive the run.
-        control.describe_settings = partial(_call, weakref.WeakMethod(self._describe_settings))
+    def send(self) -> None:
+        """Send the steps of this rank, and the settings of its optimizers, with the next control message."""
+        self._steps.value, self._optimizers.value = self.numbers()
+
+    def _check_numbers(self, optimizers: Sequence[float]) -> None:
+        self.compare([*zip(self._steps.of_ranks, optimizers, strict=True)])
+
+    def compare(self, of_ranks: Sequence[Sequence[float]]) -> None:
+        """Raise an error on all ranks if their `numbers` differ."""
+        if len({tuple(numbers) for numbers in of_ranks}) == 1:
+            return
+        steps = [numbers[0] for numbers in of_ranks]
+        made = f"{steps[self.rank]:.0f} optimizer steps"
+        if len(set(steps)) > 1:
+            made += f", others {list_others(steps, steps[self.rank])}"
+        else:
+            # Every rank calls it, as all have the same numbers.
+            compare_setups(self._describe_settings(), self.reducer.process_group)
+            made += ", as many as others, but not with the same optimizers"
+        raise RanksOutOfStepError(
+            f"rank {self.rank} has made {made}. Call `step` on all ranks or on none: decide by a value that is the same"
+            " on every rank, such as the norm of synchronised gradients."
+        )
 
     def numbers(self, reads_devices: bool = False) -> tuple[int, int]:
         """Return the steps, and a hash of optimizers and settings; of those on a device if the host may read them."""
@@ -113,9 +136,9 @@ class StepGuard:
         if closure is None or not is_managed:
             self.check(optimizer)
             return None
-        if isinstance(closure, partial) and closure.func == self._end_closure:
-            return None  # of the subclass
-        checked = partial(self._end_closure, closure, optimizer)
+        if self.ends_closures or (isinstance(closure, partial) and closure.func == self._run_closure):
+            return None  # or of the subclass
+        checked = partial(self._run_closure, closure, optimizer)
         if is_positional:
             return (args[0], checked, *args[2:]), kwargs
         return args, {**kwargs, "closure": checked}
@@ -135,9 +158,11 @@ class StepGuard:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         self._depths[optimizer] = max(0, self._depths.get(optimizer, 0) - 1)
 
-    def _end_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
-        """Run a closure and check the gradients; return its loss, of the whole batch if the step may depend on it."""
-        loss = closure()
+    def _run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        return self.end_closure(closure(), optimizer)
+
+    def end_closure(self, loss: Any, optimizer: Optimizer) -> Any:
+        """Check the gradients after a closure; return its loss, of the whole batch if the step may depend on it."""
         self.check(optimizer)
         # Of torch's optimizers, only L-BFGS depends on the loss.
         is_shared = isinstance(optimizer, LBFGS) or not type(optimizer).step.__module__.startswith("torch.optim.")

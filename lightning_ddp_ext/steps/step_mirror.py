@@ -1,7 +1,7 @@
-"""The training state that a step has changed, for ranks that did not run the step."""
+"""The effects of a step on ranks that did not run it: logged values, and the training state that it has changed."""
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cache, partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,11 +20,14 @@ from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
 from lightning_ddp_ext._compat.torch import TensorVersions, are_identical, equal_or_nan, version_of
 from lightning_ddp_ext.batches.containers import is_record
 from lightning_ddp_ext.consistency import checksums, find_ignored
+from lightning_ddp_ext.distributed.exchange import broadcast_bytes
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.reducer.buckets import overwrite
 from lightning_ddp_ext.reducer.buffer_synchronizer import find_different
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
+from lightning_ddp_ext.steps.logged_values import LoggedValues
+from lightning_ddp_ext.steps.step_guard import StepGuard
 
 _CODE = (type, FunctionType, BuiltinFunctionType, partial)  # the same on every rank
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
@@ -33,6 +37,58 @@ _LARGEST_DICTIONARY = 64  # entries that are compared
 _PARAMETER = "a parameter"
 
 Attribute = tuple[str | int, str]  # the path of a module or the number of an optimizer, and the name of the attribute
+
+
+class StepBroadcast:
+    """Sends the effects of an uneven step from the first active rank to the ranks that have joined.
+
+    Every rank calls `send` or `receive`, as all take part in the broadcast.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, logged: LoggedValues, mirror: "StepMirror | None") -> None:
+        self.mirror = mirror  # None unless the Trainer is fitting
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._logged = logged
+
+    def remember(self, active: Sequence[int]) -> None:
+        """Remember the state before a training step, if this rank will send what the step has changed."""
+        if self._rank == active[0] and self.mirror is not None:
+            self.mirror.remember()
+
+    def send(self, active: Sequence[int], guard: StepGuard | None, has_ended: bool) -> None:
+        """Send the effects of a step that `has_ended`, else announce a backward pass. Call on each active rank.
+
+        `guard` is given in training.
+        """
+        if self._rank != active[0]:
+            broadcast_bytes(None, self._group, active[0])
+            return
+        message: dict[str, Any] = {"logged": self._logged.describe() if has_ended else None}
+        if guard is not None:  # joined ranks make no manual steps
+            message["steps"] = [guard.steps, guard.optimizers, None if has_ended else guard.numbers()[1]]
+            if has_ended and self.mirror is not None:
+                message["changes"] = self.mirror.changes()
+        packed = pack(message)
+        if packed.skipped:
+            raise UnsupportedFeatureError(
+                "ranks without data need the state of optimizers and schedulers that `training_step` changes, and it"
+                f" holds {name_skipped(packed.skipped)}, which is neither a number nor a tensor. Change it in a hook"
+                " that all ranks run, such as `on_train_batch_start`."
+            )
+        broadcast_bytes(packed.data, self._group, active[0])
+
+    def receive(self, active: Sequence[int], guard: StepGuard | None = None) -> bool:
+        """Receive on a joined rank what `send` sends; take over the effects of a step and return True if it ended."""
+        message, _ = unpack(broadcast_bytes(None, self._group, active[0]))
+        if guard is not None:
+            guard.steps, guard.optimizers, guard.announced = message["steps"]
+        if message["logged"] is None:
+            return False
+        self._logged.adopt(message["logged"])
+        if self.mirror is not None and message.get("changes"):
+            self.mirror.take(message["changes"])
+        return True
 
 
 class StepMirror:
@@ -77,8 +133,8 @@ class StepMirror:
         self._schedules = {key: [*vars(scheduler).values()] for key, scheduler in self._schedulers().items()}
 
     @torch.no_grad()
-    def changes(self) -> Tensor | None:
-        """Return the changes since `remember` as bytes; None if there are none."""
+    def changes(self) -> dict[str, Any]:
+        """Return the changes since `remember`, which `pack` serialises."""
         has_other_parts = not are_identical(self._structure, self._find_structure())
         if has_other_parts:
             self._read_module()
@@ -96,24 +152,12 @@ class StepMirror:
             },
         }
         state = {name: value for name, value in found.items() if value}
-        if is_manual:
-            state.update(self._state_after_manual_step())
-        if not state:
-            return None
-        packed = pack(state)
-        if packed.skipped:
-            raise UnsupportedFeatureError(
-                "ranks without data need the state of optimizers and schedulers that `training_step` changes, and it"
-                f" holds {name_skipped(packed.skipped)}, which is neither a number nor a tensor. Change it in a hook"
-                " that all ranks run, such as `on_train_batch_start`."
-            )
-        return packed.data
+        return {**state, **(self._state_after_manual_step() if is_manual else {})}
 
     @torch.no_grad()
-    def take(self, changes: Tensor) -> None:
+    def take(self, state: dict[str, Any]) -> None:
         """Set the state that has changed on the rank that has run the step."""
         self._read_module()
-        state, _ = unpack(changes)
         for name, (requires_grad, value) in state.get("parameters", {}).items():
             self._set_parameter(name, value, requires_grad)
         self._check_structure(state.get("structure", {}))

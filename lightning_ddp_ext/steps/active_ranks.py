@@ -8,9 +8,11 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_ddp_ext._compat.torch import replaced_collectives
+from lightning_ddp_ext._compat.torchmetrics import forget_computed
 from lightning_ddp_ext.distributed.exchange import destroy_group, list_ranks, own_group
 from lightning_ddp_ext.errors import RankJoinedError
 
@@ -30,11 +32,16 @@ class ActiveRankCollectives:
         self._own = own
         self._timeout = timeout
         self._device = device
+        self.group: dist.ProcessGroup | None = None  # of the active ranks, in a block of `redirect` only
         self._active: tuple[int, ...] = ()
         self._group: dist.ProcessGroup | None = None
+        self._metrics: list[Metric] = []
 
-    def prepare(self, active: tuple[int, ...]) -> None:
-        """Make the group of the active ranks, in ascending order. Call on every rank at the same point."""
+    def prepare(self, active: tuple[int, ...], module: nn.Module) -> None:
+        """Make the group of the active ranks, in ascending order, for a step. Call on every rank at the same point."""
+        self._metrics = [one for one in module.modules() if isinstance(one, Metric) and one.process_group is None]
+        for metric in self._metrics:
+            forget_computed(metric)
         if active == self._active:
             return
         if self._device.type != "cpu":
@@ -44,12 +51,6 @@ class ActiveRankCollectives:
         self._group = own_group(self._timeout, active)
         self._active = active
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group made by `prepare`, on an active rank."""
-        assert self._group is not None
-        return self._group
-
     def close(self) -> None:
         """Destroy the group."""
         if dist.is_initialized() and dist.get_rank() in self._active:
@@ -58,10 +59,25 @@ class ActiveRankCollectives:
 
     @contextmanager
     def redirect(self) -> Iterator[None]:
-        """Redirect the collectives of this block, in every thread. Call on an active rank."""
-        redirect = ProcessGroupRedirect(self._active, self.group, self._own)
-        with replaced_collectives(redirect.find, redirect.resolve, redirect.refuse_new_groups, redirect.refuse_unknown):
+        """Redirect the collectives of this block, in every thread, and set `group`. Call on an active rank."""
+        if self.group is not None:
             yield
+            return
+        assert self._group is not None
+        self.group = self._group
+        for metric in self._metrics:
+            metric.process_group = self._group
+        redirect = ProcessGroupRedirect(self._active, self._group, self._own)
+        try:
+            with replaced_collectives(
+                redirect.find, redirect.resolve, redirect.refuse_new_groups, redirect.refuse_unknown
+            ):
+                yield
+        finally:
+            self.group = None
+            for metric in self._metrics:
+                metric.process_group = None
+                forget_computed(metric)
 
 
 class ProcessGroupRedirect:

@@ -1,17 +1,18 @@
 """Shares that follow the measured speed of the ranks."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lightning_ddp_ext._devices import Timer, are_deterministic
-from lightning_ddp_ext.batches.balance_controller import BalanceController
+from lightning_ddp_ext.batches.balance_controller import BalanceController, PeakMemory
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
-from lightning_ddp_ext.reducer.control import StepControl
+from lightning_ddp_ext.errors import RanksOutOfStepError
+from lightning_ddp_ext.reducer.control import Control, ControlField
 from lightning_ddp_ext.shares.table import SharedBatch, ShareTable
 
 _MOST_UNREAD = 100  # steps
@@ -23,7 +24,7 @@ class TimedStep:
 
     batches: list[SharedBatch] = field(default_factory=list)
     timers: list[Timer] = field(default_factory=list)  # of this rank
-    seconds: dict[int, float] = field(default_factory=dict)  # by rank, see `StepControl.seconds`
+    seconds: dict[int, float] = field(default_factory=dict)  # by rank; 0 without a sample, or if not measured
 
 
 class ShareBalancer:
@@ -34,7 +35,14 @@ class ShareBalancer:
     same decisions, because they decide from the same times after the same step.
     """
 
-    def __init__(self, rule: ChunkRule | None, ranks: int, device: torch.device, inform: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        rule: ChunkRule | None,
+        ranks: int,
+        device: torch.device,
+        inform: Callable[[str], None],
+        has_own_memory: bool = False,
+    ) -> None:
         self.controller = None if rule is None else _make_controller(rule, ranks, inform)
         self._tables: list[ShareTable] = []
         self._ranks = ranks
@@ -44,10 +52,25 @@ class ShareBalancer:
         self._timer: Timer | None = None  # while this rank computes
         self._interrupted: list[Timer] = []  # of the current batch, before loops over other loaders
         self._step = TimedStep()
+        self._batches: list[SharedBatch] = []  # of the step that is being synchronised
         self._unsent: deque[tuple[int, list[Timer]]] = deque()
         self._unread: dict[int, TimedStep] = {}  # by number, from 1
-        self._timed: deque[TimedStep] = deque(maxlen=_MOST_UNREAD)  # the last ones whose times are known
+        self._read: deque[TimedStep] = deque(maxlen=_MOST_UNREAD)  # the last ones whose times are known
         self._number = 0
+        self._shared: SharedBatch | None = None  # the current batch of training
+        self._peaks = PeakMemory() if self.controller is not None and has_own_memory else None
+        self._drawn = ControlField()  # hash of the samples that ranks have drawn, of the division too
+        self._timed = ControlField()  # number of a step whose time is known by now, from 1; 0 for none
+        self._seconds = ControlField()  # of this rank in that step
+        self._most_samples = ControlField()  # that this rank has memory for; -1 if that is not known
+        self._most_samples.value = -1
+
+    def connect(self, control: Control) -> None:
+        """Send times and limits with each control message, and compare the samples that ranks have drawn."""
+        most = self._most_samples.value
+        self._drawn, self._timed, self._seconds = control.add(_compare_drawn), control.add(), control.add()
+        self._most_samples = control.add()
+        self._most_samples.value = most
 
     def add(self, table: ShareTable) -> None:
         """Let the shares of a table follow the speed of the ranks, from the present shares on."""
@@ -58,14 +81,23 @@ class ShareBalancer:
     def begin_batch(self, shared: SharedBatch) -> None:
         """Begin with a batch, under Fabric maybe one of evaluation; forget a measurement that was not stopped."""
         shared.table.begun = shared.number + 1
+        self._shared = shared
         self._forget()
+
+    def begin_evaluation(self) -> None:
+        """Begin with a batch of evaluation under the Trainer, whose memory says nothing about training."""
+        self._shared = None
+        if self._peaks is not None:
+            self._peaks.forget()
 
     def _forget(self) -> None:
         self._timer, self._interrupted = None, []
 
-    def count_batch(self, control: StepControl, shared: SharedBatch) -> None:
-        """Make a batch part of the step, once, and compare its indices among the ranks."""
-        control.drawn = shared.agreement
+    def count_batch(self, shared: SharedBatch | None = None) -> None:
+        """Make a batch, by default the current one, part of the step, once; compare its indices among the ranks."""
+        shared = self._shared if shared is None else shared
+        assert shared is not None
+        self._drawn.value = shared.agreement
         if self._counted is not shared:
             self._step.batches.append(shared)
             self._counted = shared
@@ -112,29 +144,48 @@ class ShareBalancer:
         self._unread.pop(self._number - _MOST_UNREAD, None)
 
     @contextmanager
-    def exchange(
-        self, synchronizing: AbstractContextManager[None], control: StepControl, ends_step: bool
-    ) -> Iterator[None]:
-        """Synchronise gradients at the end of the block; send times with them, and change the shares by the answers."""
-        with synchronizing:
+    def measuring(self) -> Iterator[None]:
+        """Measure the block."""
+        self.start()
+        try:
             yield
-            batches = self._step.batches
-            if ends_step:
-                self.end_step()
-            control.timed, control.seconds = 0, 0.0
-            if self._unsent and all(timer.is_done() for timer in self._unsent[0][1]):
-                control.timed, timers = self._unsent.popleft()
-                control.seconds = float(sum(timer.seconds for timer in timers))
-        exchanged = control.exchanged
-        assert exchanged is not None
-        if batches:
-            self._limit([None if limit < 0 else int(limit) for limit in exchanged.most_samples], batches[-1].table)
-        for rank, (number, seconds) in enumerate(zip(exchanged.timed, exchanged.seconds, strict=True)):
+        finally:
+            self.stop()
+
+    def end_batch(self, ends_step: bool, rank: int) -> None:
+        """End a batch of training, maybe with its step; limit the samples by the memory that it has taken."""
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
+        if ends_step:
+            self.end_step()
+        limits = None if self._peaks is None else self._peaks.observe([shared.nominal[rank]], [self._device])
+        most, sent = None if limits is None else limits[0], self._most_samples
+        # A limit that follows every change of the peak would change the shares each time.
+        if most is not None and not sent.value <= most <= 1.1 * sent.value:
+            sent.value = most
+
+    def send(self, ends_step: bool) -> None:
+        """Send times with the control message of the synchronisation that ends now."""
+        self._batches = self._step.batches
+        if ends_step:
+            self.end_step()
+        self._timed.value = self._seconds.value = 0.0
+        if self._unsent and all(timer.is_done() for timer in self._unsent[0][1]):
+            self._timed.value, timers = self._unsent.popleft()
+            self._seconds.value = float(sum(timer.seconds for timer in timers))
+
+    def receive(self) -> None:
+        """Change the shares by the times and limits of all ranks in the last control message."""
+        if self._batches:
+            limits = [None if limit < 0 else int(limit) for limit in self._most_samples.of_ranks]
+            self._limit(limits, self._batches[-1].table)
+        for rank, (number, seconds) in enumerate(zip(self._timed.of_ranks, self._seconds.of_ranks, strict=True)):
             step = self._unread.get(int(number))
             if step is not None:
                 step.seconds[rank] = seconds
                 if len(step.seconds) == self._ranks:  # the times have arrived from all ranks
-                    self._timed.append(self._unread.pop(int(number)))
+                    self._read.append(self._unread.pop(int(number)))
                     self._decide(step)
 
     def _limit(self, limits: list[int | None], table: ShareTable) -> None:
@@ -168,8 +219,8 @@ class ShareBalancer:
 
     def take_timed(self) -> list[TimedStep]:
         """Return and forget the steps whose times have arrived from all ranks."""
-        timed = list(self._timed)
-        self._timed.clear()
+        timed = list(self._read)
+        self._read.clear()
         return timed
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -195,3 +246,12 @@ def _make_controller(rule: ChunkRule, ranks: int, inform: Callable[[str], None])
             inform('`balance="auto"` is off and batches are shared evenly: it would not be deterministic.')
         return None
     return BalanceController(ranks, "rank")
+
+
+def _compare_drawn(drawn: Sequence[float]) -> None:
+    if len(set(drawn)) > 1:
+        other = next(rank for rank, number in enumerate(drawn) if number != drawn[0])
+        raise RanksOutOfStepError(
+            f"rank {other} has drawn other samples than rank 0 for the batch that they share. Use a sampler or a"
+            " stream that draws alike on every rank, whatever else the rank does, or `ddp_join`."
+        )

@@ -1,0 +1,161 @@
+"""The weights of a rank's batches in the gradient, and the micro-batches whose gradients are synchronised together."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from traceback import walk_stack
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_ext._compat.torch import replaced_collectives
+from lightning_ddp_ext.batches.weights import WeightRule
+from lightning_ddp_ext.errors import WarnOnce
+from lightning_ddp_ext.ranks.sample_counts import BatchSamples
+from lightning_ddp_ext.reducer.control import Control
+
+
+class AccumulationWindow:
+    """The micro-batches whose gradients are added up before ranks synchronise them; then the next window begins.
+
+    The loss of a micro-batch is multiplied by its weight relative to the first weight above 0. The accumulated gradient
+    times the first weight is then the weighted sum. The factor is 1 as long as weights are equal.
+    """
+
+    def __init__(self) -> None:
+        self.is_postponed = False  # the synchronisation is, so that the window continues
+        self.skips_pass = False  # the next backward pass has no weight
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a window, because the gradients of the last one were synchronised or dropped.
+
+        Lightning drops them before the first micro-batch of a window, and a loop of Fabric with `zero_grad`.
+        """
+        self.first = self.total = 0.0
+        self.length = 0
+
+    def add(self, weight: float) -> None:
+        """Add a micro-batch."""
+        self.first = self.first or weight
+        self.total += weight
+        self.length += 1
+
+    def weigh(self, weight: float) -> float:
+        """Return the factor of the loss of a micro-batch that was added with this weight, before its backward pass."""
+        factor = weight / self.first if self.first else 0.0
+        self.skips_pass = not factor
+        return factor
+
+    @contextmanager
+    def postpone(self, is_postponed: bool = True) -> Iterator[None]:
+        """Postpone the synchronisation in a block, maybe inside of another such block."""
+        outer, self.is_postponed = self.is_postponed, self.is_postponed or is_postponed
+        try:
+            yield
+        finally:
+            self.is_postponed = outer
+
+
+class StepWeights:
+    """The weight of a batch of the Trainer in the gradient and in the logged means, and its accumulation window."""
+
+    def __init__(self, rule: WeightRule, samples: BatchSamples, rank: int, counts: bool, is_automatic: bool) -> None:
+        self.window = AccumulationWindow()
+        self.weight = 0.0  # of the micro-batch in the gradient
+        self.log_weight = 0.0  # of the values that it logs
+        self.is_sum = rule.is_sum
+        self.is_by_samples = rule.is_by_samples
+        self._rule = rule
+        self._samples = samples
+        self._rank = rank
+        self._counts = counts and rule.is_by_samples  # else each batch has the weight 1
+        self._is_automatic = is_automatic
+        self._is_added = False  # the micro-batch is in the window
+
+    def begin(self, begins_window: bool) -> None:
+        """Begin a step, on a rank without a micro-batch too."""
+        self.log_weight = self.weight = 0.0
+        self._is_added = False
+        if begins_window:
+            self.window.begin()
+
+    def weigh(self, batch: Any) -> None:
+        """Weigh the micro-batch of this rank."""
+        samples = self._samples.count(batch) if self._counts else 1.0
+        if samples is None:
+            raise ValueError(f"rank {self._rank}: {self._samples.describe_problem()}")
+        self.log_weight = self.weight = self._rule.weigh(batch, samples)
+
+    def skip(self) -> None:
+        """Give the micro-batch no weight in the gradient, because `training_step` has returned None."""
+        self.weight = 0.0
+        self._rule.warn_of_skip(f"rank {self._rank}")
+
+    def add(self) -> None:
+        """Add the micro-batch to the window, once until a synchronisation."""
+        if not self._is_added or not self.window.length:
+            self._is_added = True
+            self.window.add(self.weight)
+
+    def weigh_loss(self, loss: Tensor, ranks: int) -> Tensor:
+        """Return the loss of the micro-batch, weighted relative to earlier ones; `ranks` have a micro-batch."""
+        self.add()
+        factor = self.window.weigh(self.weight)
+        if factor and not self._is_automatic:
+            # Gradients may hold the sum over ranks of an earlier pass. It is averaged again, so it must stay unchanged.
+            factor = float(ranks) if self.is_sum else 1.0
+        return loss if factor in (0.0, 1.0) else loss * factor
+
+    def of_window(self, accumulates: int) -> tuple[float, float | None, float | None]:
+        """Return weight, scale and divisor of the window's gradient, whose losses Lightning divides by `accumulates`.
+
+        Under manual optimization the user has averaged the accumulated losses.
+        """
+        if self._is_automatic:
+            return self.window.total, self.window.first * accumulates, 1.0 if self.is_sum else None
+        return min(self.window.total, 1.0) if self.is_sum else self.window.total, None, None
+
+
+_COMBINING = ("all", "reduce_scatter")  # beginnings of collectives that give a rank values of other ranks
+_NO_LOSS = ("torchmetrics", "torch.nn.modules.batchnorm")  # modules whose collectives do not combine losses
+
+
+class CommunicationWatch:
+    """Warns if a step communicates between ranks whose batches have different numbers of samples."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._epoch: int | None = None  # in which a step has been watched
+        self._communicates = False  # `training_step` has issued collectives that combine values of ranks
+        self._warn = WarnOnce()
+
+    def watch(self, epoch: int, weights: StepWeights, own: dist.ProcessGroup) -> AbstractContextManager[None]:
+        """Note collectives in a block, except in the group `own`.
+
+        Only in the first step of an epoch, because replacing collectives takes time, and if samples are the weights.
+        """
+        if self._epoch == epoch or self._communicates or not weights.is_by_samples:
+            return nullcontext()
+        self._epoch = epoch
+
+        def find(group: dist.ProcessGroup, name: str) -> None:
+            if name.startswith(_COMBINING) and group is not own:
+                callers = [str(frame.f_globals.get("__name__")) for frame, _ in walk_stack(None)]
+                self._communicates |= not any(module.startswith(_NO_LOSS) for module in callers)
+
+        def resolve(group: dist.ProcessGroup) -> dist.ProcessGroup:
+            find(group, _COMBINING[0])
+            return group
+
+        return replaced_collectives(find, resolve, lambda: None, lambda name: None)
+
+    def warn(self, control: Control) -> None:
+        """Warn once, on the first rank with data, given the weights of the last synchronisation."""
+        if not self._communicates or len(set(filter(None, control.weights))) < 2 or self._rank != control.source:
+            return
+        self._warn(
+            "`training_step` communicates between ranks, whose batches have different numbers of samples. A loss"
+            " that each rank computes from the features or statistics of all ranks, as in SimCLR, CLIP or Barlow"
+            ' Twins, needs `weight_by="equal"`. Ignore this if the loss is a mean over the samples of one rank.'
+        )
