@@ -101,7 +101,7 @@ class Network(pl.LightningModule):
         self.ends.append(time.perf_counter())
         strategy = self.trainer.strategy
         if isinstance(strategy, BalancedDDPStrategy):
-            self.sizes.append(strategy.rank_steps.shared.sizes)  # type: ignore[union-attr]
+            self.sizes.append(strategy.driver.balance.shared.sizes)  # type: ignore[union-attr]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD."""

@@ -224,3 +224,9 @@ def active_combined_loader(trainer: Trainer) -> CombinedLoader | None:
     """Return the combined loader of the running loop."""
     loop = trainer._active_loop
     return None if loop is None else loop._combined_loader
+
+
+def loader_of_moving_batch(trainer: Trainer) -> CombinedLoader | None:
+    """Return the combined loader of the loop that is moving a batch to the device; None if the user moves one."""
+    is_hook_of_loop = trainer.lightning_module._current_fx_name == "batch_to_device"
+    return active_combined_loader(trainer) if is_hook_of_loop else None

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning_loops import logs_now
+from lightning_ddp_ext._compat.lightning_logging import logs_now
 from lightning_ddp_ext._devices import peak_memory, reports_memory
 from lightning_ddp_ext._output import above_progress_bar, print_table
 from lightning_ddp_ext._validation import check_flag, check_path

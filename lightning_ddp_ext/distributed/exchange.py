@@ -1,6 +1,5 @@
-"""Small objects sent between ranks: by collectives, or by messages through the store of a process group."""
+"""Small objects sent between ranks by collectives."""
 
-import contextlib
 import functools
 import gc
 import hashlib
@@ -8,9 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_ddp_ext._compat.torch import cloned_store
-from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT, tracked_connections
+from lightning_ddp_ext.distributed.backends import tracked_connections
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import OtherRankError
 
@@ -225,72 +222,3 @@ def to_bytes(value: object) -> Tensor:
 def list_ranks(ranks: Sequence[int]) -> str:
     """Return ranks in words, such as `"rank 1"` or `"ranks 0, 2"`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _connect_messages(group: dist.ProcessGroup) -> dist.Store:
-    with tracked_connections():
-        return dist.PrefixStore("messages", cloned_store(group))
-
-
-class StoreMailbox:
-    """Text messages through the store of a process group, at most one per step, numbered alike on every rank.
-
-    A waiting rank raises the result of `failure`, the failure of any rank or None, once `interrupt` is called.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        timeout: timedelta | None = None,
-        failure: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        self._connect = partial(_connect_messages, group)
-        self._store = self._connect()
-        self._rank = dist.get_rank(group)
-        self._timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-        self._failure = failure
-        self._number = 0
-        self._sent: list[str] = []
-
-    def send(self, text: str) -> None:
-        """Send the message of this step; on one rank."""
-        self.skip()
-        self._sent.append(f"{self._number}")
-        self._store.set(self._sent[-1], f"+{text}")
-
-    def skip(self) -> None:
-        """Advance by a step in which this rank neither sends nor waits."""
-        self._number += 1
-
-    def wait(self) -> str:
-        """Return the message of this step; raise `OtherRankError` if a rank has failed."""
-        self.skip()
-        failure = self._failure()
-        if failure is not None:
-            raise OtherRankError(failure)
-        self._store.wait([f"{self._number}"], self._timeout)
-        text = self._store.get(f"{self._number}").decode()
-        if text.startswith("-"):
-            raise OtherRankError(text[1:])
-        return text[1:]
-
-    def interrupt(self) -> None:
-        """End `wait` on this rank, from another thread, after a failure."""
-        failure = self._failure()
-        if failure is not None:
-            # A later `wait` asks for the failure itself, after it has advanced the number.
-            with contextlib.suppress(dist.DistError):  # the rank with the store may be gone
-                # The waiting thread blocks the other connection. Each costs rank 0 a descriptor, so open this one now.
-                self._connect().set(f"{self._number}", f"-{failure}")
-
-    def close(self) -> None:
-        """Raise an error on the ranks that wait for this one, which ends its run without an error."""
-        gone = f"rank {self._rank} ended the run while others still waited. End it on all ranks, or raise an error."
-        with contextlib.suppress(dist.DistError):  # the other ranks may be gone
-            self._store.set(f"{self._number + 1}", f"-{gone}")
-
-    def forget(self) -> None:
-        """Delete the messages of this rank; call when every rank has read them."""
-        for key in self._sent:
-            self._store.delete_key(key)
-        self._sent = []

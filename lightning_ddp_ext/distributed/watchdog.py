@@ -100,7 +100,6 @@ class RunWatch:
         self._limit = limit
         self._stalls = None if limit is None else StallDetector(self._beats, limit)
         self._before_exit = before_exit  # called before the process ends without an exception
-        self.wakers: list[Callable[[], object]] = []  # called in a thread after a failure, each for at most a second
         self._is_leaving = threading.Event()  # the main thread has an error, and ends the run
         self._is_over = threading.Event()
         self._has_reported = self._is_reported = False  # by this rank, or by any
@@ -118,7 +117,6 @@ class RunWatch:
         self._is_leaving.set()
         self._beats.stop()
         self._thread.join()
-        self.wakers.clear()  # they may hold connections
 
     @property
     def failure(self) -> str | None:
@@ -206,8 +204,6 @@ class RunWatch:
                 self._print_report(failure)
             self._is_reported = True
             self._let_others_report()
-        for wake in self.wakers:
-            _run_briefly(wake)
         if is_stall or not self._is_leaving.wait(_PATIENCE):
             self._interrupt()
         if not self._is_leaving.wait(_GRACE) or not self._is_over.wait(_GRACE if is_stall else self._limit or _FINISH):

@@ -200,9 +200,9 @@ class DDPCheckpointStrategy(GatherMixin, RankMixin, DDPStrategy):
             synchronize_by="Call `fabric.backward(loss)` instead of `loss.backward()`, and leave the last one before a"
             " step out of `fabric.no_backward_sync`.",
             create_in="of a module before `fabric.setup`",
+            describe_position="batch {} of its loader, counted over all epochs".format,
         )
-        describe = "batch {} of its loader, counted over all epochs".format
-        self._gradient = GradientDriver(self._reducer, self._window, guard, self.balancer, describe)
+        self._gradient = GradientDriver(self._reducer, self._window, guard, self.balancer)
         self._window.connect(self._reducer.control, self.global_rank)
         if self._resumed_reducer is not None:
             self._reducer.load_state_dict(self._resumed_reducer)

@@ -49,7 +49,8 @@ class ResumableRun:
     def __init__(
         self, cleanup: contextlib.ExitStack, trainer: Trainer, reducer: GradientReducer, resumed: dict[str, Any] | None
     ) -> None:
-        self.preemption = PreemptionHandler(cleanup, trainer, reducer.control.add())
+        self._stop_requests = reducer.control.add()
+        self.preemption = PreemptionHandler(cleanup, trainer, self._stop_requests)
         self.rng = ResumableRng(trainer.strategy.root_device)
         self._trainer = trainer
         self._reducer = reducer
@@ -122,7 +123,8 @@ class ResumableRun:
     def _between_batches(self) -> bool:
         if self._resumed is None:
             self.rng.advance()
-            self.preemption.stop_if_agreed()
+            if request := max(self._stop_requests.of_ranks, default=0):
+                self.preemption.stop(int(request))
             return True
         self._resumed = None
         advance(self._trainer, self._progress)

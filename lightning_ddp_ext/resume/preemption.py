@@ -66,16 +66,13 @@ class PreemptionHandler:
 
     def __init__(self, cleanup: ExitStack, trainer: Trainer, requests: ControlField) -> None:
         self._trainer = trainer
-        self._requests = requests  # 0 for none
+        self._requests = requests  # of all ranks; 0 for none
         self.requeue_signal = _requeue_signal(trainer)
         self._postponed: list[Callable[[], Any]] = []
         replace_signal_handling(cleanup, trainer, self._register)
 
-    def stop_if_agreed(self) -> None:
-        """Save and raise `SIGTERMException` if a rank has asked all ranks to stop. Call between two batches."""
-        request = max(self._requests.of_ranks, default=0)
-        if not request:
-            return
+    def stop(self, request: int) -> None:
+        """Save and raise `SIGTERMException`, because a rank has asked all ranks to stop. Call between two batches."""
         signum = signal.SIGTERM if request == STOP else self.requeue_signal
         trainer = self._trainer
         _let_children_end(trainer)

@@ -57,7 +57,7 @@ class ShareBalancer:
         self._unread: dict[int, TimedStep] = {}  # by number, from 1
         self._read: deque[TimedStep] = deque(maxlen=_MOST_UNREAD)  # the last ones whose times are known
         self._number = 0
-        self._shared: SharedBatch | None = None  # the current batch of training
+        self.shared: SharedBatch | None = None  # the current batch of training
         self._peaks = PeakMemory() if self.controller is not None and has_own_memory else None
         self._drawn = ControlField()  # hash of the samples that ranks have drawn, of the division too
         self._timed = ControlField()  # number of a step whose time is known by now, from 1; 0 for none
@@ -81,12 +81,12 @@ class ShareBalancer:
     def begin_batch(self, shared: SharedBatch) -> None:
         """Begin with a batch, under Fabric maybe one of evaluation; forget a measurement that was not stopped."""
         shared.table.begun = shared.number + 1
-        self._shared = shared
+        self.shared = shared
         self._forget()
 
     def begin_evaluation(self) -> None:
         """Begin with a batch of evaluation under the Trainer, whose memory says nothing about training."""
-        self._shared = None
+        self.shared = None
         if self._peaks is not None:
             self._peaks.forget()
 
@@ -95,7 +95,7 @@ class ShareBalancer:
 
     def count_batch(self, shared: SharedBatch | None = None) -> None:
         """Make a batch, by default the current one, part of the step, once; compare its indices among the ranks."""
-        shared = self._shared if shared is None else shared
+        shared = self.shared if shared is None else shared
         assert shared is not None
         self._drawn.value = shared.agreement
         if self._counted is not shared:
@@ -154,7 +154,7 @@ class ShareBalancer:
 
     def end_batch(self, ends_step: bool, rank: int) -> None:
         """End a batch of training, maybe with its step; limit the samples by the memory that it has taken."""
-        shared, self._shared = self._shared, None
+        shared, self.shared = self.shared, None
         if shared is None:
             return
         if ends_step:

@@ -1,9 +1,8 @@
 """The drivers of steps: what a rank does with each batch and each backward pass, in order."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,14 +13,15 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, watch_logging, without_batch_hooks
+from lightning_ddp_ext._compat.lightning_logging import watch_logging
+from lightning_ddp_ext._compat.lightning_loops import leaves_out_backward, without_batch_hooks
 from lightning_ddp_ext.distributed.exchange import destroy_group, gather_integers, own_group
-from lightning_ddp_ext.errors import RanksOutOfStepError, UnsupportedFeatureError
+from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch
 from lightning_ddp_ext.join.predictions import Predictions
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
-from lightning_ddp_ext.reducer.control import ControlField, list_others
+from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.steps.active_ranks import ActiveRankCollectives
 from lightning_ddp_ext.steps.balancer import ShareBalancer
@@ -36,33 +36,18 @@ WindowSum = tuple[float, float | None, float | None]
 
 
 class GradientDriver:
-    """Synchronises gradients, and with them what ranks tell each other in each synchronisation.
-
-    `describe_position` puts the position of a synchronisation into words.
-    """
+    """Synchronises gradients, and with them what ranks tell each other in each synchronisation."""
 
     def __init__(
-        self,
-        reducer: GradientReducer,
-        window: AccumulationWindow,
-        guard: StepGuard,
-        balance: ShareBalancer | None,
-        describe_position: Callable[[int], str],
+        self, reducer: GradientReducer, window: AccumulationWindow, guard: StepGuard, balance: ShareBalancer | None
     ) -> None:
         self.reducer = reducer
         self.window = window
         self.guard = guard
         self._balance = balance
-        rank = dist.get_rank(reducer.process_group)
-        self._position = reducer.control.add(partial(_compare_positions, rank, describe_position))
         self._next = reducer.control.add()
         if balance is not None:
             balance.connect(reducer.control)
-
-    @property
-    def position(self) -> int:
-        """Position of the last synchronisation."""
-        return int(self._position.value)
 
     @contextmanager
     def synchronizing(
@@ -87,8 +72,8 @@ class GradientDriver:
                 yield
             return
         window.begin()
-        self.guard.send()
-        self._position.value, self._next.value = position, 0 if ahead is None else ahead.local
+        self.guard.send(position)
+        self._next.value = 0 if ahead is None else ahead.local
         with reducer.synchronize(*of_window):
             if not is_weightless:
                 yield
@@ -109,16 +94,6 @@ class GradientDriver:
         """Remove the hooks from the module and from optimizers."""
         self.guard.close()
         self.reducer.close()
-
-
-def _compare_positions(rank: int, describe: Callable[[int], str], positions: Sequence[float]) -> None:
-    if len(set(positions)) > 1:
-        own = positions[rank]
-        raise RanksOutOfStepError(
-            f"rank {rank} synchronises gradients at {describe(int(own))}, others at"
-            f" {list_others(positions, own, describe)}. Run equally many batches, and in each of them equally many"
-            " synchronised backward passes, on every rank."
-        )
 
 
 def describe_position(position: int) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_ddp_ext._compat.lightning_loops import (
+from lightning_ddp_ext._compat.lightning_logging import (
     adopt_logged,
     current_results,
     describe_logged,

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -72,11 +72,6 @@ class StallWatch:
     def others_come(self) -> bool:
         """Return True if this rank may wait for the others: after no failure, and unless this rank exits alone."""
         return self.failure() is None and not self.has_exited
-
-    def on_failure(self, wake: Callable[[], None]) -> None:
-        """Call `wake` from another thread after any rank has failed, to interrupt a main thread that waits."""
-        if self._watch is not None:
-            self._watch.wakers.append(wake)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Checks of the steps of optimizers on one rank: synchronised gradients, and losses of closures that ranks share."""
+"""Checks that ranks make the same steps: of positions, optimizers and their settings, and synchronised gradients."""
 
 import weakref
 import zlib
@@ -38,6 +38,7 @@ class StepGuard:
     weigh_loss: Callable[[], tuple[float, bool]]  # returns the weight of the current batch, and if its loss is a sum
     synchronize_by: str  # what to do about gradients that are not synchronised, for the error
     create_in: str  # where to create parameters, for the error
+    describe_position: Callable[[int], str]  # puts the position of a synchronisation into words
     ends_closures: bool = False  # the caller of an optimizer calls `end_closure` itself
     steps: int = 0  # that optimizers have begun
     optimizers: int = 0  # a number that depends on how often each optimizer has stepped, in any order
@@ -48,8 +49,8 @@ class StepGuard:
         self._places: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         control = self.reducer.control
         # Not of `self`: in a cycle with the reducer, the process group would outlive the run.
-        check = partial(_call, weakref.WeakMethod(self._check_numbers))
-        self._steps, self._optimizers = control.add(), control.add(check)
+        self._position = control.add(partial(_call, weakref.WeakMethod(self._compare_positions)))
+        self._steps, self._optimizers = control.add(), control.add(partial(_call, weakref.WeakMethod(self._check)))
         hooks = [
             register(partial(_call, weakref.WeakMethod(method)))  # the hooks must not keep the module alive
             for register, method in (
@@ -59,11 +60,26 @@ class StepGuard:
         ]
         self.close = weakref.finalize(self, _remove, hooks)
 
-    def send(self) -> None:
-        """Send the steps of this rank, and the settings of its optimizers, with the next control message."""
+    @property
+    def position(self) -> int:
+        """Position of the last synchronisation."""
+        return int(self._position.value)
+
+    def send(self, position: int) -> None:
+        """Send the position, steps and settings of optimizers of this rank with the next control message."""
+        self._position.value = position
         self._steps.value, self._optimizers.value = self.numbers()
 
-    def _check_numbers(self, optimizers: Sequence[float]) -> None:
+    def _compare_positions(self, positions: Sequence[float]) -> None:
+        if len(set(positions)) > 1:
+            own = positions[self.rank]
+            raise RanksOutOfStepError(
+                f"rank {self.rank} synchronises gradients at {self.describe_position(int(own))}, others at"
+                f" {list_others(positions, own, self.describe_position)}. Run equally many batches, and in each of them"
+                " equally many synchronised backward passes, on every rank."
+            )
+
+    def _check(self, optimizers: Sequence[float]) -> None:
         self.compare([*zip(self._steps.of_ranks, optimizers, strict=True)])
 
     def compare(self, of_ranks: Sequence[Sequence[float]]) -> None:

@@ -1,9 +1,9 @@
 """Explicit gradient synchronisation after any backward pass: `ddp_checkpoint`, and the base of the DDP strategies."""
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -11,12 +11,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -25,23 +25,19 @@ from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning import (
     OneTrainerStrategy,
-    is_hook_of_loop,
-    keep_predictions,
     start_method_of,
     surround_launch,
     takes_dataloader_iter,
 )
-from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, keep_batch_samplers, replace_loaders
+from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, loader_of_moving_batch, replace_loaders
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
-from lightning_ddp_ext.batches.containers import items
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
-from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, combine_counted
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
@@ -60,6 +56,7 @@ from lightning_ddp_ext.steps.step_guard import StepGuard
 from lightning_ddp_ext.steps.weights import StepWeights
 from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run, widened
 from lightning_ddp_ext.strategies.gathering import GatherMixin
+from lightning_ddp_ext.strategies.launching import receive_predictions, run_on_rank, unshare
 
 _ONE_MINUTE = timedelta(minutes=1)
 
@@ -262,36 +259,13 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        surround_launch(self.launcher, self._run_on_rank, _receive_predictions)
-
-    def _run_on_rank(self, run: Callable[[], Any]) -> Any:
-        """Run a function of the Trainer on this rank; predictions for the process that has started it are a file."""
-        is_started = start_method_of(self) != "popen"
-        if is_started:
-            keep_predictions(self)
-        with self._watch.explaining():
-            results = run()
-        if not is_started or results is None or self.module.trainer.state.fn != TrainerFn.PREDICTING:
-            return results
-        packed = pack(results)
-        if packed.skipped:
-            rank_zero_warn(
-                f"`trainer.predict` returns None: predictions hold {name_skipped(packed.skipped)}, which cannot be sent"
-                " to the process that has started this one. Return tensors and plain values from `predict_step`."
-            )
-            return None
-        if self.local_rank == 0:
-            # The other process reads the queue when this one has ended: a pipe would be full, shared memory be gone.
-            with tempfile.NamedTemporaryFile(delete=False) as file:
-                torch.save(packed.data, file)
-            return Path(file.name)
-        return None
+        surround_launch(self.launcher, partial(run_on_rank, self, self._watch), receive_predictions)
 
     @override
     def setup_distributed(self) -> None:
         self._resumed = None
         if start_method_of(self) in ("spawn", "forkserver"):  # torch passes tensors on the CPU in shared memory
-            _unshare([self.module, *self.module.trainer.callbacks])  # type: ignore[attr-defined]
+            unshare([self.module, *self.module.trainer.callbacks])  # type: ignore[attr-defined]
         self._connect()
         super().setup_distributed()  # it keeps the process group that it finds
         self._watch.start(self.module.trainer)
@@ -372,11 +346,12 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
                 synchronize_by="Call `self.manual_backward(loss)` instead of `loss.backward()`, and leave the last one"
                 " before a step out of `toggle_model(sync_grad=False)`.",
                 create_in="in `__init__`, `configure_model` or `setup` of the module",
+                describe_position=describe_position,
                 ends_closures=True,
             )
             self._cleanup.callback(guard.close)
             reducer.buffers.settles_itself = False
-            gradient = GradientDriver(reducer, weights.window, guard, balance, describe_position)
+            gradient = GradientDriver(reducer, weights.window, guard, balance)
         self.driver = StepDriver(
             self._cleanup, trainer, self._samples, self.agrees, timeout, weights, gradient, balance
         )
@@ -386,7 +361,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         gradient = None if self.driver is None else self.driver.gradient
         if self._random is None or gradient is None:
             return nullcontext()
-        return self._random.shared(-1 - gradient.position)  # other numbers than optimizers get
+        return self._random.shared(-1 - gradient.guard.position)  # other numbers than optimizers get
 
     @property
     def _driver(self) -> StepDriver:
@@ -395,8 +370,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.driver is not None and is_hook_of_loop(self.module, "batch_to_device"):
-            fetched = getattr(active_combined_loader(self.module.trainer), "fetched", None)  # of another class
+        combined = None if self.driver is None else loader_of_moving_batch(self.module.trainer)
+        if self.driver is not None and combined is not None:
+            fetched = getattr(combined, "fetched", None)  # None for a class that the user has derived
             self.driver.begin(batch, FetchedBatch(None) if fetched is None else fetched.popleft())
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -551,34 +527,9 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             self.driver = self._run = self._random = self._resumed = self.cpu_group = None
 
 
-def _receive_predictions(results: Any) -> Any:
-    """Return the predictions in a file that rank 0 has left, or other results of a Trainer as they are."""
-    if not isinstance(results, Path):
-        return results
-    data = torch.load(results, weights_only=True)
-    results.unlink()
-    return unpack(data)[0]
-
-
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the first argument of a step."""
     return next(iter((*args, *kwargs.values())))
-
-
-def _unshare(parts: Sequence[object]) -> None:
-    """Give the tensors of modules and callbacks memory of this process, which no other rank changes."""
-    values, seen, storages = [*parts], set[int](), dict[int, torch.UntypedStorage]()
-    for value in values:
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_shared():  # type: ignore[no-untyped-call]
-            shared = value.untyped_storage()
-            if shared.data_ptr() not in storages:
-                storages[shared.data_ptr()] = shared.clone()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                value.set_(storages[shared.data_ptr()], value.storage_offset(), value.size(), value.stride())
-        values += vars(value).values() if isinstance(value, Module | Callback) else (one for _, one in items(value))
 
 
 class DDPCheckpointStrategy(ExplicitDDPStrategy):

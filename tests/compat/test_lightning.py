@@ -29,6 +29,7 @@ from lightning_ddp_ext import strategies
 from lightning_ddp_ext._compat import (
     lightning,
     lightning_loaders,
+    lightning_logging,
     lightning_loops,
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
@@ -143,7 +144,7 @@ def test_logged_steps_and_steps_without_a_backward_pass_are_known():
     trainer.training = True
     for steps, logs in ((1, True), (2, False)):
         loop._batches_that_stepped = steps
-        assert lightning_loops.logs_now(trainer) == logs
+        assert lightning_logging.logs_now(trainer) == logs
     assert not lightning_loops.leaves_out_backward(trainer)
     trainer.fit_loop._skip_backward = True
     assert lightning_loops.leaves_out_backward(trainer)
@@ -427,16 +428,17 @@ def test_logging_is_followed_and_described():
     trainer = make_trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=0)
     events, described = [], []
 
-    def update(key, metric, proceed):
-        proceed()
+    @contextmanager
+    def updating(key, metric):
+        yield True
         events.append(key)
-        described.append(json.dumps(lightning_loops.describe_logged(key, metric, with_value=True)))
+        described.append(json.dumps(lightning_logging.describe_logged(key, metric, with_value=True)))
 
     cleanup = ExitStack()
-    lightning_loops.watch_logging(
+    lightning_logging.watch_logging(
         cleanup,
         trainer,
-        update,
+        updating,
         lambda batch: 7,
         lambda: events.append("batch"),
         lambda: events.append("epoch"),
@@ -446,12 +448,12 @@ def test_logging_is_followed_and_described():
     key = "training_step.loss"
     assert events == [key, "batch", key, "batch", "epoch", "end"]
     results = trainer.fit_loop.epoch_loop._results
-    assert lightning_loops.is_synchronised(results[key], on_step=True) is False  # with one device
+    assert lightning_logging.is_synchronised(results[key], on_step=True) is False  # with one device
     results.clear()
-    lightning_loops.adopt_logged(results, json.loads(described[-1]), module, sum)
-    assert lightning_loops.latest(results[key]) == 3
-    lightning_loops.set_latest(results[key], torch.tensor(5.0))
-    assert lightning_loops.latest(results[key]) == 5
+    lightning_logging.adopt_logged(results, json.loads(described[-1]), module, sum)
+    assert lightning_logging.latest(results[key]) == 3
+    lightning_logging.set_latest(results[key], torch.tensor(5.0))
+    assert lightning_logging.latest(results[key]) == 5
     results.batch = torch.zeros(2)
     metric = results[key]
     assert [results._extract_batch_size(metric, given, metric.meta) for given in (3, None)] == [3, 7]

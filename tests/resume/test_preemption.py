@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.reducer.control import ExchangedControl, StepControl
+from lightning_ddp_ext.reducer.control import ControlField
 from lightning_ddp_ext.resume import preemption
 from lightning_ddp_ext.resume.preemption import REQUEUE, STOP, PreemptionHandler, exit_on_sigterm, requeue_job
 
@@ -36,15 +36,14 @@ class Rank:
         self.done = []
         self.trainer.save_checkpoint = lambda path, **_: self.done.append(f"saved {os.path.basename(path)}")
         self.trainer.strategy.barrier = lambda name=None: self.done.append("waited")
-        self.control = StepControl()
-        self.handler = PreemptionHandler(ExitStack(), self.trainer, self.control)
+        self.requests = ControlField()
+        self.handler = PreemptionHandler(ExitStack(), self.trainer, self.requests)
         self.trainer._signal_connector.register_signal_handlers()
 
     def end_step(self, request):
         """Return the exit code if the rank ends after a step whose largest request this is."""
-        self.control.exchanged = ExchangedControl([1.0], request, *[()] * 9)
         try:
-            self.handler.stop_if_agreed()
+            self.handler.stop(request)
         except SystemExit as end:
             return end.code
         return None
@@ -55,10 +54,9 @@ def test_ranks_end_after_the_same_step_with_one_code_whichever_rank_got_the_sign
     first = Rank(tmp_path)
     os.kill(os.getpid(), signum)
     ranks = [first, Rank(tmp_path)]
-    assert [bool(rank.control.stop) for rank in ranks] == [True, False]
-    assert [rank.end_step(0) for rank in ranks] == [None, None]
+    assert [bool(rank.requests.value) for rank in ranks] == [True, False]
     assert [rank.done for rank in ranks] == [[], []]  # the signal only sets a flag
-    agreed = max(rank.control.stop for rank in ranks)
+    agreed = max(rank.requests.value for rank in ranks)
     assert [rank.end_step(agreed) for rank in ranks] == [code, code]
     assert [rank.done[0] for rank in ranks] == ["saved hpc_ckpt_1.ckpt"] * 2
 
@@ -71,7 +69,7 @@ def test_another_handler_of_sigterm_is_called_at_once_and_one_of_the_requeueing_
     for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1):
         os.kill(os.getpid(), signum)
     assert (calls, rank.done) == (["terminated"], [])
-    assert rank.control.stop == REQUEUE > STOP
+    assert rank.requests.value == REQUEUE > STOP
     assert rank.end_step(REQUEUE) == 138
     assert rank.done == ["saved hpc_ckpt_1.ckpt", "requeued", "waited"]
 
@@ -86,7 +84,7 @@ def test_slurm_requeues_the_job_after_its_signal_if_its_environment_allows_it(tm
         preemption, "requeue_job", lambda environ: rank.done.append(f"requeued {environ['SLURM_JOB_ID']}")
     )
     os.kill(os.getpid(), signal.SIGUSR2)
-    assert rank.end_step(rank.control.stop) == 128 + signal.SIGUSR2
+    assert rank.end_step(rank.requests.value) == 128 + signal.SIGUSR2
     assert rank.done == ["saved hpc_ckpt_1.ckpt", *(["requeued 7"] if auto_requeue else []), "waited"]
 
 

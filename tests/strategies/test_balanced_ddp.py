@@ -58,7 +58,7 @@ class Simulated(Callback):
         self.patch = mock.patch.object(balancer, "Timer", self.timer)
 
     def timer(self, device: Any) -> Any:
-        sizes, begun, seen = self.trainer.strategy.rank_steps.shared.sizes, len(self.sizes), self.sizes
+        sizes, begun, seen = self.trainer.strategy.driver.balance.shared.sizes, len(self.sizes), self.sizes
         speed = self.speeds[min(begun, len(self.speeds) - 1)][RANK]
 
         class Timer:
@@ -78,7 +78,7 @@ class Simulated(Callback):
         self.patch.start()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.sizes.append(trainer.strategy.rank_steps.shared.sizes)
+        self.sizes.append(trainer.strategy.driver.balance.shared.sizes)
 
     def on_train_end(self, *_: Any) -> None:
         self.patch.stop()

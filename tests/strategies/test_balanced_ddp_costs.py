@@ -73,7 +73,7 @@ class SimulatedCosts(Simulated):
 
     def timer(self, device: Any) -> Any:
         simulated, module = super().timer(device), self.trainer.lightning_module
-        number, speed = self.trainer.strategy.rank_steps.shared.number, self.speeds[0][RANK]
+        number, speed = self.trainer.strategy.driver.balance.shared.number, self.speeds[0][RANK]
         type(simulated).seconds = property(lambda _: cost_of(module.by_batch.get(number, [])) / speed / 1000)
         return simulated
 

@@ -20,7 +20,7 @@ from lightning_ddp_ext import (
     fabric,
 )
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.ranks.stall_watch import StallWatch
+from lightning_ddp_ext.steps.stall_watch import StallWatch
 from tests.parity import quiet_trainer
 
 STRATEGIES = [BalancedDataParallelStrategy, DDPCheckpointStrategy, DDPJoinStrategy]

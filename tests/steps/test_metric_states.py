@@ -10,7 +10,7 @@ from torchmetrics import CatMetric, Metric
 
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.metrics import synchronize_states
+from lightning_ddp_ext.steps.metric_states import synchronize_states
 from tests.support.processes import RankError, RankTimeoutError, run_processes
 
 

@@ -1,16 +1,14 @@
 """Shares that follow the speed of the ranks, in one process; the answers of the ranks are prepared."""
 
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.errors import BatchSplitError
-from lightning_ddp_ext.reducer.control import StepControl
-from lightning_ddp_ext.shares.balancer import ShareBalancer
 from lightning_ddp_ext.shares.table import SharedBatch, ShareTable, check_shares
+from lightning_ddp_ext.steps.balancer import ShareBalancer
 
 RULE = ChunkRule(None, None, "auto")
 
@@ -21,7 +19,7 @@ class Run:
     def __init__(self, rule=RULE):
         self.said = []
         self.balancer = ShareBalancer(rule, 2, torch.device("cpu"), self.said.append)
-        self.table, self.control = self.add(3), StepControl()
+        self.table = self.add(3)
 
     def add(self, lead):
         table = ShareTable(RULE, 2)
@@ -35,19 +33,17 @@ class Run:
         return shared
 
     def count(self, shared):
-        self.balancer.count_batch(self.control, shared)
-        assert self.control.drawn == shared.agreement
+        self.balancer.count_batch(shared)
+        assert self.balancer._drawn.value == shared.agreement
 
     def exchange(self, seconds=(0.0, 0.0), most=(-1, -1), ends_step=True, has_samples=True):
-        @contextmanager
-        def synchronizing():
-            yield
-            timed = [self.control.timed] * 2
-            self.control.exchanged = SimpleNamespace(timed=timed, seconds=seconds, most_samples=most)
-
-        with self.balancer.exchange(synchronizing(), self.control, ends_step):
-            if has_samples:
-                self.balancer.start()
+        balancer = self.balancer
+        if has_samples:
+            balancer.start()
+        balancer.send(ends_step)
+        balancer._timed.of_ranks = [balancer._timed.value] * 2
+        balancer._seconds.of_ranks, balancer._most_samples.of_ranks = seconds, most
+        balancer.receive()
 
     def division(self):
         return self.table.division(self.table.begun + 3, True).divide(12, None).sizes
@@ -58,7 +54,7 @@ def test_shares_follow_times_from_the_first_batch_that_no_rank_has_drawn():
     for number in range(10):
         run.count(run.begin(number))
         run.exchange(seconds=(4.0, 1.0))
-        assert len(run.balancer.take_timed()) == run.control.timed - number == 1
+        assert len(run.balancer.take_timed()) == run.balancer._timed.value - number == 1
     (decision,) = run.said
     assert decision.startswith('`balance="auto"`, batch 8: 6, 6 -> ')
     assert run.table.held_from == 8 + 3

@@ -10,11 +10,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_ddp_ext._compat.lightning_loops import watch_logging
+from lightning_ddp_ext._compat.lightning_logging import watch_logging
 from lightning_ddp_ext.errors import LoggedKeysError
-from lightning_ddp_ext.join.metrics import LoggedValues
 from lightning_ddp_ext.ranks.loaders import StepParticipation
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
+from lightning_ddp_ext.reducer.control import ControlField
+from lightning_ddp_ext.steps.logged_values import LoggedValues
 from tests.support.fake_group import run_ranks
 
 OPERATIONS = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}
@@ -32,17 +33,16 @@ class Rank:
         self.trainer.state.fn = TrainerFn.FITTING if is_training else TrainerFn.VALIDATING
         self.trainer.training, self.trainer.validating = is_training, not is_training
         self.results = self.trainer._results
-        self.participation = StepParticipation(tuple(range(group.barrier.parties)), is_shadow=False, is_uneven=False)
-        self.values = LoggedValues(self.trainer, LightningModule(), group, lambda: self.participation)
+        self.trainer.strategy._lightning_module = LightningModule()
+        self.values = LoggedValues(self.trainer, group, agrees=True, keys=ControlField())
         watch_logging(
-            ExitStack(), self.trainer, self.values.update, BatchSamples(0).rounded, lambda: None, self.values.end_epoch,
-            self.values.check_epoch,
+            ExitStack(), self.trainer, self.values.updating, BatchSamples(0).rounded, lambda: None,
+            self.values.end_epoch, self.values.check_epoch,
         )  # fmt: skip
 
     def begin(self, active):
         world_size = self.group.barrier.parties
-        self.participation = StepParticipation(active, self.group.rank not in active, len(active) < world_size)
-        self.values.begin()
+        self.values.begin(StepParticipation(active, self.group.rank not in active, len(active) < world_size))
 
     def log(self, hook, name, value, operation="mean", sync_dist=True, on_step=True):
         self.results.log(
@@ -51,7 +51,8 @@ class Rank:
         )  # fmt: skip
 
     def reduce(self, tensor, group, reduce_op):
-        return self.values.reduce(tensor, reduce_op, lambda tensor: tensor)
+        reduced = self.values.reduce(tensor, reduce_op)
+        return tensor if reduced is None else reduced
 
     def latest(self):
         return {key.partition(".")[2]: float(metric._forward_cache) for key, metric in self.results.items()}

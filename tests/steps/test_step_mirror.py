@@ -13,7 +13,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.join.step_mirror import StepMirror
+from lightning_ddp_ext.steps.step_mirror import StepMirror
 
 
 class Network(LightningModule):
