@@ -71,6 +71,13 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def widened(tensor: Any, reduce_op: object) -> Any:
+    """Convert integers to floating point if their mean is wanted, which Lightning would truncate."""
+    is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    is_whole = isinstance(tensor, Tensor) and not tensor.is_floating_point() and not tensor.is_complex()
+    return tensor.to(widest_float(tensor.device)) if is_mean and is_whole else tensor
+
+
 @functools.cache
 def reports_memory(device: torch.device) -> bool:
     """Return True if torch keeps statistics of a device's memory; the CPU and MPS share the memory of the host."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_ddp_ext._compat.torch import ignored_by_ddp
+from lightning_ddp_ext._compat.torch import find_ignored
 from lightning_ddp_ext.distributed.exchange import (
     exchange_device,
     gather_different,
@@ -264,15 +264,6 @@ def value_to_text(value: Any) -> str:
         return "[" + ", ".join(map(value_to_text, value)) + "]"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
-
-
-def find_ignored(module: nn.Module) -> frozenset[str]:
-    """Return the names of parameters and buffers that each rank has for itself (`ignored_by_ddp`), such as queues."""
-    return frozenset(
-        f"{prefix}.{name.strip('.')}".strip(".")
-        for prefix, part in module.named_modules()
-        for name in ignored_by_ddp(part)
-    )
 
 
 def shared_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -92,6 +92,15 @@ def ignored_by_ddp(module: nn.Module) -> list[str]:
     return list(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
+def find_ignored(module: nn.Module) -> frozenset[str]:
+    """Return the names of parameters and buffers that each rank has for itself (`ignored_by_ddp`), such as queues."""
+    return frozenset(
+        f"{prefix}.{name.strip('.')}".strip(".")
+        for prefix, part in module.named_modules()
+        for name in ignored_by_ddp(part)
+    )
+
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate the elements of tensors of one dtype in one call; a single tensor is not copied."""
     flat: Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]

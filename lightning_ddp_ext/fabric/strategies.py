@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_ddp_ext._compat.lightning import allows_other_backward_passes, postpone_synchronization
 from lightning_ddp_ext._compat.torch import is_lost_connection
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
+from lightning_ddp_ext._devices import widened
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import as_timeout, check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
@@ -45,7 +46,7 @@ from lightning_ddp_ext.steps.balancer import ShareBalancer
 from lightning_ddp_ext.steps.driver import GradientDriver
 from lightning_ddp_ext.steps.metric_states import synchronize_states
 from lightning_ddp_ext.steps.step_guard import StepGuard
-from lightning_ddp_ext.strategies.base import check_checkpoint, describe_versions_of_run, unreadable, widened
+from lightning_ddp_ext.strategies.base import check_checkpoint, describe_versions_of_run, unreadable
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 
 T = TypeVar("T")

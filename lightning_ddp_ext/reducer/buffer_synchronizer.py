@@ -13,12 +13,13 @@ from lightning_ddp_ext._compat.torch import (
     Normalisation,
     TensorVersions,
     equal_or_nan,
+    find_ignored,
     flatten,
     ignore_in_ddp,
     is_persistent,
 )
 from lightning_ddp_ext._devices import widest_float
-from lightning_ddp_ext.consistency import compare_setups, describe, find_ignored, fingerprint
+from lightning_ddp_ext.consistency import compare_setups, describe, fingerprint
 from lightning_ddp_ext.distributed.exchange import gather_integers, gather_objects
 from lightning_ddp_ext.errors import WarnOnce
 from lightning_ddp_ext.reducer.buckets import overwrite

@@ -16,11 +16,11 @@ from lightning_ddp_ext._validation import check_bucket_cap
 from lightning_ddp_ext.consistency import compare_setups, describe_module, fixed_parameters, shared_parameters
 from lightning_ddp_ext.distributed.exchange import destroy_group, digest, group_with_cpu, own_group
 from lightning_ddp_ext.errors import RanksOutOfStepError, UnsupportedFeatureError
-from lightning_ddp_ext.reducer.all_reduce import BucketTransport, CommHook, SparseGradients
-from lightning_ddp_ext.reducer.bucket_scheduler import BucketScheduler
+from lightning_ddp_ext.reducer.bucket_scheduler import BucketScheduler, BucketTransport, CommHook
 from lightning_ddp_ext.reducer.buckets import GradientBucket, GradientLayout, broadcast_all
 from lightning_ddp_ext.reducer.buffer_synchronizer import BufferSynchronizer
 from lightning_ddp_ext.reducer.control import Control
+from lightning_ddp_ext.reducer.sparse_gradients import SparseGradients
 
 
 class GradientReducer:
@@ -355,7 +355,8 @@ class GradientReducer:
             bucket.write_back(used)
         if not self._transport.keeps_state:  # which is in the units of the first synchronisation
             self._expected_total = max(_nearest_power(total), self._expected_total / 2)
-        self._sparse.reduce(used, self._scale / total if self._weight else 0.0)
+        if self._sparse.members:
+            self._sparse.reduce(used, self._scale / total if self._weight else 0.0)
         self._scheduler.predictor.learn(self._layout.buckets, has_new=bool(new))
 
     def _add_late(self, bucket: GradientBucket) -> None:

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_ext._compat.lightning_loops import manual_step_progress
-from lightning_ddp_ext._compat.torch import TensorVersions, are_identical, equal_or_nan, version_of
+from lightning_ddp_ext._compat.torch import TensorVersions, are_identical, equal_or_nan, find_ignored, version_of
 from lightning_ddp_ext.batches.containers import is_record
-from lightning_ddp_ext.consistency import checksums, find_ignored
+from lightning_ddp_ext.consistency import checksums
 from lightning_ddp_ext.distributed.exchange import broadcast_bytes
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError

@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, Strategy
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext._devices import widest_float
 from lightning_ddp_ext._import_names import DISTRIBUTIONS
 from lightning_ddp_ext._validation import as_timeout, check_choice
 from lightning_ddp_ext.clusters.process_group_options import Connection, RankMixin, choose_start_method, device_type_of
@@ -109,13 +106,6 @@ def unreadable(path: str | Path, reason: object, argument: str = "ckpt_path") ->
         f" ({' '.join(str(reason).split())}).",
         "Give another file that `trainer.save_checkpoint` or `fabric.save` wrote.",
     )
-
-
-def widened(tensor: Any, reduce_op: dist.ReduceOp | str | None) -> Any:
-    """Convert integers to floating point if their mean is wanted, which Lightning would truncate."""
-    is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-    is_whole = isinstance(tensor, Tensor) and not tensor.is_floating_point() and not tensor.is_complex()
-    return tensor.to(widest_float(tensor.device)) if is_mean and is_whole else tensor
 
 
 def describe_versions_of_run() -> dict[str, object]:

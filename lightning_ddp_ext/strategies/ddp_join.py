@@ -17,7 +17,7 @@ from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
 from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.loaders import iterables_and_mode
-from lightning_ddp_ext.reducer.all_reduce import takes_group
+from lightning_ddp_ext.reducer.bucket_scheduler import takes_group
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 

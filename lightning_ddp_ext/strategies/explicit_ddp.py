@@ -31,6 +31,7 @@ from lightning_ddp_ext._compat.lightning import (
 )
 from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, loader_of_moving_batch, replace_loaders
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
+from lightning_ddp_ext._devices import widened
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
@@ -41,7 +42,7 @@ from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, combine_counted
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
-from lightning_ddp_ext.reducer.all_reduce import CommHook
+from lightning_ddp_ext.reducer.bucket_scheduler import CommHook
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
@@ -54,7 +55,7 @@ from lightning_ddp_ext.steps.metric_states import synchronize_states
 from lightning_ddp_ext.steps.stall_watch import StallWatch
 from lightning_ddp_ext.steps.step_guard import StepGuard
 from lightning_ddp_ext.steps.weights import StepWeights
-from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run, widened
+from lightning_ddp_ext.strategies.base import ConnectedStrategy, describe_versions_of_run
 from lightning_ddp_ext.strategies.gathering import GatherMixin
 from lightning_ddp_ext.strategies.launching import receive_predictions, run_on_rank, unshare
 

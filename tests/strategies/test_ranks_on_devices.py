@@ -11,11 +11,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy, ClassWeights
-from lightning_ddp_ext._devices import widest_float
+from lightning_ddp_ext._devices import widened, widest_float
 from lightning_ddp_ext.fabric.strategies import _reduce_rows
 from lightning_ddp_ext.ranks import sample_counts
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
-from lightning_ddp_ext.strategies.base import widened
 from tests.strategies.toolkit import CLASSES, FEATURES, RANK, STRATEGIES, Classifier, fit, loader, samples
 from tests.support.processes import run_processes
 
