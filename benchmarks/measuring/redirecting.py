@@ -101,7 +101,7 @@ class Groups:
         dist.Backend.register_backend(_BACKEND_NAME, DelegatingGroup, devices=["cpu"])
         pair, delegating_pair = (dist.new_group(list(ACTIVE), backend=backend) for backend in (None, _BACKEND_NAME))
         tail = ActiveRankCollectives(dist.new_group())
-        tail.prepare(ACTIVE)
+        tail.prepare(ACTIVE, torch.nn.Module())
         return cls(pair, delegating_pair, dist.new_group(backend=_BACKEND_NAME), tail)
 
     def choose(self, way: str, in_uneven_phase: bool) -> tuple[dist.ProcessGroup, Redirect]:

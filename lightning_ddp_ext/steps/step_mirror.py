@@ -69,14 +69,7 @@ class StepBroadcast:
             message["steps"] = [guard.steps, guard.optimizers, None if has_ended else guard.numbers()[1]]
             if has_ended and self.mirror is not None:
                 message["changes"] = self.mirror.changes()
-        packed = pack(message)
-        if packed.skipped:
-            raise UnsupportedFeatureError(
-                "ranks without data need the state of optimizers and schedulers that `training_step` changes, and it"
-                f" holds {name_skipped(packed.skipped)}, which is neither a number nor a tensor. Change it in a hook"
-                " that all ranks run, such as `on_train_batch_start`."
-            )
-        broadcast_bytes(packed.data, self._group, active[0])
+        broadcast_bytes(pack_effects(message), self._group, active[0])
 
     def receive(self, active: Sequence[int], guard: StepGuard | None = None) -> bool:
         """Receive on a joined rank what `send` sends; take over the effects of a step and return True if it ended."""
@@ -89,6 +82,18 @@ class StepBroadcast:
         if self.mirror is not None and message.get("changes"):
             self.mirror.take(message["changes"])
         return True
+
+
+def pack_effects(message: dict[str, Any]) -> Tensor:
+    """Serialise the effects of a step."""
+    packed = pack(message)
+    if packed.skipped:
+        raise UnsupportedFeatureError(
+            "ranks without data need the state of optimizers and schedulers that `training_step` changes, and it holds"
+            f" {name_skipped(packed.skipped)}, which is neither a number nor a tensor. Change it in a hook that all"
+            " ranks run, such as `on_train_batch_start`."
+        )
+    return packed.data
 
 
 class StepMirror:

@@ -210,7 +210,7 @@ def run_cases() -> tuple[list[dict[str, Any]], tuple[float, float]]:
     GROUPS.update(world=dist.group.WORLD, all=dist.new_group(), ends=dist.new_group([0, 2]), odd=dist.new_group([0, 1]))
     GROUPS["mesh"] = dist.init_device_mesh("cpu", (3,))
     collectives = ActiveRankCollectives(own)
-    collectives.prepare(ACTIVE)
+    collectives.prepare(ACTIVE, torch.nn.Module())
     found: list[dict[str, Any]] = []
     if rank in ACTIVE:
         odd = {"odd group": (lambda rank: rank or dist.all_reduce(of(rank), group=GROUPS["odd"]), "")}
@@ -227,7 +227,7 @@ def run_cases() -> tuple[list[dict[str, Any]], tuple[float, float]]:
                         if "does not support" not in str(error):
                             raise
                         found[-1][name] = UNSUPPORTED
-                dist.barrier(group=collectives.group)
+                dist.barrier(group=collectives._group)
         with collectives.redirect():
             dist.all_reduce(of(rank), group=own)  # the joined rank takes part in this one
     else:
@@ -287,7 +287,7 @@ def use_many_groups() -> tuple[list[float], int, int]:
     groups = dist.distributed_c10d._world.pg_names
     before, most, reduced = len(groups), 0, []
     for active in [(0, 1), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)] * 5:
-        collectives.prepare(active)
+        collectives.prepare(active, torch.nn.Module())
         most = max(most, len(groups) - before)
         if rank in active:
             with collectives.redirect():

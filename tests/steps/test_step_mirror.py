@@ -12,8 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import MeanMetric
 
+from lightning_ddp_ext.distributed.serialization import unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
-from lightning_ddp_ext.steps.step_mirror import StepMirror
+from lightning_ddp_ext.steps.step_mirror import StepMirror, pack_effects
 
 
 class Network(LightningModule):
@@ -63,7 +64,8 @@ def ranks():
 def changes(rank, step):
     rank.mirror.remember()
     step(rank.module)
-    return rank.mirror.changes()
+    found = rank.mirror.changes()
+    return unpack(pack_effects(found))[0] if found else None
 
 
 def run(module):
