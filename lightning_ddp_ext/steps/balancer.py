@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext._devices import Timer, are_deterministic
+from lightning_ddp_ext._devices import Timer, are_deterministic, reports_memory
 from lightning_ddp_ext.batches.balance_controller import BalanceController, PeakMemory
 from lightning_ddp_ext.batches.chunk_sizes import ChunkRule
 from lightning_ddp_ext.errors import RanksOutOfStepError
@@ -41,7 +41,7 @@ class ShareBalancer:
         ranks: int,
         device: torch.device,
         inform: Callable[[str], None],
-        has_own_memory: bool = False,
+        watches_memory: bool = False,
     ) -> None:
         self.controller = None if rule is None else _make_controller(rule, ranks, inform)
         self._tables: list[ShareTable] = []
@@ -58,7 +58,7 @@ class ShareBalancer:
         self._read: deque[TimedStep] = deque(maxlen=_MOST_UNREAD)  # the last ones whose times are known
         self._number = 0
         self.shared: SharedBatch | None = None  # the current batch of training
-        self._peaks = PeakMemory() if self.controller is not None and has_own_memory else None
+        self._peaks = PeakMemory() if self.controller is not None and watches_memory else None
         self._drawn = ControlField()  # hash of the samples that ranks have drawn, of the division too
         self._timed = ControlField()  # number of a step whose time is known by now, from 1; 0 for none
         self._seconds = ControlField()  # of this rank in that step
@@ -236,6 +236,12 @@ class ShareBalancer:
             return False
         self.controller.load_state_dict(state)
         return True
+
+
+def has_own_memory(device: torch.device, of_node: Sequence[torch.device] | None) -> bool:
+    """Return True if the device of this rank has memory of its own; on the CPU ranks share the memory of the host."""
+    devices = of_node or []
+    return len({*devices}) == len(devices) and reports_memory(device)
 
 
 def _make_controller(rule: ChunkRule, ranks: int, inform: Callable[[str], None]) -> BalanceController | None:

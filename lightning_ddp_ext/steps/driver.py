@@ -211,13 +211,13 @@ class StepDriver:
         self.weights.begin(self._begins_window and self._module.automatic_optimization)
         if self._number != number:  # not when an optimizer runs its closure again
             self._number, self._passes = number, 0
+        if self.balance is not None:
+            self.balance.count_batch()  # not a batch that a callback skips
 
     @contextmanager
     def running(self, batch: Any) -> Iterator[None]:
         """Run `training_step` of the module with a batch in the block, on an active rank."""
         assert self.weights is not None
-        if self.balance is not None:
-            self.balance.count_batch()  # not a batch that a callback skips
         if self.participation.is_uneven:
             self._broadcast.remember(self._active)
         with self._redirect():

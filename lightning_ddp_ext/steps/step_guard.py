@@ -39,7 +39,7 @@ class StepGuard:
     synchronize_by: str  # what to do about gradients that are not synchronised, for the error
     create_in: str  # where to create parameters, for the error
     describe_position: Callable[[int], str]  # puts the position of a synchronisation into words
-    ends_closures: bool = False  # the caller of an optimizer calls `end_closure` itself
+    managed: Optimizer | None = None  # the caller of this optimizer's step calls `end_closure` itself
     steps: int = 0  # that optimizers have begun
     optimizers: int = 0  # a number that depends on how often each optimizer has stepped, in any order
     announced: int | None = None  # second of `numbers` on the ranks that run a manual step, which may change settings
@@ -152,7 +152,7 @@ class StepGuard:
         if closure is None or not is_managed:
             self.check(optimizer)
             return None
-        if self.ends_closures or (isinstance(closure, partial) and closure.func == self._run_closure):
+        if optimizer is self.managed or (isinstance(closure, partial) and closure.func == self._run_closure):
             return None  # or of the subclass
         checked = partial(self._run_closure, closure, optimizer)
         if is_positional:

@@ -9,7 +9,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
 from lightning_ddp_ext._compat.lightning_loaders import active_combined_loader, keep_loaders
-from lightning_ddp_ext._devices import reports_memory
 from lightning_ddp_ext._output import rank_zero_info
 from lightning_ddp_ext.batches.chunk_sizes import Balance, ChunkRule
 from lightning_ddp_ext.distributed.exchange import broadcast_object
@@ -19,7 +18,7 @@ from lightning_ddp_ext.ranks.loaders import iterables_and_mode
 from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
-from lightning_ddp_ext.steps.balancer import ShareBalancer, TimedStep
+from lightning_ddp_ext.steps.balancer import ShareBalancer, TimedStep, has_own_memory
 from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
 from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
@@ -102,10 +101,15 @@ class BalancedDDPStrategy(DDPJoinStrategy):
 
     @override
     def make_balance(self) -> ShareBalancer | None:
-        devices, resumed = self.parallel_devices or [], {} if self._run is None else self._run.resumed_steps
-        has_own_memory = len({*devices}) == len(devices) and reports_memory(self.root_device)
+        resumed = {} if self._run is None else self._run.resumed_steps
         rule = None if self._run is None else self._rule
-        balance = ShareBalancer(rule, self.world_size, self.root_device, rank_zero_info, has_own_memory)
+        balance = ShareBalancer(
+            rule,
+            self.world_size,
+            self.root_device,
+            rank_zero_info,
+            has_own_memory(self.root_device, self.parallel_devices),
+        )
         self._table = ShareTable(self._rule, self.world_size, refuses_single_samples(self.module), self._cost)
         balance.add(self._table)
         # In evaluation, samplers that shuffle are seeded as the run of rank 0.

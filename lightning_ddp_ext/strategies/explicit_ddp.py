@@ -348,7 +348,6 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
                 " before a step out of `toggle_model(sync_grad=False)`.",
                 create_in="in `__init__`, `configure_model` or `setup` of the module",
                 describe_position=describe_position,
-                ends_closures=True,
             )
             self._cleanup.callback(guard.close)
             reducer.buffers.settles_itself = False
@@ -445,8 +444,11 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             return None if self._leaves_scaler_nothing(optimizer, reducer) else loss
 
         # Random numbers of an optimizer, such as the noise of Langevin dynamics, have to be the same on all ranks.
+        gradient.guard.managed = optimizer
         with nullcontext() if numbers is None else numbers.shared(self.module.trainer.global_step):
-            return super().optimizer_step(optimizer, run_closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
+        gradient.guard.managed = None
+        return output
 
     def _leaves_scaler_nothing(self, optimizer: Optimizer, reducer: GradientReducer) -> bool:
         """Return True if a gradient scaler would find no gradient because no batch has weight: it skips the step."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext._compat.torch import cloned_store
 from lightning_ddp_ext.distributed.watchdog import Interruption, RunWatch
-from lightning_ddp_ext.ranks import stall_watch
+from lightning_ddp_ext.steps import stall_watch
 from tests import virtual_accelerator
 from tests.support.processes import run_processes
 

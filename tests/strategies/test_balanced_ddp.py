@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_ext import BalancedDDPStrategy
 from lightning_ddp_ext.callbacks import ReplicaConsistency
-from lightning_ddp_ext.shares import balancer
-from lightning_ddp_ext.shares import steps as shared_steps
+from lightning_ddp_ext.steps import balancer
+from lightning_ddp_ext.strategies import balanced_ddp
 from tests.parity import CachesMask, normalised_network, quiet_trainer
 from tests.strategies.toolkit import (
     ALONE,
@@ -110,8 +110,8 @@ class Case:
         callbacks = [*([] if self.options else [simulated]), *options.pop("callbacks", [])]
         limits = [self.most if RANK == 1 else None]
         with (
-            mock.patch.object(shared_steps, "has_own_memory", return_value=self.most is not None),
-            mock.patch.object(shared_steps.PeakMemory, "observe", return_value=limits),
+            mock.patch.object(balanced_ddp, "has_own_memory", return_value=self.most is not None),
+            mock.patch.object(balancer.PeakMemory, "observe", return_value=limits),
         ):
             _, trace = fit(module, loader, strategy=BalancedDDPStrategy(**self.options), callbacks=callbacks, **options)
         return module.by_batch, trace.parameters, trace.digests, simulated.sizes
