@@ -21,7 +21,7 @@ from lightning_ddp_ext.distributed.exchange import broadcast_object
 from lightning_ddp_ext.distributed.serialization import name_skipped, pack, unpack
 from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.predictions import Finished, Place, as_indices, hash_of, merge_parts
-from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 _MERGED, _RUN, _PARTS = "predictions.pt", "run.json", "parts"
 _EMPTY = "Write into an empty folder."
@@ -80,7 +80,7 @@ class PredictionWriter(BasePredictionWriter):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "predict":
             return
-        if not isinstance(trainer.strategy, DDPJoinStrategy):
+        if not (isinstance(trainer.strategy, ExplicitDDPStrategy) and trainer.strategy.agrees):
             raise UnsupportedFeatureError(
                 f"`PredictionWriter` does not know the order of batches under `{type(trainer.strategy).__name__}`. Use"
                 ' `strategy="ddp_join"` or `"balanced_ddp"`, also for a single device.'
@@ -122,7 +122,7 @@ class PredictionWriter(BasePredictionWriter):
 
     def _prepare(self, trainer: Trainer, module: LightningModule) -> tuple[int, dict[tuple[int, int], list[int]]]:
         """Return the number of this run, and the hashes of the first batches of each loader and source."""
-        assert isinstance(trainer.strategy, DDPJoinStrategy)
+        assert isinstance(trainer.strategy, ExplicitDDPStrategy)
         tensors = {name: value.cpu() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
         own = {
             "model": fingerprint_all(tensors),
@@ -162,7 +162,7 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        assert isinstance(trainer.strategy, DDPJoinStrategy)
+        assert isinstance(trainer.strategy, ExplicitDDPStrategy)
         place, content = trainer.strategy.predictions.place, trainer.strategy.predictions.content
         assert place is not None
         indices = as_indices(batch_indices) if batch_indices else None

@@ -23,7 +23,7 @@ from lightning_ddp_ext.distributed.exchange import gather_objects
 from lightning_ddp_ext.replicas.replicated_step import BatchRecord
 from lightning_ddp_ext.strategies.balanced_ddp import BalancedDDPStrategy
 from lightning_ddp_ext.strategies.balanced_dp import BalancedDataParallelStrategy
-from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -294,7 +294,7 @@ class JoinReport(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not at the end of an epoch, when the progress bar of rank 0 reduces metrics before other callbacks run.
         self._gather(trainer)
-        if isinstance(trainer.strategy, DDPJoinStrategy):
+        if isinstance(trainer.strategy, ExplicitDDPStrategy) and trainer.strategy.agrees:
             self._record = RankRecord(trainer.current_epoch, trainer.global_rank)
 
     @override
@@ -306,7 +306,7 @@ class JoinReport(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         record, strategy = self._record, trainer.strategy
-        if record is None or not isinstance(strategy, DDPJoinStrategy):
+        if record is None or not isinstance(strategy, ExplicitDDPStrategy):
             return
         seconds = time.perf_counter() - self._started
         record.seconds += seconds

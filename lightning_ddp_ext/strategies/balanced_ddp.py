@@ -19,11 +19,10 @@ from lightning_ddp_ext.shares.combined_loader import SharedCombinedLoader
 from lightning_ddp_ext.shares.costs import Cost, SampleCost
 from lightning_ddp_ext.shares.table import ShareTable, refuses_single_samples
 from lightning_ddp_ext.steps.balancer import ShareBalancer, TimedStep, has_own_memory
-from lightning_ddp_ext.strategies.ddp_join import DDPJoinStrategy
-from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, check_predictions_on
 
 
-class BalancedDDPStrategy(DDPJoinStrategy):
+class BalancedDDPStrategy(ExplicitDDPStrategy):
     """One process per device; the loader's batch is the global batch, of which each rank fetches and computes a share.
 
     Any number of ranks sees the same samples in the same optimizer step, and computes the gradient of the whole batch.
@@ -57,6 +56,8 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         >>> trainer = Trainer(strategy=BalancedDDPStrategy(split=[1, 3]), accelerator="cpu", devices=2, logger=False)
     """
 
+    channels = 3  # the third for the active ranks
+    agrees = True
     shares_batches = True
 
     def __init__(
@@ -69,7 +70,7 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         predictions_on: PredictionsOn = "all_ranks",
         **options: Any,
     ) -> None:
-        if options.get("uneven_inputs", "join") != "join":  # LightningCLI fills in defaults of the base class
+        if "uneven_inputs" in options:
             raise TypeError("`uneven_inputs` is not needed: all ranks share the same batches. Delete the argument.")
         if options.get("prefetch"):
             raise ValueError(
@@ -78,7 +79,8 @@ class BalancedDDPStrategy(DDPJoinStrategy):
             )
         self._rule = ChunkRule(gpu0_batch_size, split, balance)
         self._cost = None if cost is None else SampleCost(cost)
-        super().__init__(*args, predictions_on=predictions_on, **options)
+        super().__init__(*args, **options)
+        self.predictions_on = check_predictions_on(predictions_on)
         self.gpu0_batch_size = gpu0_batch_size
         self.split = None if split is None else list(split)
         self.balance = balance
@@ -169,7 +171,3 @@ class BalancedDDPStrategy(DDPJoinStrategy):
         combined = active_combined_loader(self.module.trainer)
         assert isinstance(combined, SharedCombinedLoader)
         return combined.indices_of(dataloader_idx)
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        return ExplicitDDPStrategy.process_dataloader(self, dataloader)

@@ -1,24 +1,18 @@
 """Distributed training on ranks with different amounts of data."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, get_args
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from typing_extensions import override
 
-from lightning_ddp_ext._compat.lightning import takes_dataloader_iter
-from lightning_ddp_ext._compat.lightning_loaders import replace_prediction
 from lightning_ddp_ext._validation import check_choice
-from lightning_ddp_ext.errors import UnsupportedFeatureError
 from lightning_ddp_ext.join.combined_loader import LockstepCombinedLoader, RankedLoader
 from lightning_ddp_ext.join.lockstep_loader import HasNextBatch, UnevenInputs
-from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
+from lightning_ddp_ext.join.predictions import PredictionsOn
 from lightning_ddp_ext.join.samplers import LightningInjectedRank, disable_sampler_padding
 from lightning_ddp_ext.ranks.loaders import iterables_and_mode
-from lightning_ddp_ext.reducer.bucket_scheduler import takes_group
-from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy
+from lightning_ddp_ext.strategies.explicit_ddp import ExplicitDDPStrategy, check_predictions_on
 
 
 class DDPJoinStrategy(ExplicitDDPStrategy):
@@ -63,56 +57,10 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         **options: Any,
     ) -> None:
         check_choice("uneven_inputs", uneven_inputs, get_args(UnevenInputs), 'Use "join" to train on all data.')
-        check_choice("predictions_on", predictions_on, get_args(PredictionsOn), 'Use "rank_zero" to save memory.')
         super().__init__(*args, **options)
-        if self.comm_hook is not None and not (takes_group(self.comm_hook) and self.comm_state is None):
-            raise ValueError(
-                f"`ddp_comm_hook` must be one of torch's that keep no state, such as `fp16_compress_hook`, and"
-                f" `ddp_comm_state` None, got {self.comm_hook!r}: a hook with state communicates on a group without"
-                " the ranks that have run out of data. Leave it out, or use `ddp_checkpoint`."
-            )
         self.uneven_inputs = uneven_inputs
-        self.predictions_on = predictions_on
-        # `PredictionWriter` sets it: returns the batches that an interrupted run has predicted.
-        self.find_finished: Callable[[], Finished] | None = None
+        self.predictions_on = check_predictions_on(predictions_on)
         self._injects_sampler = False  # into the loader that Lightning prepares
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        for step in ("training_step", "validation_step", "test_step", "predict_step"):
-            if takes_dataloader_iter(trainer.lightning_module, step):
-                raise UnsupportedFeatureError(
-                    f"`{step}(self, dataloader_iter)` fetches batches itself, so that ranks cannot agree on who has"
-                    " one. Take the batch instead."
-                )
-        super().setup(trainer)
-        if trainer.predicting:
-            replace_prediction(
-                self._cleanup, trainer, self._combine_predicted, self.indices_of, self._driver.end,
-                lambda output: not isinstance(output, NoPrediction),
-                lambda outputs: self.predictions.merge(outputs),
-            )  # fmt: skip
-
-    @property
-    def predictions(self) -> Predictions:
-        """The predictions of this rank, while the Trainer predicts."""
-        assert self._driver.predictions is not None
-        return self._driver.predictions
-
-    def _combine_predicted(self, given: Any) -> CombinedLoader:
-        finished = none_finished if self.find_finished is None else self.find_finished()
-        self._driver.predictions = Predictions(
-            self.module.trainer, self._driver.group, self.batch_dim, self.predictions_on, finished
-        )
-        return self.combine_loaders(given, is_training=False)
-
-    def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
-        """Return the indices of batches of a loader of predictions; None if Lightning has to find them."""
-        return () if self.predictions.place is None else self.predictions.indices_of(dataloader_idx)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.predictions.run(partial(super().predict_step, *args, **kwargs))
 
     @override
     def combine_loaders(self, given: Any, is_training: bool) -> CombinedLoader:
@@ -132,8 +80,7 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
 
     @override
     def compared_arguments(self) -> dict[str, object]:
-        own = {"uneven_inputs": self.uneven_inputs, "predictions_on": self.predictions_on}
-        return {**super().compared_arguments(), **own}
+        return {**super().compared_arguments(), "uneven_inputs": self.uneven_inputs}
 
     @property
     @override
@@ -157,6 +104,5 @@ class DDPJoinStrategy(ExplicitDDPStrategy):
         return RankedLoader(dataloader, self.driver.group)
 
     @override
-    def teardown(self) -> None:
-        self.find_finished = None
-        super().teardown()
+    def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
+        return () if self.predictions.place is None else self.predictions.indices_of(dataloader_idx)

@@ -1,11 +1,11 @@
 """Explicit gradient synchronisation after any backward pass: `ddp_checkpoint`, and the base of the DDP strategies."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 import torch
@@ -29,20 +29,26 @@ from lightning_ddp_ext._compat.lightning import (
     surround_launch,
     takes_dataloader_iter,
 )
-from lightning_ddp_ext._compat.lightning_loaders import keep_batch_samplers, loader_of_moving_batch, replace_loaders
+from lightning_ddp_ext._compat.lightning_loaders import (
+    keep_batch_samplers,
+    loader_of_moving_batch,
+    replace_loaders,
+    replace_prediction,
+)
 from lightning_ddp_ext._compat.torchmetrics import watch_synchronization
 from lightning_ddp_ext._devices import widened
 from lightning_ddp_ext._output import rank_zero_info
-from lightning_ddp_ext._validation import check_bucket_cap, check_integer, refuse_unknown
+from lightning_ddp_ext._validation import check_bucket_cap, check_choice, check_integer, refuse_unknown
 from lightning_ddp_ext.activation_checkpointing import ActivationCheckpointing, ActivationCheckpointingPolicy
 from lightning_ddp_ext.batches.weights import WeightBy, WeightRule
 from lightning_ddp_ext.clusters.process_group_options import StartMethod, check_objects
 from lightning_ddp_ext.consistency import compare_setups, describe_arguments
 from lightning_ddp_ext.distributed.backends import DEFAULT_TIMEOUT
 from lightning_ddp_ext.errors import UnsupportedFeatureError
+from lightning_ddp_ext.join.predictions import Finished, NoPrediction, Predictions, PredictionsOn, none_finished
 from lightning_ddp_ext.ranks.loaders import FetchedBatch, combine_counted
 from lightning_ddp_ext.ranks.sample_counts import BatchSamples
-from lightning_ddp_ext.reducer.bucket_scheduler import CommHook
+from lightning_ddp_ext.reducer.bucket_scheduler import CommHook, takes_group
 from lightning_ddp_ext.reducer.gradient_reducer import GradientReducer
 from lightning_ddp_ext.resume.checkpoint import RANKS, AtomicSaveMixin, ResumableRun
 from lightning_ddp_ext.resume.preemption import exit_on_sigterm, shield_workers
@@ -174,10 +180,19 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
         if ddp_comm_hook is not None and ddp_comm_wrapper is not None:
             self.comm_hook = ddp_comm_wrapper(ddp_comm_hook)
         self.comm_state = ddp_comm_state
+        if self.agrees and self.comm_hook is not None and not (takes_group(self.comm_hook) and ddp_comm_state is None):
+            raise ValueError(
+                f"`ddp_comm_hook` must be one of torch's that keep no state, such as `fp16_compress_hook`, and"
+                f" `ddp_comm_state` None, got {self.comm_hook!r}: a hook with state communicates on a group without"
+                " the ranks that have run out of data. Leave it out, or use `ddp_checkpoint`."
+            )
         self.activation_checkpointing = activation_checkpointing
         self._checkpointing = (
             None if activation_checkpointing is None else ActivationCheckpointing(activation_checkpointing)
         )
+        self.predictions_on: PredictionsOn = "all_ranks"
+        # `PredictionWriter` sets it: returns the batches that an interrupted run has predicted.
+        self.find_finished: Callable[[], Finished] | None = None
         self.is_preparing_loader = False  # Lightning, not the user, asks for the arguments of a sampler
         self.driver: StepDriver | None = None  # of this run, as the objects below
         self._run: ResumableRun | None = None
@@ -248,6 +263,7 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
+            "predictions_on": self.predictions_on,
         }
 
     @property
@@ -273,6 +289,12 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        for step in ("training_step", "validation_step", "test_step", "predict_step") if self.agrees else ():
+            if takes_dataloader_iter(trainer.lightning_module, step):
+                raise UnsupportedFeatureError(
+                    f"`{step}(self, dataloader_iter)` fetches batches itself, so that ranks cannot agree on who has"
+                    " one. Take the batch instead."
+                )
         if trainer.state.fn != TrainerFn.FITTING:
             exit_on_sigterm(self._cleanup, trainer)
         watch_synchronization(self._cleanup, synchronize_states)
@@ -284,8 +306,30 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             self._make_driver()
         else:
             loss = f" The loss is taken for {self._weight_rule.meaning}; `GradientCheck` verifies it."
+        if trainer.predicting and self.agrees:
+            replace_prediction(
+                self._cleanup, trainer, self._combine_predicted, self.indices_of, self._driver.end,
+                lambda output: not isinstance(output, NoPrediction),
+                lambda outputs: self.predictions.merge(outputs),
+            )  # fmt: skip
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} ({self.root_device.type})"
         rank_zero_info(f"{type(self).__name__} on {ranks}: {self.division}.{loss}")
+
+    @property
+    def predictions(self) -> Predictions:
+        """The predictions of this rank, while the Trainer predicts and ranks agree on steps."""
+        assert self._driver.predictions is not None
+        return self._driver.predictions
+
+    def _combine_predicted(self, given: Any) -> CombinedLoader:
+        finished = none_finished if self.find_finished is None else self.find_finished()
+        trainer, group = self.module.trainer, self._driver.group
+        self._driver.predictions = Predictions(trainer, group, self.batch_dim, self.predictions_on, finished)
+        return self.combine_loaders(given, is_training=False)
+
+    def indices_of(self, dataloader_idx: int) -> Sequence[Any] | None:
+        """Return the indices of batches of a loader of predictions; None if Lightning has to find them."""
+        return None
 
     def keep_loaders(self, trainer: Trainer) -> None:
         """Have Lightning keep what it would change about loaders beyond their samplers."""
@@ -400,6 +444,12 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             return None
         with self._driver.logged.step():
             return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        predictions = self._driver.predictions
+        run = partial(super().predict_step, *args, **kwargs)
+        return run() if predictions is None else predictions.run(run)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -527,7 +577,13 @@ class ExplicitDDPStrategy(OneTrainerStrategy, AtomicSaveMixin, ConnectedStrategy
             stack.callback(self._cleanup.close)
             for loader in self._loaders:
                 stack.callback(loader.close)
-            self.driver = self._run = self._random = self._resumed = self.cpu_group = None
+            self.driver = self._run = self._random = self._resumed = self.cpu_group = self.find_finished = None
+
+
+def check_predictions_on(value: PredictionsOn) -> PredictionsOn:
+    """Return the value of `predictions_on` if it is one of its choices."""
+    check_choice("predictions_on", value, get_args(PredictionsOn), 'Use "rank_zero" to save memory.')
+    return value
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
